@@ -18,12 +18,13 @@ TICKET_KEY = "hotkv-ticket-bin"
 
 
 class AdminClient:
-    """A channel to the server's admin API. Calls raise HotKVError.
+    """A client of the server's admin API. Calls raise HotKVError.
 
-    Calls block for at most `timeout_s`, except the streams and `export_blocks`. The constructor
-    raises HotKVError for credentials that can't be used.
+    Calls block for at most `timeout_s`, except the streams (`watch_requests`, `events`) and
+    `export_blocks`. The constructor raises HotKVError for credentials that can't be used.
 
-    target: as for sessions. If it is a Unix socket, the admin socket beside it is used.
+    target: `unix:/path/grpc.sock` or `host:port`. For a Unix socket, calls go to `admin.sock` in
+        the same folder.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class AdminClient:
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Returns the key spaces with the amount that each holds; with an id, only that key
-        space."""
+        """Returns the key spaces with the number and bytes of their blocks. A non-zero
+        `key_space_id` limits the list to that key space."""
         return list(self.tell("key_spaces", key_space_id=key_space_id)["key_spaces"])
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -112,8 +113,11 @@ class AdminClient:
         everything: bool = False,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Drops the named blocks; with `everything`, all blocks of a key space (0: of all key
-        spaces). With `dry_run` it drops nothing, and returns what would go, and its bytes."""
+        """Drops the blocks that are named by packed `hashes`, or, with `everything`, all blocks of
+        a key space (0: of all key spaces). Pinned blocks stay.
+
+        dry_run: drop no blocks; the answer says how many blocks and bytes a real call would drop.
+        """
         return self._call(
             "preview_evict" if dry_run else "evict",
             key_space_id=key_space_id,
@@ -123,17 +127,17 @@ class AdminClient:
         )
 
     def flush(self, key_space_id: int) -> dict[str, Any]:
-        """Drops all blocks of a key space, pinned blocks included."""
+        """Drops all blocks of a key space, including pinned blocks."""
         return self._call("flush", key_space_id=key_space_id)
 
     def watch_requests(
         self, key_space_id: int = 0, seconds: float = 0
     ) -> Iterator[tuple[list[WatchedRequest], int]]:
-        """Yields the requests that engines report, as they arrive, and the number missed after
-        them.
+        """Yields pairs: requests that engines have reported, as they arrive, and the number of
+        requests that this stream missed after them because it was read too slowly.
 
-        The first answer is empty: every request after it is seen or counted as missed. Ends after
-        `seconds`; 0: never.
+        The first pair is empty. Every request that is reported after it is yielded or counted as
+        missed. The stream ends after `seconds`; 0: never.
         """
         return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
@@ -145,20 +149,21 @@ class AdminClient:
         tiers: bool = False,
         state: bool = False,
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Yields cache events as they happen, and the number missed after them.
+        """Yields pairs: cache events as they happen, and the number of events that this stream
+        missed after them because it was read too slowly.
 
-        The first answer and the end are as for `watch_requests`.
+        The first pair and the end of the stream are as for `watch_requests`.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
-        state: begin with the blocks that are cached, as far as the server knows their tokens.
+        state: begin with events for the blocks that are cached, if the server knows their tokens.
         """
         return _admin_wire.subscribe(
             self._stubs, key_space_id, seconds, tiers, state, self._metadata
         )
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
-        """Starts to drain the server. It stops when all sessions have ended or `timeout_s` has
-        passed."""
+        """Asks the server to drain: to refuse new work, and to stop when all work has ended or
+        `timeout_s` has passed (0: the server's default). Returns when draining has begun."""
         return self._call("drain", timeout_ms=int(timeout_s * 1000))
 
     def explain(
@@ -169,8 +174,11 @@ class AdminClient:
         session_id: str = "",
         tenant: str = "",
     ) -> list[dict[str, Any]]:
-        """Says for each block of a prompt whether a lookup would hit it, and if not, why.
+        """Returns for each block of a prompt whether a lookup would hit it, and if not, why. The
+        result has one entry per key space.
 
+        Name the prompt by `hashes`, `token_ids` or `session_id`:
+        hashes: packed block hashes.
         token_ids: packed little-endian int32.
         session_id: explains the latest prompts of this session instead of a given prompt.
         tenant: limits `session_id` to this tenant; empty: all tenants.
@@ -186,11 +194,10 @@ class AdminClient:
         return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
-        """Yields the key space in the form of JSON, then its hottest blocks in parts.
+        """Yields the key space as a dict, then the names of its hottest blocks in lists of (group
+        index, packed hashes).
 
-        A part is a group index and packed hashes.
-
-        byte_count: the blocks take about this many bytes in total; 0: all blocks.
+        byte_count: the total size of the named blocks, approximately; 0: all blocks.
         """
         return _admin_wire.export(
             self._warm_start, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
@@ -203,18 +210,23 @@ class AdminClient:
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
-        """Promotes blocks from lower tiers to host memory, and returns where they are afterwards.
+        """Asks the server to promote blocks from lower tiers to host memory. Returns how many of
+        the blocks are then in host memory, in a lower tier, and in no tier.
 
-        key_space: the value that `export_blocks` yielded, or a key space id.
-        prompts: pairs of packed hashes and packed token ids; either may be empty.
+        key_space: the dict that `export_blocks` yielded, or a key space id.
+        groups: the blocks, as pairs of a group index and packed hashes.
+        prompts: more blocks, as prompts: pairs of packed hashes and packed token ids, of which one
+            may be empty.
+        wait_s: longest time that the server waits for the promotions before it answers; 0: 10 s.
         """
         return _admin_wire.prefetch(
             self._warm_start, key_space, groups, prompts, wait_s, self._timeout_s, self._signed()
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Returns where the blocks of a session are stored, which hints asked for them, and the
-        receipt of its requests: an entry for each tenant that has a session of this name."""
+        """Returns, for each tenant that has a session with this id: where the session's blocks are
+        stored, which hints named them, and the receipt of its requests (prompt tokens, hits, saved
+        time)."""
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         known = {one["tenant"]: one for one in told["sessions"]}
@@ -231,8 +243,8 @@ class AdminClient:
     def hints(
         self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
     ) -> dict[str, Any]:
-        """Returns the latest `outcomes` of routers' hints for all tenants, and the state of
-        `tenants`."""
+        """Returns the latest `outcomes` of the hints that routers sent, and per tenant (`tenants`)
+        the state of its hints. `tenant` limits the answer to a tenant; empty: all tenants."""
         return self.tell(
             "hints",
             message_id=message_id,
@@ -242,14 +254,15 @@ class AdminClient:
         )
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
-        """Returns the residencies, largest room first, the engines that wait, and totals."""
+        """Returns the open residencies (largest first), the engines that wait for room for a
+        residency, and totals."""
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
         """Returns the savings of the cache per engine, and the savings that a larger cache would
         have.
 
-        since_s: uses the requests of this many last seconds; 0: all requests.
+        since_s: computes them from the requests of this many last seconds; 0: from all requests.
         """
         return self.tell("savings", since_s=since_s)
 
@@ -262,10 +275,8 @@ class AdminClient:
         return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
-        """Returns metadata that also identify the caller for the server's audit log.
-
-        Without the identification if the server refuses this user a ticket.
-        """
+        """Returns the metadata of a call, with a ticket that identifies the caller for the server's
+        audit log. If no ticket can be fetched, returns the metadata without it."""
         path = descriptor_socket(self._target)
         if path is None:
             return self._metadata

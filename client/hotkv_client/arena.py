@@ -1,12 +1,12 @@
 """Maps the server's arena into this process.
 
-The link of a session provides the arena's descriptor. It is read-only, unless the server trusts
-this process's user with the whole arena (`security.arena_writers`).
+The link (the session's connection to the descriptor socket) provides the arena's descriptor. The
+descriptor is read-only unless the setting `security.arena_writers` names this process's user.
 
 Always true: this process never writes to the arena, even if the mapping is writable. The arena
 stays mapped as long as the object or a view of its `memory` is referenced, even after session and
-server have ended. Read a block only under a lease or in a residency, because slots are reused. A
-mapping that outlives its server keeps that server's memory allocated.
+server have ended; until then its memory stays allocated. The server reuses slots, so a caller may
+read a block only while a lease or a residency pins it.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ from hotkv_proto.words import GENERATION
 
 # ----------------------------------------------------------------------------------- mapping a file
 
-# Nothing writes through the arrays.
+# No code writes through the arrays.
 #
 # Always true: the address is a multiple of 2 MiB. The files consist of huge pages if the kernel
 # provides them. The kernel maps them as huge pages only at such addresses, which Python's own mmap
-# does not promise. With small pages, filling the page tables costs a cold lookup more time than
-# reading the block table.
+# does not promise. With small pages, a cold lookup spends more time on page faults than on reading
+# the block table.
 
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -51,9 +51,9 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
     The file stays mapped as long as the array or a view of it is referenced. Raises OSError if the
     system refuses or the file is shorter.
 
-    fd: stays the caller's.
-    is_writable: maps writable pages, which CUDA requires of memory that it registers. The array is
-        read-only all the same.
+    fd: descriptor of the file; the caller may close it after the call.
+    is_writable: True maps writable pages, because CUDA registers only writable memory. The array
+        is read-only in both cases.
     """
     file_bytes = os.fstat(fd).st_size
     if file_bytes < num_bytes:
@@ -80,15 +80,15 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
 
 
 class Arena:
-    """The server's arena, mapped.
+    """The server's arena, mapped into this process.
 
-    A server that continues the arena of an earlier server has the same `file_id`: memory that was
-    registered with a device can stay registered.
-
-    memory: uint8 [bytes], a read-only array.
-    is_writable: whether its pages are writable, for CUDA.
-    words: uint64 [n], read-only; see `hotkv_proto.words`. Empty if the server has no residencies.
-    file_id: (device, inode) of the arena's file.
+    memory: uint8 [bytes], a read-only array of the arena's bytes.
+    is_writable: whether the mapped pages are writable; CUDA registers only writable pages.
+    words: uint64 [n], read-only: validity words, by which `holds` checks that blocks stayed pinned
+        (`hotkv_proto.words`). Empty if the server has no residencies.
+    file_id: (device, inode) of the arena's file. If a restarted server reuses the arena of the
+        server before it, the id is the same, and memory that is registered with CUDA can stay
+        registered.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Arena:
 
         Raises OSError if the system refuses or the file is shorter.
 
-        fd: stays the caller's.
+        fd: descriptor of the arena's file; the caller may close it after the call.
+        words_offset_bytes: place of the validity words in the file.
         """
         status = os.fstat(fd)
         self.file_id = (status.st_dev, status.st_ino)
@@ -112,11 +113,12 @@ class Arena:
         """Returns True if all blocks that a residency has pinned have stayed pinned until this
         call.
 
-        Then the bytes that were copied out of `memory` before this call are the bytes that were
-        stored. After it has returned False it never returns True again.
+        If it returns True, the bytes that the caller copied from `memory` before this call are the
+        bytes that were stored. After it has returned False for a residency, it never returns True
+        for it again.
 
-        The copy must be complete before the words are read. On x86-64 program order guarantees
-        that. On other machines the caller needs an acquire fence between the two.
+        The copy must be complete before this call reads the words. On x86-64 program order
+        guarantees that. On other machines the caller needs an acquire fence between copy and call.
         """
         return holds(self.words, opened)
 
@@ -128,7 +130,7 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Does the check of `Arena.holds` on any words. Returns False if there are no words."""
+    """Checks the validity words as `Arena.holds` does. Returns False if `words` is empty."""
     return bool(
         len(words)
         and words[GENERATION] <= opened.generation

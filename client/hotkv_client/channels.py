@@ -1,9 +1,9 @@
-"""Channels to a server, with the proofs of each side's identity.
+"""Opens gRPC channels to a server, with the credentials that identify both sides.
 
-On a Unix socket the server identifies the peer by SO_PEERCRED; the client sends no proof in the
-channel. Over TCP a channel uses TLS as soon as any TLS setting is given. A token travels in the
-metadata of calls, and never in the clear over a network. `why_unanswered` explains to an operator
-why a call got no answer.
+On a Unix socket the server identifies the client by SO_PEERCRED, so the client sends no
+credentials. Over TCP a channel uses TLS if any TLS setting is given. A token travels in the
+metadata of calls; without TLS it is sent only to a loopback address. `why_unanswered` explains to
+an operator why a call got no answer.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ def admin_target(target: str) -> str:
 
 
 def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
-    """Opens a channel, which connects by itself.
+    """Opens a gRPC channel, which connects in the background.
 
     Raises HotKVError for credentials that can't be used.
     """
@@ -72,9 +72,10 @@ def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
 
 
 def metadata(target: str, credentials: Credentials) -> Metadata:
-    """Returns the metadata for calls that open a session or use an admin service.
+    """Returns the metadata (the bearer token) for calls that open a session or use an admin
+    service; empty without a token or for a Unix socket.
 
-    Raises HotKVError if the token can't be read or would be sent in the clear.
+    Raises HotKVError if the token can't be read, or would be sent over a network without TLS.
     """
     if not credentials.token_file or is_unix(target):
         return ()
@@ -143,8 +144,8 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "log says why; over TCP it may also want TLS",
     ),
 )
-"""Pairs of words in the details of UNAVAILABLE and the sentence for them. The first match counts.
-"""
+"""Sentences for an error UNAVAILABLE. Each entry has words that gRPC's details may contain, and the
+sentence for these words; the first entry that matches is used."""
 SENTENCES: dict[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         "no answer in time: the server is busy or hangs; --timeout-s waits longer"
@@ -158,8 +159,8 @@ SENTENCES: dict[grpc.StatusCode, str] = {
 
 
 def why_unanswered(code: grpc.StatusCode, details: str) -> str:
-    """Returns a sentence for an unanswered call, with the code; gRPC's own details if no sentence
-    fits."""
+    """Returns a sentence that explains why a call got no answer, with the gRPC code. Uses gRPC's
+    own `details` if no sentence fits."""
     found = SENTENCES.get(code)
     if code is grpc.StatusCode.UNAVAILABLE:
         known = (text for words, text in UNREACHED if any(word in details for word in words))

@@ -1,10 +1,11 @@
 """A single connection of a session's stream: from its opening to the end of its last transfer.
 
-A connection owns the channel, the link, the mapped block table, and every call that waits for its
-answer. Always true: each call is resolved once. The answer with the call's number resolves it. An
-answer that can't be read fails only its own call. If the stream breaks, two kinds of calls fail at
-once: calls that touch no memory, and stores that can be revoked. A load, or a store without a word
-of the fence, fails only when the server can no longer touch the engine's memory.
+A connection owns the channel, the link (the connection to the server's descriptor socket), the
+mapped block table, and every call that waits for its answer. Always true: each call is resolved
+once, by the answer with the same `request_id`. If an answer can't be read, only its own call fails.
+If the stream breaks, calls that touch no engine memory fail at once. A store with a word of the
+fence is revoked and then fails at once. A load, or a store without a word of the fence, fails only
+when the server can no longer touch the engine's memory.
 """
 
 import itertools
@@ -40,12 +41,13 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 REQUEST_ID_BYTES = 16
-"""An upper bound for the bytes that a request's number adds to its message."""
+"""An upper bound for the bytes that `request_id` adds to a message."""
 DEVICE_GRACE_S = 1.0
-"""Time for which a device may still work on copies that a dead server started.
+"""Time that the client waits after a server's death before it fails loads into device memory.
 
-The kernel closes a dead process's sockets and devices in no promised order. A server has only a few
-pieces at a time in flight on a device (`copy.depth`), which take tens of milliseconds.
+Copies that the dead server started on the device may still run, because the kernel closes a dead
+process's sockets and devices in any order. The copies take tens of milliseconds: a server has only
+a few pieces in flight on a device at a time (`copy.depth`).
 """
 
 
@@ -53,9 +55,11 @@ pieces at a time in flight on a device (`copy.depth`), which take tens of millis
 class Pending:
     """A call that waits for its answer.
 
-    transfer_id: set for transfers.
-    fence_index: set for stores that can be revoked.
-    call: name of the call; set when it is sent.
+    future: the future that the answer resolves.
+    lease_id: the lease that an `acquire` call asked for; otherwise empty.
+    transfer_id: id of a load or store; empty for other calls.
+    fence_index: the word of the fence that revokes this store; 0 if the call can't be revoked.
+    call: name of the call, a field of `ConnectRequest.body`; set when the call is sent.
     """
 
     future: "Future[Any]"
@@ -69,8 +73,13 @@ class Pending:
 class Connection:
     """A connection of a session, with the calls that wait for answers. Thread-safe once it is open.
 
-    order_kind: the kind of mark that the server accepts.
-    order_message: why the server accepted less of the memory's device order than was offered.
+    outbox: requests to send, in order; None ends the stream.
+    link: the connection to the descriptor socket; None for a TCP target or if it is not needed.
+    table: the mapped block table; None without a link, or if the session does not use it.
+    opened: the server's answer to the opening of the session.
+    order_kind: the kind of mark that the server chose for transfers of this connection.
+    order_message: why the server rejected a part of the memory's device order; empty if it rejected
+        no part.
     """
 
     def __init__(
@@ -111,10 +120,10 @@ class Connection:
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
-        """Opens the session, links, and registers memory.
+        """Opens the session, opens the link and registers the engine's memory. Blocks.
 
-        Raises HotKVError, OSError, or grpc.RpcError. The last also if it takes longer than
-        `connect_timeout_s`.
+        Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
+        stream breaks or if all of this takes longer than `connect_timeout_s`.
         """
         self.outbox.put(_wire.open_session(self._config, ticket))
         requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
@@ -166,9 +175,9 @@ class Connection:
     def submit(
         self, request: _wire.Request, pending: Pending, after: After | None
     ) -> HotKVError | None:
-        """Sends a request; its answer resolves `pending`.
+        """Sends a request. Its answer will resolve `pending.future`.
 
-        Returns the reason if it was not sent; `pending` is then unchanged.
+        Returns None, or the error if the request was not sent; then `pending` is unchanged.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
@@ -202,9 +211,11 @@ class Connection:
             self.outbox.put(request)
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
-        """Resolves calls as answers arrive, until the server ends the stream.
+        """Resolves calls as answers arrive, until the server ends the stream. Blocks.
 
-        Raises grpc.RpcError.
+        Raises grpc.RpcError if the stream breaks.
+
+        on_notice: called with each message that answers no call.
         """
         for response in self.responses:
             if response.request_id:
@@ -231,8 +242,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. Revokes and resolves a store at once if it has a fence
-        word."""
+        """Asks the server to end a transfer. If it is a store with a word of the fence, also
+        revokes it and resolves its future as CANCELLED at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
@@ -249,7 +260,8 @@ class Connection:
             )
 
     def has_unrevocable_store(self) -> bool:
-        """Returns whether a store is under way that has no word of the fence."""
+        """Returns whether a store in flight can't be revoked, because it has no word of the
+        fence."""
         with self._lock:
             return any(
                 item.transfer_id and not item.is_load and not item.fence_index
@@ -257,8 +269,11 @@ class Connection:
             )
 
     def end(self) -> None:
-        """Closes the stream and fails the waiting calls, each as early as the module's rule allows
-        it."""
+        """Closes the stream and fails the calls that wait for an answer.
+
+        Calls without engine memory and stores that can be revoked fail at once. Other transfers
+        fail when the server has closed the link or is dead, on a thread of their own.
+        """
         with self._lock:
             self._has_ended = True
             waiting = list(self._pending.values())
@@ -329,5 +344,5 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Waits until no device can still work on copies of a dead server."""
+    """Waits until copies that a dead server started on a device have ended."""
     time.sleep(DEVICE_GRACE_S)

@@ -1,18 +1,19 @@
 """The fence: a page shared with the server, through which an engine revokes its stores.
 
-The server reads a store's word after the copy and before the commit. Once the word is set, the
-engine may overwrite the store's blocks at once, even if the server hangs. Either the copy was
+The page consists of uint32 words. Each store in flight has a word; 1 means that the store is
+revoked. The server reads the word after the copy and before the commit. Once the word is set, the
+engine may overwrite the store's blocks at once, even if the server hangs: either the copy was
 committed before and is right, or it is never committed. A word is reused only after the server has
-answered.
+answered the store.
 
-`Fence`: its session chooses the words. `SharedFence`: another process of the engine chooses the
-words through `Revocations`, over the pages of several sessions at once. That process can revoke a
-store before the session's own process hears of it. A shared page also records for each word whether
-the session still waits for the server's answer. The page's owner and the process that chooses may
-write the same word only to revoke it.
+`Fence`: the session that owns the page chooses the word of each store. `SharedFence`: another
+process of the engine (the scheduler) chooses the words through `Revocations`, for the pages of
+several sessions at once. That process can revoke a store before the session's own process learns
+that the store is not wanted. A shared page also records for each word whether the session still
+waits for the server's answer. Both processes may set a store's word; only `Revocations` clears it.
 
-A page's descriptor is closed when its `Fence` or `SharedFence` is collected. The words stay mapped
-as long as they are referenced.
+A page's descriptor is closed when its `Fence` or `SharedFence` is garbage-collected. The words stay
+mapped as long as they are referenced.
 """
 
 import mmap
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
-"""Number of words of a shared fence; stores use words 1 to SHARED_WORDS - 1.
+"""End of the words that stores use in a shared fence: words 1 to SHARED_WORDS - 1.
 
 Word SHARED_WORDS + i is not zero while a session has sent the store of word i and the server has
 not answered. The token of `FencePlace` starts at word TOKEN_WORD.
@@ -38,7 +39,8 @@ TOKEN_BYTES = 16
 
 
 class Fence:
-    """A page of words 1 to FENCE_WORDS - 1, each for a store in flight. Thread-safe."""
+    """A session's own page. Words 1 to FENCE_WORDS - 1 each serve one store in flight.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -49,8 +51,8 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """Acquires a cleared word; returns 0 if all are in use, and then the store can't be
-        revoked."""
+        """Acquires a cleared word and returns its index. Returns 0 if all words are in use; a store
+        with index 0 can't be revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -63,11 +65,11 @@ class Fence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores under way. Also sets free words; `take` clears them."""
+        """Revokes all stores in flight by setting every word. `take` clears a word again."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """Frees a word after the server has answered or is dead. 0 is ignored."""
+        """Frees a word. Call it when the server has answered the store or is dead. Ignores 0."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -75,9 +77,11 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """The place of a shared fence: a process and its descriptor.
+    """The place of a shared fence, by which another process opens it.
 
-    token: must be found on the page, because a process id may be reused.
+    pid: process that owns the page.
+    fd: descriptor of the page in that process.
+    token: random bytes on the page. A reader compares them, because a process id may be reused.
     """
 
     pid: int
@@ -102,9 +106,10 @@ class SharedFence:
         return f"SharedFence({num_used}/{SHARED_WORDS - 1} words in use)"
 
     def hold(self, index: int) -> None:
-        """Marks that the store of this word is about to be sent.
+        """Records on the page that the session waits for the server's answer to the store of this
+        word. Call it before the store is sent.
 
-        Raises ValueError if `index` is no word for stores: the store could not be revoked.
+        Raises ValueError if `index` is not a word for stores: the store could not be revoked.
         """
         if not 0 < index < SHARED_WORDS:
             raise ValueError(
@@ -114,7 +119,7 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """Returns whether the store of this word is revoked, as the server sees it."""
+        """Returns whether the word is set, so that the server will not commit its store."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
@@ -122,20 +127,24 @@ class SharedFence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores under way. Also sets free words; `Revocations.take` clears them."""
+        """Revokes all stores in flight by setting every word. `Revocations.take` clears a word
+        again."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
-        """Marks that the server has answered or is dead. 0 is ignored."""
+        """Records on the page that the server has answered the store of this word or is dead.
+        Ignores 0."""
         if index:
             self._words[SHARED_WORDS + index] = 0
 
 
 class Revocations:
-    """Chooses the words of shared fences and revokes stores on all pages. For one thread.
+    """Chooses the words of the stores of several sessions, and revokes these stores on the pages of
+    all sessions. For one thread.
 
-    Always true: a word is cleared only when its store has ended here and no session waits for the
-    server's answer to it. The constructor raises OSError or ValueError if a page can't be mapped.
+    A store has the same word on all pages. Always true: a word is cleared only after `end` was
+    called for it and no session waits for the server's answer. The constructor raises OSError or
+    ValueError if a page can't be mapped.
     """
 
     def __init__(self, places: Sequence[FencePlace]) -> None:
@@ -153,8 +162,8 @@ class Revocations:
         )
 
     def take(self) -> int:
-        """Acquires a cleared word; returns 0 if all are in use, and then the store must not be
-        sent."""
+        """Clears a free word on all pages and returns its index. Returns 0 if all words are in use;
+        then the store must not be sent."""
         if not self._free:
             self._free = self._answered()
         if not self._free:
@@ -165,7 +174,8 @@ class Revocations:
         return index
 
     def _answered(self) -> list[int]:
-        """Removes from the ended words all words that no session waits for, and returns them."""
+        """Returns the ended words for which no session waits for an answer, and removes them from
+        `_ended`."""
         waiting = {
             index
             for index in self._ended
@@ -181,24 +191,24 @@ class Revocations:
             page[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores under way in all sessions."""
+        """Revokes all stores in flight in all sessions."""
         for page in self._pages:
             page[1:SHARED_WORDS] = 1
 
     def end(self, index: int) -> None:
-        """Revokes a store and returns its word for reuse.
+        """Revokes a store and frees its word, which is reused once no session waits for the answer.
 
-        Call this when no session will send the store any more and its uncommitted blocks are not
-        needed.
+        Call it when no session will send the store again and the engine does not need its
+        uncommitted blocks.
         """
         self.revoke(index)
         self._ended.append(index)
 
 
 def _new_page(owner: object) -> tuple[int, NDArray[np.uint32]]:
-    """Creates a zeroed page. Returns its descriptor, open as long as `owner` lives, and its words.
+    """Creates a zeroed page. Returns its descriptor and its words.
 
-    Raises OSError.
+    The descriptor is closed when `owner` is garbage-collected. Raises OSError.
     """
     fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
     weakref.finalize(owner, os.close, fd)

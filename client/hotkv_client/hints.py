@@ -1,4 +1,4 @@
-"""Sends cache hints from a router without a request, and asks for their outcomes."""
+"""Sends cache hints to the server outside a request (for routers), and reads their outcomes."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,9 +12,11 @@ from hotkv_proto.errors import HotKVError
 
 
 class HintClient:
-    """A channel to the server's HintService, for one tenant. For one thread.
+    """A client of the server's HintService, for one tenant. For one thread.
 
     Calls block for at most `timeout_s` each and raise HotKVError.
+
+    tenant: whose blocks the hints concern; empty if the server has no tenants.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class HintClient:
     def send(
         self, envelope: Mapping[str, Any], key_space_id: int = 0, hashes: Sequence[bytes] = ()
     ) -> list[dict[str, Any]]:
-        """Sends an envelope with the fields of vLLM's `kv_hints`. Returns the outcomes so far.
+        """Sends an envelope (a set of hints) with the fields of vLLM's `kv_hints`. Returns an
+        outcome for each hint, as far as it is known.
 
         hashes: hashes of a prompt in the key space `key_space_id`. Actions that name no session
             apply to this prompt.
@@ -64,9 +67,11 @@ class HintClient:
     def outcomes(
         self, message_id: str = "", cursor: int = 0, page_size: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Returns the outcomes that have changed since a cursor, and the next cursor.
+        """Returns the hints' outcomes that have changed since an earlier call, and the cursor for
+        the next call.
 
-        message_id: only outcomes of this message; empty: of all messages.
+        message_id: only outcomes of the envelope with this id; empty: of all envelopes.
+        cursor: the number that the earlier call returned; 0: all known outcomes.
         """
         return _wire.poll_hints(
             self._stub,
@@ -80,7 +85,8 @@ class HintClient:
         )
 
     def _ticket(self) -> bytes:
-        """Returns a ticket for this process's user; empty without a ticket or if no tenant is set.
+        """Fetches a ticket, which proves which user this process runs as. Returns empty bytes if
+        the server refuses a ticket, over TCP, or if no tenant is set.
 
         A server without tenants needs no ticket.
         """

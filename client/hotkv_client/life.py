@@ -1,8 +1,8 @@
 """The life of a session: a sequence of connections, with back-off between them.
 
 Owns the session's thread, its state, and the engine's memory and fence. Always true: at most one
-connection is open, and the state is CONNECTED only while one is. Only `close` ends the thread,
-whatever it waits for and whatever a server sends. After a connection fails, another follows.
+connection is open, and the state is CONNECTED only while a connection is open. Only `close` ends
+the thread. After a connection has failed, the thread opens a new connection, whatever the reason.
 """
 
 import logging
@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 class SessionLife:
     """Maintains a session's connection from `start` to `close`.
 
+    memory: the engine memory that each connection registers; None for a session without memory.
     connection: the open connection, or None.
     opened: the server's answer when the last connection was opened.
-    fence: the memory's fence, or the session's own.
+    fence: the page through which stores are revoked: `memory.fence`, or the session's own page;
+        None for a session without memory.
     """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:
@@ -52,13 +54,14 @@ class SessionLife:
         self.thread.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until the session is connected or the time is up. Returns whether it connected."""
+        """Blocks until the session is connected, at most `timeout_s`. Returns whether it is
+        connected."""
         with self._changed:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Blocks while a server that has answered opens the session, at most `timeout_s`. Returns
-        whether the session is connected."""
+        """If a server has answered and is opening the session, blocks until it has opened it, at
+        most `timeout_s`. Otherwise returns at once. Returns whether the session is connected."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             return self.state is LinkState.CONNECTED
@@ -104,7 +107,7 @@ class SessionLife:
             delay_s = min(2 * delay_s, self._config.reconnect_max_s)
 
     def _connect_and_serve(self) -> str:
-        """Connects and serves a stream. Returns the reason why it ended."""
+        """Opens a connection and resolves calls until it ends. Returns the reason for its end."""
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:
@@ -141,7 +144,8 @@ class SessionLife:
     def _await_server(self, channel: grpc.Channel) -> None:
         """Blocks until a server answers.
 
-        Raises grpc.FutureTimeoutError when the time is up, grpc.FutureCancelledError after `close`.
+        Raises grpc.FutureTimeoutError if no server answers within `connect_timeout_s`,
+        grpc.FutureCancelledError after `close`.
         """
         ready = grpc.channel_ready_future(channel)
         with self._changed:
@@ -156,8 +160,9 @@ class SessionLife:
                 self._awaited = None
 
     def _ticket(self) -> tuple[bytes, str]:
-        """Returns a ticket for this process's user, or an empty ticket and the reason.
+        """Fetches a ticket, which proves to the server which user this process runs as.
 
+        Returns the ticket and an empty reason, or an empty ticket and the reason why there is none.
         A server without tenants needs no ticket, so a missing ticket is not a failure here.
         """
         path = descriptor_socket(self._config.target)
@@ -205,7 +210,8 @@ class SessionLife:
 
 
 def _tell(listener: Callable[..., None], *news: object) -> None:
-    """Calls a listener of the session's owner. Logs its exceptions and does not pass them on."""
+    """Calls a callback of `SessionConfig`. Logs an exception of the callback and does not raise
+    it."""
     try:
         listener(*news)
     except Exception:

@@ -1,9 +1,9 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
-It carries the descriptors of the engine's memory to the server. The server sends back read-only
-descriptors of the arena and the block table. The end of the link proves that the server can no
-longer touch the engine's memory: the server closes the link only then, and the kernel closes it
-when the server is dead. A device may still work on copies of a dead server
+It carries the descriptors of the engine's memory to the server. The server sends back descriptors
+of the arena and the block table. The end of the link proves that the server can no longer touch the
+engine's memory: the server closes the link only after its last access, and if the server dies, the
+kernel closes the link. Copies that a dead server started on a device may still run for a moment
 (`connection.DEVICE_GRACE_S`).
 """
 
@@ -31,7 +31,8 @@ def descriptor_socket(target: str) -> Path | None:
 
 
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """Fetches a ticket, which proves once which user this process runs as.
+    """Fetches a ticket: a token, accepted once, that proves to the server which user this process
+    runs as.
 
     Raises OSError if the socket does not answer, HotKVError if the server refuses.
     """
@@ -43,17 +44,22 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
 
 
 class Link:
-    """An open link.
+    """An open link to the server's descriptor socket.
 
-    table: the shared block table, mapped read-only; None if this session may not see it.
+    table: the shared block table, mapped read-only; None if the server does not let this session
+        map it.
     """
 
     def __init__(
         self, path: Path, session_id: str, fds: Mapping[str, int], timeout_s: float
     ) -> None:
-        """Connects and exchanges descriptors.
+        """Connects, sends the descriptors `fds`, and receives the descriptors of the block table
+        and the arena.
 
-        Raises OSError if the socket does not answer, HotKVError if the server refuses.
+        Raises OSError if the socket does not answer, HotKVError if the server refuses, and
+        ValueError if the block table has another format.
+
+        fds: descriptor of each memory handle, by handle id.
         """
         self._lock = threading.Lock()
         self._arena: Arena | None = None
@@ -96,9 +102,10 @@ class Link:
             raise
 
     def arena(self) -> Arena | None:
-        """Returns the arena, which the first call maps.
+        """Returns the server's arena. The first call maps it.
 
-        None if this session may not map it, or if the link is closed. Raises OSError.
+        Returns None if the server does not let this session map the arena, or if the link is
+        closed. Raises OSError if the arena can't be mapped.
         """
         with self._lock:
             if self._arena is None and self._arena_fd >= 0:
@@ -117,7 +124,7 @@ class Link:
             self._arena_fd = -1
 
     def wait_closed(self) -> None:
-        """Blocks until the server has closed the link or is dead."""
+        """Blocks until the server has closed the link or is dead. Then closes this end too."""
         self._let_go_of_arena()
         with contextlib.suppress(OSError):
             while self._socket.recv(1):

@@ -1,7 +1,7 @@
 """Splits values that are too large for one message, and joins the answers.
 
-Always true: the hashes or messages of a part have at most PART_BYTES, so the part fits into a
-message with its other fields. Parts are in the order of the whole.
+Always true: the hashes or messages of a part have at most PART_BYTES in total, so the part and the
+other fields of its call fit into a gRPC message. Parts keep the order of the values.
 """
 
 import threading
@@ -22,7 +22,7 @@ R = TypeVar("R")
 def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[GroupHashes]]:
     """Splits lists of hashes into parts of at most PART_BYTES; returns at least one part.
 
-    A list that does not fit continues in the next part.
+    If a list does not fit into a part, the rest of it is in the next part.
     """
     most, left = PART_BYTES // hash_bytes, PART_BYTES // hash_bytes
     parts: list[list[GroupHashes]] = [[]]
@@ -54,7 +54,8 @@ def join_masks(
 
 
 def split_messages(messages: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields messages in parts of at most PART_BYTES. A larger message is a part by itself."""
+    """Yields messages in parts of at most PART_BYTES. A larger message is the only message of its
+    part."""
     part: list[T] = []
     size = 0
     for message in messages:
@@ -69,7 +70,8 @@ def split_messages(messages: Iterable[T], num_bytes: Callable[[T], int]) -> Iter
 
 
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
-    """Returns a future of `join` applied to all results in order, or of the first exception."""
+    """Returns a future that resolves when all `futures` have resolved: to `join` of their results
+    in order, or to the first future's exception if any failed."""
     whole: Future[R] = Future()
     left, lock = len(futures), threading.Lock()
 

@@ -1,8 +1,7 @@
-"""A stream of selections that the server makes.
+"""A stream of selections: for a query, the server chooses the blocks that sparse attention reads.
 
-For engines that can't map the server's memory, and for inspection. Calls run one at a time: each
-waits for its answer. The stream begins with the first selection. It belongs to its session and ends
-with it.
+Used by engines that can't map the server's memory, and for inspection. Calls run one at a time:
+each waits for its answer. The stream begins with the first selection and ends with its session.
 """
 
 import queue
@@ -53,9 +52,11 @@ class Selects:
 
         Raises HotKVError; SessionLostError if the session is closed during the call.
 
+        sequence_id: a sequence that was created with a `SelectConfig`.
         query_QD: float32 [query heads of the shard, head size], after positional encoding.
-        always_log_mass_Q: float32, log mass of the blocks that are always kept; None: the server
-            estimates it from representations.
+        context_tokens: tokens of the context to which the query attends.
+        always_log_mass_Q: float32 [query heads], log of the attention mass of the blocks that are
+            always kept; None: the server estimates it from their representations.
         """
         self._outbox.put(
             _sparse_wire.select_request(

@@ -2,9 +2,10 @@
 
 Each call sends a message and returns a future for its answer. Calls never block, except `ping`. If
 a call's arguments are wrong, its future fails; calls without an answer raise the error. Always
-true: every future is resolved. A load or store resolves only when the server can no longer touch
-the engine's memory for it, because it answered or because it is dead. Knowledge from one epoch is
-never used in another.
+true: every future is resolved. The future of a load, or of a store that can't be revoked, is
+resolved only when the server can no longer touch the engine's memory for this transfer, because
+the server has answered or is dead. A store that can be revoked also resolves at `cancel` and when
+the connection breaks: from then on it can't commit.
 """
 
 import time
@@ -56,7 +57,8 @@ from hotkv_proto.order import OrderKind
 class Session:
     """A session with the server. Thread-safe.
 
-    The caller chooses sequence ids, which are unique in the session. All sequences end with the
+    The caller chooses the ids of sequences, leases, residencies and transfers. A sequence id must
+    be unique in the session. All sequences (contexts that are being decoded) end with the
     connection.
     """
 
@@ -81,19 +83,21 @@ class Session:
         self._life.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
-        """Blocks until the session is connected or the time is up. Returns whether it connected."""
+        """Blocks until the session is connected, at most `timeout_s`. Returns whether it is
+        connected."""
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Blocks while a server that has answered opens the session, at most `timeout_s`. Returns
-        whether the session is connected."""
+        """If a server has answered and is opening the session, blocks until it has opened it, at
+        most `timeout_s`. Otherwise returns at once. Returns whether the session is connected."""
         return self._life.wait_opened(timeout_s)
 
     def close(self) -> None:
-        """Ends the session and closes the session's own fence.
+        """Closes the connection, stops the session's thread and releases its own fence, the page
+        through which stores are revoked.
 
-        The server settles the session's transfers and releases its leases. Blocks until the server
-        is done, for at most 5 seconds.
+        The server then ends the session's transfers and releases its leases. Blocks until the
+        thread has ended, for at most 5 seconds.
         """
         self._life.close()
 
@@ -107,8 +111,8 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Returns the epoch of the cache last connected to; 0 before. It changes when the cache's
-        contents are lost."""
+        """Returns the epoch of the server last connected to; 0 before the first connection. The
+        epoch changes when the server loses the cache's contents."""
         return self._life.opened.epoch
 
     @property
@@ -128,55 +132,60 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes of this key space that the server had in host memory when the last
-        connection was opened."""
+        """Returns the bytes of this key space's blocks that the server had in host memory when the
+        last connection was opened; 0 before the first connection."""
         return self._life.opened.stored_bytes
 
     @property
     def has_residency(self) -> bool:
-        """Returns True if the server last connected to has residencies; False before."""
+        """Returns True if the server last connected to has residencies (reserved room with pinned
+        blocks for a request); False before the first connection."""
         return self._life.opened.has_residency
 
     @property
     def grows_residencies(self) -> bool:
-        """Returns True if the server last connected to grows open residencies; False before."""
+        """Returns True if the server last connected to can reserve more blocks for an open
+        residency; False before the first connection."""
         return self._life.opened.grows_residencies
 
     @property
     def has_tiers(self) -> bool:
-        """Returns True if the server last connected to has tiers; False before.
+        """Returns True if the server last connected to has tiers below host memory; False before
+        the first connection.
 
-        With tiers `lookup` finds more blocks than `probe`.
+        `lookup` also finds blocks in these tiers, `probe` finds only blocks in host memory.
         """
         return self._life.opened.has_tiers
 
     @property
     def has_events(self) -> bool:
-        """Returns True if engines publish the events of the server last connected to."""
+        """Returns True if the server last connected to offers `read_events`, whose events engines
+        publish to routers; False before the first connection."""
         return self._life.opened.has_events
 
     @property
     def order_kind(self) -> OrderKind:
-        """Returns the kind of mark that transfers use (`After`). The server chose it from the
-        memory's order.
+        """Returns the kind of mark that transfers must use (`After`). The server chose the kind
+        from the ways in `EngineMemory.order`.
 
-        HOST without a connection or an order.
+        Returns HOST without a connection, or if the memory offers no order.
         """
         connection = self._connection
         return connection.order_kind if connection is not None else OrderKind.HOST
 
     @property
     def order_message(self) -> str:
-        """Returns why the server accepted less of the memory's order than was offered; empty
-        otherwise."""
+        """Returns why the server rejected a part of `EngineMemory.order`; empty if it rejected no
+        part or without a connection."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
-        """Returns which blocks are ready, as a hint from the shared block table; None without a
-        table.
+        """Looks up blocks in the server's block table, which this process has mapped. Returns a
+        mask of the blocks that are ready; None without a table.
 
-        Needs no call to the server and takes microseconds.
+        Makes no call to the server and takes microseconds. The result is a hint: the server may
+        evict a block at any time, until a lease pins it.
         """
         connection = self._connection
         if connection is None or connection.table is None:
@@ -188,8 +197,9 @@ class Session:
     def arena(self) -> Arena | None:
         """Returns the server's arena; None without a connection, or if this session may not map it.
 
-        The first call maps it; the connection then returns the same object. `LeaseGrant.offsets`
-        and `extend_residency` say where blocks lie in it. Raises OSError if the system refuses.
+        The first call on a connection maps the arena; later calls return the same object.
+        `LeaseGrant.offsets` and `extend_residency` give the offsets of blocks in the arena. Raises
+        OSError if the arena can't be mapped.
         """
         link = None if self._connection is None else self._connection.link
         return None if link is None else link.arena()
@@ -223,10 +233,12 @@ class Session:
         *,
         wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
-        """Pins the ready blocks among those named.
+        """Acquires a read lease: pins those blocks of `groups` that are ready.
 
-        The same call again gets the same answer. The same id with other blocks fails as
-        DUPLICATE_ID. Blocks of an earlier server are compared with their check values first.
+        If blocks are in lower tiers, the answer waits for their promotion, within a limit of the
+        server. If a block was stored before the server restarted, the server first compares its
+        bytes with its check value. The same call again gets the same answer. The same `lease_id`
+        with other blocks fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: as for `lookup`.
@@ -252,21 +264,24 @@ class Session:
         ttl_s: float = 0,
         retention: Retention = NO_RETENTION,
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
-        """Reserves slots for blocks. Gives an array of BlockResult values for each run."""
+        """Acquires a write lease: reserves slots for blocks that a store will write.
+
+        Resolves to an array of `BlockResult` values for each run. `ttl_s` is as for `acquire`.
+        """
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Releases a lease. There is no answer: without a connection the lease has already
-        ended."""
+        """Releases a lease. The call has no answer. Without a connection it does nothing, because
+        the server has already ended the lease."""
         self._send_only(_wire.release(lease_id))
 
     def open_residency(
         self, residency_id: str, num_blocks: Mapping[int, int]
     ) -> "Future[ResidencyOpened]":
-        """Reserves room in the arena for a request.
+        """Opens a residency: reserves room in the arena for the blocks of a request.
 
-        num_blocks: the most blocks that the request will need, by group index. The room includes
-            their representations of the kinds that this session declares.
+        num_blocks: the most blocks that the request will need, by group index. The server also
+            reserves room for their representations, of the kinds that this session declares.
 
         The same call again gets the same answer. If the server `grows_residencies`, the call may be
         repeated with more blocks; if that fails, the residency stays as it was. The residency
@@ -279,13 +294,14 @@ class Session:
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[ResidentBlocks]":
-        """Pins the ready blocks among those named. Gives their offsets in `arena()`.
+        """Pins those blocks of `hashes` that are ready. Resolves to their offsets in `arena()`.
 
-        A block that the residency has already pinned keeps its offset. Blocks of an earlier server
-        are compared with their check values first. Fails as UNKNOWN_RESIDENCY if the residency has
-        ended.
+        A block that the residency has already pinned keeps its offset. If a block was stored before
+        the server restarted, the server first compares its bytes with its check value. Fails as
+        UNKNOWN_RESIDENCY if the residency has ended.
 
         first_position: position of the first block in the request, counted in blocks.
+        hashes: hashes of consecutive blocks from `first_position` on.
         """
         return self._resident(
             lambda: _wire.extend_residency(
@@ -294,9 +310,10 @@ class Session:
         )
 
     def close_residency(self, residency_id: str) -> None:
-        """Closes a residency: its blocks must not be read after this call.
+        """Closes a residency: the caller must not read its blocks after this call.
 
-        There is no answer: without a connection the residency has ended already.
+        The call has no answer. Without a connection it does nothing, because the server has already
+        ended the residency.
         """
         self._send_only(_wire.close_residency(residency_id))
 
@@ -312,14 +329,17 @@ class Session:
         ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
         loads: Sequence[LoadEnd] = (),
     ) -> None:
-        """Reports scheduled requests to the server. There is no answer.
+        """Reports scheduled requests, ended requests and ended loads to the server. The call has no
+        answer.
 
-        Raises HotKVError for hashes of another length.
+        Raises HotKVError if a hash has another length than the key space's hashes.
 
-        reports: what the requests used from the device cache, and how long to retain their blocks.
-        prefill_tokens_per_s: speed that this engine has measured; 0: unknown. With it, lookups skip
-            blocks in a slow tier that the engine computes sooner than it could load them.
-        ended: requests that have ended and that have a session or hints.
+        reports: for each scheduled request, the blocks that it used from the device cache, and how
+            long to retain its blocks.
+        prefill_tokens_per_s: prefill speed that this engine has measured; 0: unknown. If it is
+            known, lookups skip blocks in a slow tier if the engine computes them sooner than it
+            could load them.
+        ended: requests that have ended and that name a user's session or have hints.
         loads: loads that have ended since the previous report.
         """
         for request in _wire.report_requests(
@@ -334,10 +354,11 @@ class Session:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> "Future[SequenceCreated]":
-        """Creates a sequence over the complete blocks `hashes` of its context.
+        """Creates a sequence: a context that this session decodes sparsely.
 
-        With `select` the server selects for the sequence (`selects`). Without it nothing is pinned;
-        the sequence exists so that reports can name it.
+        hashes: hashes of the complete blocks of the context.
+        select: settings with which the server selects blocks for the sequence (`selects`). None:
+            the server pins no blocks, and only reports (`report_sparse`) use the sequence.
         """
         return self._call(
             lambda: _sparse_wire.create_sequence(
@@ -350,11 +371,11 @@ class Session:
     ) -> "Future[SequenceState]":
         """Appends blocks that have become complete to a sequence.
 
-        first_position: position of the first of them in the context. Blocks that the sequence
-            already has must be the same.
+        first_position: position of the first block of `hashes` in the context. If the sequence
+            already has a block at a position of `hashes`, the two hashes must be equal.
 
-        If the server selects, it renews its lease to include all blocks that are ready, even if
-        `hashes` is empty.
+        If the server selects for the sequence, it replaces its lease by a lease of all blocks that
+        are ready now, even if `hashes` is empty.
         """
         return self._call(
             lambda: _sparse_wire.append_blocks(
@@ -365,41 +386,44 @@ class Session:
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Reports to the server what sparse decode did since the previous report. There is no
+        """Reports the sparse decode steps since the previous report to the server. The call has no
         answer.
 
-        positions: by sequence id, int32 positions of blocks that were selected or joined a hot set
-            in any layer. They count as used.
-        counters: by layer, growth of counters, named as in `SPARSE_COUNTERS`. Raises HotKVError for
-            other names.
+        positions: by sequence id, int32 positions of the blocks that any layer selected or added to
+            its hot set. The server's eviction policy counts these blocks as used.
+        counters: by layer and name, the growth of a counter. The names are those of
+            `SPARSE_COUNTERS`; another name raises HotKVError.
         """
         self._send_only(_sparse_wire.report_sparse(positions, counters))
 
     def delete_sequence(self, sequence_id: str) -> "Future[bool]":
-        """Ends a sequence. Gives False if it does not exist."""
+        """Ends a sequence. Resolves to False if the sequence does not exist."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def read_events(self, most: int = 0) -> "Future[EventsRead]":
-        """Reads the next events of the key space: first the present state, then each event.
+        """Reads the next events of the key space: first the list of blocks that are cached now,
+        then each change.
 
         Fails as NOT_ALLOWED unless `has_events`.
 
-        most: most events in the answer; 0: the server's limit.
+        most: largest number of events in the answer; 0: the server's limit.
         """
         return self._call(lambda: _wire.read_events(most))
 
     def flush(self) -> "Future[Flushed]":
-        """Drops every block of this session's key space, from all engines. Gives how many were
-        ready.
+        """Drops every block of this session's key space, whichever engine stored it. Resolves to
+        the number of ready blocks that were dropped.
 
-        Once resolved, no lease holds a block from before the flush, and stores under way are
-        refused as ABORTED. The same holds on other nodes, unless tiers are pending. If nodes share
-        a tier, the flush takes a second and a half.
+        After the answer no new lease can pin a block from before the flush, and the blocks of
+        stores in flight get the result ABORTED. The same is true on the other nodes that share a
+        tier, except in the tiers that `Flushed.pending_tiers` lists. If nodes share a tier, the
+        flush takes a second and a half.
         """
         return self._call(_wire.flush)
 
     def ping(self, timeout_s: float) -> float:
-        """Returns the seconds of a round trip. Raises HotKVError or TimeoutError."""
+        """Makes an empty call and returns its round-trip time in seconds. Blocks at most
+        `timeout_s`. Raises HotKVError or TimeoutError."""
         start_s = time.perf_counter()
         self._call(_wire.ping).result(timeout_s)
         return time.perf_counter() - start_s
@@ -415,9 +439,10 @@ class Session:
         after: After | None = None,
         traceparent: str | None = None,
     ) -> "Future[TransferResult]":
-        """Copies leased blocks into the registered memory.
+        """Copies blocks that a read lease pins into the registered engine memory.
 
-        after: nothing is written before this mark; `timeout_s` counts from there.
+        after: the server writes only after the engine's device has passed this mark, and
+            `timeout_s` begins then. None: the server may write at once.
         traceparent: as for `lookup`.
         """
         return self._call(
@@ -437,13 +462,15 @@ class Session:
         after: After | None = None,
         fence_index: int = 0,
     ) -> "Future[TransferResult]":
-        """Copies blocks out of the registered memory and commits them.
+        """Copies blocks from the registered engine memory into the arena and commits them.
 
-        The first store under a lease id reserves; other ranks join it.
+        The first store under a `lease_id` reserves the slots; the stores of the other ranks name
+        the same lease and write their shards into these slots.
 
-        after: nothing is read before this mark; `timeout_s` counts from there.
-        fence_index: the word that revokes this store, if the memory has a shared fence; ignored
-            otherwise. Raises ValueError if it is missing.
+        after: the server reads only after the engine's device has passed this mark, and `timeout_s`
+            begins then. None: the server may read at once.
+        fence_index: if `EngineMemory.fence` is set, the word of this shared fence that revokes the
+            store; another number than that of a word raises ValueError. Otherwise ignored.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -468,20 +495,20 @@ class Session:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks for a transfer to end early. It has ended when its future resolves.
+        """Asks the server to end a transfer early. The transfer has ended when its future resolves.
 
-        A store with a word of the fence is revoked and resolves at once, as CANCELLED and without
-        results, whatever the server is doing. Its blocks were committed before, or never will be. A
-        load resolves when the server has stopped writing.
+        If a store has a word of the fence, this call revokes it, and its future resolves at once as
+        CANCELLED without results, even if the server hangs. The store's blocks were committed
+        before, or never will be. The future of a load resolves when the server has stopped writing.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
 
     def revoke_stores(self) -> None:
-        """Revokes all stores under way. When this returns, their blocks may be overwritten.
+        """Revokes all stores in flight. After the return the engine may overwrite their blocks.
 
-        Their futures resolve with the server's answers. Raises SessionLostError if a store can't be
-        revoked; then only `close` ends it.
+        The futures of these stores resolve when the server answers. Raises SessionLostError if a
+        store has no word of the fence and can't be revoked; only `close` ends such a store.
         """
         if self._life.fence is not None:
             self._life.fence.revoke_all()
@@ -490,7 +517,8 @@ class Session:
             raise SessionLostError("a store is under way that has no word of the fence")
 
     def selects(self) -> Selects:
-        """Opens a stream of selections by the server. The caller closes it.
+        """Opens a stream by which the server selects blocks for sequences of this session. The
+        caller closes it.
 
         Raises SessionLostError without a connection.
         """

@@ -57,10 +57,11 @@ class LinkState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
-    """Offsets of a residency's blocks in the arena, in bytes.
+    """Byte offsets, in the arena, of the n blocks that a call of `extend_residency` named.
 
     offsets: int64 [n], start of each block's slot; -1 if the block is not pinned.
-    representations: int64 [n], start of each representation; -1 if it is not pinned.
+    representations: int64 [n], start of each block's sparse representation; -1 if the server has
+        not pinned a representation with the block.
     """
 
     offsets: Int64s
@@ -79,6 +80,9 @@ class WatchedRequest:
     """A request that an engine has reported.
 
     hashes: packed hashes of the prompt's full hash blocks.
+    prompt_tokens: length of the prompt.
+    device_hit_tokens: tokens that hit in the engine's own device cache.
+    hit_tokens: tokens that hit in the device cache or in hotkv.
     unix_time_s: time at which the request reached its engine.
     """
 
@@ -147,14 +151,18 @@ class SequenceState:
 class SelectedBlocks:
     """The result of a selection by the server.
 
-    positions: int32, ascending; includes the blocks that are always kept.
+    positions: int32, positions of the selected blocks in the context, ascending. They include the
+        blocks that are always kept.
     weights: float32, a weight for each position; inf for blocks that are always kept.
+    estimated_mass: estimated share of the attention that the selected blocks receive, 0 to 1.
 
-    The remaining arrays describe the hot set, if the server maintains it:
-    load_positions, load_slots: load these blocks into these slots before attending.
+    The other arrays (int32) describe the hot set. They are empty if the server maintains no hot
+    set:
+    load_positions, load_slots: blocks that the caller must load before it attends, and the slot for
+        each.
     evict_positions: blocks that have lost their slot.
-    hot_positions, hot_slots: blocks (ascending) that may be attended to after the loads, and their
-        slots.
+    hot_positions, hot_slots: blocks to which the caller may attend after the loads (ascending), and
+        the slot of each.
     """
 
     positions: Int32s
@@ -171,11 +179,12 @@ class SelectedBlocks:
 class EngineMemory:
     """Memory that the server may read and write during transfers.
 
-    fds: descriptor of each file handle of the layout. The caller keeps them open.
-    order: ways in which the server may follow the work of the engine's device.
-        `Session.order_kind` says which way the server chose.
-    fence: a fence whose words the caller chooses for each store; None: the session uses its own
-        fence.
+    layout: where the engine's blocks lie in this memory.
+    fds: file descriptor of each file handle of the layout. The caller keeps them open.
+    order: ways in which the server can wait for earlier work on the engine's device, for example
+        CUDA events. `Session.order_kind` returns the way that the server chose.
+    fence: a shared page through which another process can revoke stores; the caller then passes
+        `fence_index` to each store. None: the session uses its own fence.
     """
 
     layout: Layout
@@ -191,10 +200,10 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Delays a transfer until the engine's device has passed `mark`.
+    """Delays a transfer until the engine's device has passed `mark`, a point in its work.
 
-    kind: the session's `order_kind` when the mark was made. The transfer fails if the session uses
-        another kind when it is sent, because a mark has a meaning only for its own kind.
+    kind: the session's `order_kind` when the mark was made. A mark can't be converted to another
+        kind, so the transfer fails if the session's `order_kind` has changed when it is sent.
     """
 
     kind: OrderKind
@@ -203,11 +212,11 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Files with the proofs of identity of client and server over TCP. A Unix socket uses none of
-    them.
+    """Paths of the TLS files and the token with which client and server identify themselves over
+    TCP. On a Unix socket these settings are ignored.
 
     Each field is a path except `tls_server_name`; empty: not used. Files are read at each new
-    connection, so a renewed file is used from then on.
+    connection, so the next connection uses a renewed file.
 
     tls_ca: certificate of the authority that signs the server's certificate, PEM.
     tls_certificate, tls_key: the client's own certificate and key, PEM.
@@ -227,14 +236,16 @@ NO_CREDENTIALS = Credentials()
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """An unbroken run of blocks became ready.
+    """An event: consecutive blocks of a context became ready.
 
-    hashes: in chain order.
-    parent_hash: hash of the block before the first; empty at the root, and if it is not known.
-    token_ids: int32, of all blocks; empty if they are not known.
-    extra_keys: of each block; empty if no block has any.
+    hashes: hashes of the blocks, from the first to the last.
+    parent_hash: hash of the block before the first block; empty if the first block begins the
+        context, or if the server does not know the hash.
+    token_ids: int32, token ids of all blocks in order; empty if the server does not know them.
+    lora_name: name of the LoRA adapter; empty without an adapter.
+    extra_keys: the further inputs of each block's hash, such as images; empty if no block has any.
     medium: "CPU", "DISK" or "REMOTE".
-    tier: its name; empty for host memory.
+    tier: name of the tier that holds the blocks; empty for host memory.
     """
 
     group_index: int
@@ -249,7 +260,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks were removed. Fields as in BlocksStored."""
+    """An event: blocks were removed from a tier. The fields mean the same as in `BlocksStored`."""
 
     group_index: int
     hashes: tuple[bytes, ...]
@@ -259,15 +270,17 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """All blocks of the key space were removed, in every medium."""
+    """An event: all blocks of the key space were removed from every tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventsRead:
     """The next events of a session's key space, in order.
 
-    begins_state: the events begin with the present state. Blocks that it does not name are gone.
-    has_more_state: the next answer has more of the state.
+    begins_state: the events begin to list the blocks that are cached now. The reader must first
+        discard all blocks that it knows from earlier events. The first answer has this flag, and
+        an answer after the reader was too slow and has missed events.
+    has_more_state: the list of cached blocks continues in the next answer.
     """
 
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
@@ -279,15 +292,17 @@ class EventsRead:
 class SessionConfig:
     """Settings of a session: its server, its engine and its key space.
 
-    target: `unix:/path/grpc.sock` or `host:port`.
-    engine_id: the same for all sessions of an engine. Leases belong to the engine.
-    representations: kinds of representation that are stored with the blocks. The first kind has the
-        group index after the last group of the key space, and so on (`representation_group`). A
-        representation is kept if its block is ready when it is written, by an earlier store or by
-        the same store. It is dropped with its block.
-    engine_name: name of the engine for people, such as its pod; empty: its id is shown.
-    model_names: names by which requests address the model, for events and for people.
-    use_table: probe the shared block table if the server offers it.
+    target: address of the server, `unix:/path/grpc.sock` or `host:port`.
+    engine_id: id of the engine, the same for all of its sessions. Leases belong to the engine.
+    representations: kinds of sparse representation that are stored with the blocks. In calls, kind
+        i has the group index `len(key_space.groups) + i` (`representation_group`). The server
+        keeps a representation only if its block is ready: from an earlier store, or from the same
+        store. It drops the representation with the block.
+    engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
+    model_names: names by which requests address the model. Events and reports show them.
+    use_table: map the server's shared block table if the server offers it, so that `probe` works.
+    connect_timeout_s: longest time to wait for a server, and again for it to open the session.
+    reconnect_initial_s, reconnect_max_s: shortest and longest back-off between connections.
     """
 
     target: str
@@ -306,6 +321,7 @@ class SessionConfig:
     on_state: Callable[[LinkState, str], None] | None = None
     """Called from a client thread at each change of state, with a sentence that explains it."""
     on_evicted: Callable[[Evicted], None] | None = None
+    """Called from a client thread at each notice that the server has dropped blocks."""
 
     def representation_group(self, representation: Representation) -> int:
         """Returns the representation's group index in this session. Raises ValueError if it is not

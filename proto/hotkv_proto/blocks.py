@@ -18,34 +18,37 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class GroupHashes:
-    """Block hashes of a group, in chain order."""
+    """Block hashes of a group, in the order of the blocks in their context."""
 
     group_index: int
     hashes: Sequence[bytes]
 
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An adapter's name or a cache salt (str), a digest of prompt embeddings (bytes), or a multi-modal
-input with the position of its first token."""
+"""A further input of a block's hash, besides the tokens, as in vLLM: an adapter's name or a cache
+salt (str), a digest of prompt embeddings (bytes), or the identifier of a multi-modal input with the
+position of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
-"""Approximate memory of an extra key, without its characters."""
+"""Approximate memory of an extra key in Python, without its characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A chain of consecutive blocks of a group.
+    """Consecutive blocks of a context in a group, to store or to reserve.
 
-    block_ids: blocks in engine memory, int32 [n]; empty if the call only reserves.
-    parent_hash: hash of the block before the first; empty at the root.
-    depth: position of the first block in its chain, in blocks.
+    hashes: hash of each block.
+    block_ids: ids of the blocks in engine memory, int32 [n]; empty if the call only reserves.
+    parent_hash: hash of the block before the first block; empty if the first block begins the
+        context.
+    depth: position of the first block in the context, in blocks.
 
-    Only for events, if the server publishes them:
+    The server uses the next fields only for events. They may be empty:
 
-    token_ids: tokens of all the blocks.
-    lora_name: name of the adapter.
-    extra_keys: for each block, the keys hashed into it beside its tokens, as in vLLM's events;
-        empty if no block has any.
+    token_ids: tokens of all the blocks, in order.
+    lora_name: name of the LoRA adapter.
+    extra_keys: for each block the further inputs of its hash, as in vLLM's events; empty if no
+        block has any.
     """
 
     group_index: int
@@ -60,10 +63,11 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class RunContent:
-    """An engine's description of a run for events, without the hashes.
+    """The fields of a `BlockRun` that the server uses only for events.
 
     token_ids: int32 [blocks · block_tokens]; empty if the engine sent no tokens.
-    extra_keys: one entry per block, or empty.
+    lora_name: name of the LoRA adapter; empty without an adapter.
+    extra_keys: for each block the further inputs of its hash; empty if no block has any.
     """
 
     token_ids: NDArray[np.int32]
@@ -72,7 +76,7 @@ class RunContent:
 
     @property
     def num_bytes(self) -> int:
-        """Returns its approximate memory in bytes."""
+        """Returns the approximate size of this value in memory, in bytes."""
         keys = [key for keys in self.extra_keys if keys for key in keys]
         texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
         return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
@@ -80,10 +84,11 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Blocks of a group to load.
+    """Blocks of a group to load under a read lease.
 
-    lease_positions: positions in the lease's hash list of that group, int32 [n].
-    block_ids: blocks in engine memory that receive them, int32 [n].
+    lease_positions: positions of the blocks in the list of this group's hashes that the lease was
+        acquired with, int32 [n].
+    block_ids: for each block, the id of the block in engine memory that receives it, int32 [n].
     """
 
     group_index: int
@@ -99,16 +104,15 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish about the eviction of the blocks that it uses.
+    """How a request wants the blocks that it uses to be retained.
 
-    It is a hint: a cache that can't honour it serves as before. Requests set it in
+    The server may ignore this hint; the request is served in any case. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
     `hotkv.v1.Retention`.
 
-    priority: a use counts as 2^priority uses, -8 to 8.
-    ttl_s: the blocks count as in use for that long after the use, at most a day.
-    pin: the blocks are not evicted within `ttl_s`, as far as the server's share for pinned blocks
-        allows.
+    priority: the eviction policy counts a use as 2^priority uses, -8 to 8.
+    ttl_s: time after a use in which the blocks still count as in use, at most a day.
+    pin: do not evict the blocks within `ttl_s`, up to the server's limit for pinned memory.
 
     Raises ValueError for a value out of range, or a pin without `ttl_s`.
     """
@@ -134,13 +138,14 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Options of a store, in addition to its blocks. The connector's plan and the server's books
-    share this value.
+    """Options of a store, in addition to its blocks. The connector and the server both use this
+    class.
 
-    retention: set by the store that reserves; stores of other ranks join it.
-    residency_id: an open residency of this engine, or empty. It pins blocks that are ready
-        already when the store starts, and the other blocks as soon as the store makes them ready.
-    traceparent: names the caller's span, in the form of W3C's header; empty without a span.
+    retention: how to retain the blocks. The server reads it only from the first store under a
+        lease, which reserves the slots, not from the other ranks' stores.
+    residency_id: an open residency of this engine, or empty. The residency pins each block of the
+        store: at once if the block is already ready, otherwise when the store makes it ready.
+    traceparent: the caller's span as a W3C traceparent header; empty without a span.
     """
 
     retention: Retention = NO_RETENTION
@@ -158,18 +163,19 @@ class BlockResult(enum.IntEnum):
     """The result for a block of a store; numbered as `hotkv.v1.BlockResult`."""
 
     STORED = 1
-    """Committed by all ranks: the next lookup finds it."""
+    """The shards of all ranks are written and the block is ready: the next lookup finds it."""
     PRESENT = 2
-    """Was ready already; no bytes were copied."""
+    """The block was already ready; no bytes were copied."""
     WRITTEN = 3
-    """This rank's shard is written; shards of other ranks are outstanding."""
+    """This rank's shard is written; the shards of other ranks are not yet."""
     RESERVED = 4
+    """The lease holds a slot for the block; this rank's shard is not written yet."""
     NO_SPACE = 5
-    """Refused: no slot could be freed."""
+    """Refused: the server could not free a slot."""
     IN_FLIGHT = 6
-    """Refused: another lease is writing it."""
+    """Refused: another lease is writing the block."""
     ABORTED = 7
-    """Refused: the copy failed or was cancelled."""
+    """Refused: the copy failed or was cancelled, or the key space was flushed."""
 
 
 class TransferStatus(enum.IntEnum):
@@ -182,10 +188,13 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a transfer ended. The server has stopped reading and writing memory for it.
+    """How a transfer ended. The server no longer reads or writes engine memory for it, except for a
+    store that the engine has revoked.
 
-    results: for stores, one uint8 array of BlockResult per run, in the order asked; empty for a
-        store that was revoked.
+    num_bytes: bytes that were copied.
+    results: for a store, a uint8 array of `BlockResult` values for each run, in the order of the
+        call; empty for a load, or if the engine revoked the store.
+    message: why the transfer failed; empty for DONE.
     """
 
     transfer_id: str
@@ -197,12 +206,15 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """The blocks that a read lease pins. A short grant is a value, not an error.
+    """The blocks that a read lease pins. If some blocks are not ready, the lease pins the others;
+    that is not an error.
 
-    pinned: one mask per group, in the order asked.
-    offsets: if asked for, int64 per group: bytes from the arena's start to each block's slot, -1 if
-        the block is not pinned. They hold as long as the lease. Bytes read after its release or
-        expiry, or after the connection is lost, may belong to any block.
+    pinned: for each group of the call, a mask of its blocks that are pinned.
+    ttl_s: time until the lease expires.
+    offsets: empty unless the call asked for offsets. For each group of the call, int64: bytes from
+        the arena's start to each block's slot, -1 if the block is not pinned. They are valid until
+        the lease is released or expires or the connection is lost. Bytes that are read later may
+        belong to any block.
     """
 
     lease_id: str
@@ -213,14 +225,14 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyOpened:
-    """An open residency; room in the arena is reserved for it.
+    """An open residency: room in the arena that is reserved for a request's blocks.
 
-    A reader uses the other fields to check that the bytes it read are the bytes that were stored
-    (see `hotkv_proto.words`).
+    By the fields after `residency_id` a reader of the arena checks that the blocks it read were
+    still pinned (`hotkv_proto.words`).
 
-    word_index, word_value: the session's word behind the arena, and its value while the residency
-        holds.
-    generation: the generation under which the residency was opened.
+    word_index: index of the session's validity word behind the arena.
+    word_value: value of this word as long as the session's residencies are valid.
+    generation: the generation of the arena under which the residency was opened.
     """
 
     residency_id: str
@@ -230,17 +242,17 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """The number of blocks that a flush has dropped.
+    """The number of blocks that a flush has dropped, as an int.
 
-    pending_tiers: tiers that do not answer, so the flush has not reached them. It reaches them as
-        soon as they answer. Until then other nodes may load older blocks from them (from `disk`:
-        this node, after a power loss).
+    pending_tiers: names of the tiers that do not answer. The server flushes such a tier as soon as
+        it answers. Until then other nodes may load blocks from before the flush from this tier; if
+        the tier is `disk`, this node may do so after a power loss.
     """
 
     pending_tiers: tuple[str, ...]
 
     def __new__(cls, num_blocks: int, pending_tiers: Iterable[str] = ()) -> "Flushed":
-        """Makes the number from its blocks and tiers."""
+        """Makes the value from the number of blocks and the pending tiers."""
         flushed = super().__new__(cls, num_blocks)
         flushed.pending_tiers = tuple(pending_tiers)
         return flushed

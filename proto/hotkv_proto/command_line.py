@@ -1,4 +1,5 @@
-"""A parser of command lines. Each error is a line that suggests the flag or word that was meant."""
+"""A parser of command lines. Each error is a single line; for an unknown flag or word it suggests a
+known name that is similar."""
 
 import argparse
 import difflib
@@ -11,18 +12,19 @@ _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with such errors. Its subparsers have them, too."""
+    """An argparse parser that reports an error in a single line, with a suggestion for an unknown
+    flag or word. Its subparsers do the same."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments. An argument that is left over is an error, which suggests a flag
-        of the command that was named."""
+        """Parses all arguments. An unknown argument ends the program with an error, which suggests
+        a flag of the subcommand."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")
         return found
 
     def _named(self, found: argparse.Namespace) -> argparse.ArgumentParser:
-        """Returns the parser of the command that was named; this parser if none was."""
+        """Returns the parser of the subcommand in `found`; this parser if there is none."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 named = action.choices.get(getattr(found, action.dest, None) or "")
@@ -36,8 +38,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """Returns argparse's message; for an unknown flag or word it adds the closest known
-        name."""
+        """Returns argparse's message. For an unknown flag or word returns a message with the
+        closest known name instead."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]

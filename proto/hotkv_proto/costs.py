@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""If the largest size is at least this many times the smallest and cost does not grow with size,
-all of the cost counts as the fixed cost of a transfer."""
+"""Least ratio of the largest to the smallest size at which `fitted` may count the whole cost as
+fixed, if cost does not grow with size."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
@@ -14,9 +14,10 @@ def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     sizes: sizes of the measured transfers [n].
     seconds: durations of these transfers [n].
 
-    It is a least-squares fit; both results are at least 0. If the sizes are much alike, or the
-    fixed part would be negative, all of the cost counts as cost per unit. Returns zeros if no size
-    is above 0.
+    The results are a least-squares fit; both are at least 0. If the fixed part would be negative,
+    all of the cost counts as cost per unit. If the cost does not grow with size, all of it counts
+    as fixed cost if the sizes differ by a factor of WIDE, otherwise as cost per unit. Returns zeros
+    if no size is above 0.
     """
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0

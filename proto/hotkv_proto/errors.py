@@ -1,8 +1,8 @@
 """The error base and the reason enum of hotkv.
 
-A refusal always carries a reason and a sentence that names the field and the fix. If a field is at
-fault, the sentence begins with its path. Misses, pending answers and short grants are values, never
-errors.
+A refusal always carries a reason and a sentence that names the problem and the fix. If a field is
+wrong, the sentence begins with the field's path. A miss, an answer that is not ready yet, and a
+lease that pins fewer blocks than asked for are return values, never errors.
 """
 
 import enum
@@ -61,7 +61,11 @@ test proves. docs/wire.md says for each reason what to do instead."""
 
 
 class HotKVError(Exception):
-    """A refusal. The call that raises it has changed no state."""
+    """A call was refused; then it has changed no state.
+
+    reason: why, for programs.
+    message: sentence that names the problem and the fix, for people.
+    """
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -78,7 +82,9 @@ class HotKVError(Exception):
 
 
 class SessionLostError(HotKVError):
-    """The link to the server broke. The server can no longer access this engine's memory."""
+    """There is no connection to the server, or it broke before the server answered; the server may
+    have executed the call. If a load fails with this error, or a store that could not be revoked,
+    the server can no longer access the engine's memory for it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.UNKNOWN_SESSION, message)

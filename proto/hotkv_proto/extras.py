@@ -1,5 +1,5 @@
-"""The packages that an extra of hotkv needs, for advice: hotkv itself is on no package index, these
-packages are."""
+"""Names the packages that an extra of hotkv needs, for messages that advise how to install them.
+They are on PyPI; hotkv itself is not."""
 
 import re
 import shlex
@@ -7,8 +7,8 @@ from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
-    """Returns the packages of an extra with their versions. Empty if hotkv was not installed, or
-    has no such extra."""
+    """Returns the packages of an extra with their version bounds; an empty list if hotkv is not
+    installed as a package, or has no such extra."""
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:
@@ -19,7 +19,7 @@ def packages(extra: str) -> list[str]:
 
 
 def advice(extra: str) -> str:
-    """Returns the command that installs what an extra needs."""
+    """Returns the command that installs the packages of an extra."""
     names = packages(extra)
     if not names:
         return f"pip install '.[{extra}]' in a clone of hotkv"

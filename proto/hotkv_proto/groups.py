@@ -1,11 +1,12 @@
 """KV cache groups and the hit rule.
 
-A request hits n tokens only if *every* group can serve position n. The kind of a group decides
-which earlier blocks it needs (`GroupSpec.first_needed_block`). Full attention needs all blocks
-before n, so its hits are downward closed. The other kinds need a range that ends at n, so their
-hits are not. `longest_hit` is the greatest n that all groups serve. All functions are pure and work
-on numpy masks, without Python code per block. Groups come in any order; equal specs are evaluated
-once.
+A group is a set of layers whose blocks are kept alike, as in vLLM. A request hits n tokens only if
+*every* group can serve position n. The kind of a group decides which earlier blocks it needs
+(`GroupSpec.first_needed_block`). Full attention needs all blocks before n, so a group that can
+serve n can serve any smaller n. The other kinds need only a range of blocks that ends at n, so they
+may serve n but not a smaller n. `longest_hit` returns the greatest n that all groups serve. All
+functions are pure and work on numpy masks, without Python code per block. Groups may have any
+order; equal specs are evaluated once.
 """
 
 import enum
@@ -22,7 +23,7 @@ Probe = Callable[[Int64s], BoolMask]
 """Returns which of the blocks at the given positions (int64 [k], ascending) are ready [k]."""
 
 PROBES_PER_ROUND = 32
-"""Blocks that `longest_prefix` asks for in one call: their cache misses overlap."""
+"""Blocks that `longest_prefix` probes in one call. In one call the CPU's cache misses overlap."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
@@ -45,9 +46,9 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A KV cache group.
+    """A KV cache group: layers whose blocks have the same size and the same hit rule.
 
-    block_tokens: tokens in a block, over all ranks that share its tokens.
+    block_tokens: tokens in a block; under context parallelism the tokens of all ranks together.
     window_tokens: size of the window (sliding) or chunk (chunked local); 0 for other kinds.
     shard_bytes: bytes of a block in each shard; the slot holds the shards in order. A shard is
         empty if a pipeline stage has no layer of the group.
@@ -100,8 +101,8 @@ class GroupSpec:
         )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """Returns an upper bound of this group's hits: the end of the prompt, or the first missing
-        block if every block is needed.
+        """Returns an upper bound of this group's hits, in tokens: the first missing block if the
+        kind needs every block, otherwise the end of the prompt.
 
         ready: which blocks of the prompt are ready [blocks].
         blocks_after: as in `serves`.
@@ -110,7 +111,8 @@ class GroupSpec:
         return max(0, blocks - blocks_after) * self.block_tokens
 
     def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
-        """Returns whether the group can serve a hit of whole blocks, within reach.
+        """Returns whether the group can serve a hit of `hit_tokens`, a multiple of the block size
+        that is at most `reach_tokens`.
 
         blocks_after: number of blocks behind the hit that must be ready too.
         """
@@ -123,8 +125,8 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """Returns `serves` for each of the hits alignment, 2 * alignment, ... count * alignment,
-        all within reach."""
+        """Returns `serves` for the hits alignment, 2 * alignment, ... count * alignment as a mask
+        [count]. All must be at most `reach_tokens`."""
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
         step = alignment // self.block_tokens
@@ -166,16 +168,15 @@ def longest_hit(
 ) -> int:
     """Returns the longest prefix in tokens that every group can serve.
 
-    ready: one mask per group, one flag per block of that group; blocks beyond its end are not
-        ready.
-    limit_tokens: upper bound, for instance prompt length - 1.
-    alignment: hits are multiples of it. It is a multiple of all block sizes; 0 chooses their least
-        common multiple.
-    draft_groups: indices of groups whose KV of a token depends on the token after it (EAGLE, MTP).
-        In them the block behind the hit must be ready too, which proves that the token behind the
-        hit is the same. Mamba groups have no such layers.
+    ready: for each group a mask with a flag per block; blocks beyond its end are not ready.
+    limit_tokens: upper bound of the result, for instance prompt length - 1.
+    alignment: the result is a multiple of this, which must be a multiple of all block sizes; 0
+        chooses their least common multiple.
+    draft_groups: indices of groups in which the KV of a token depends on the token after it (EAGLE,
+        MTP). In these groups the block behind the hit must be ready too, which proves that the
+        token behind the hit is the same. Has no effect on Mamba groups.
 
-    Raises ValueError if alignment is no such multiple. Source: EAGLE's last-block drop in
+    Raises ValueError if `alignment` is not such a multiple. Source: EAGLE's last-block drop in
     `HybridKVCacheCoordinator`, vLLM 0.32.
     """
     least = alignment_tokens(groups)
@@ -205,8 +206,9 @@ def longest_hit(
 def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
-    """Merges groups with the same needs: a block is ready if it is ready in all of them. Returns
-    the spec, the mask and the `blocks_after` of `serves` for each merged group."""
+    """Merges groups that need the same blocks: in the merged mask a block is ready if it is ready
+    in all of these groups. Returns the spec, the mask and the `blocks_after` (see `serves`) of each
+    merged group."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)
@@ -222,10 +224,10 @@ def _distinct_rules(
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
     """Counts the leading blocks that are ready.
 
-    A few rounds of probes suffice if the ready blocks are prefix closed: no block behind a missing
-    block is ready. If an answer shows otherwise, every block is probed. A block that is missing
-    between two probed blocks is not seen. So the result is a hint: it may be too long, never too
-    short. A lease gives the exact answer.
+    Assumes that no block behind a missing block is ready, so a few rounds of probes suffice. If an
+    answer contradicts this, every block is probed. A missing block between two probed ready blocks
+    is not noticed. So the result is a hint: it may be too long, never too short. A lease gives the
+    exact answer.
     """
     low, high = 0, num_blocks
     while low < high:
@@ -255,8 +257,8 @@ def _leading(ready: BoolMask) -> int:
 
 
 def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
-    """Returns the block indices that each group needs for a hit of `hit_tokens`; empty ranges for
-    no hit."""
+    """Returns for each group the range of block indices that a hit of `hit_tokens` needs; empty
+    ranges if `hit_tokens` is 0."""
     if hit_tokens <= 0:
         return [range(0) for _ in groups]
     return [
@@ -268,10 +270,10 @@ def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
 def check_context_parallel(
     kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """Raises ValueError if a group can't be kept under context parallelism.
+    """Raises ValueError if hotkv can't cache a group under context parallelism.
 
     is_sharded: the group's tokens are distributed over the decode ranks; `block_tokens` then counts
-        the tokens of all of them.
+        the tokens of all decode ranks.
     decode_ranks, prefill_ranks: sizes of the two groups of ranks (DCP, PCP).
 
     Source: the assertions of `HybridKVCacheCoordinator` and its managers in vLLM 0.32.

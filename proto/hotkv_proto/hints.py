@@ -1,10 +1,12 @@
 """Hints about the KV cache that routers send with a request, in vLLM's envelope (`kv_hints`).
 
-Only this module knows the names, versions and payloads of the protocol. vLLM's PR #53423 defines
-the envelope and leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name the actions
-and outcomes that are here. Always true: reading never raises, whatever an envelope contains. A bad
-action is rejected alone, with a reason that names the field. The size of what is read is bounded
-(MAX_ACTIONS, MAX_ID_CHARS). A cache that can't honour a hint serves as before.
+An envelope is a message with a list of actions, such as retaining or prefetching the blocks of a
+session. Only this module knows the names, versions and payloads of the protocol. vLLM's PR #53423
+defines the envelope and leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name the
+actions and outcomes that this module implements. Always true: `read` never raises, whatever an
+envelope contains. If an action is wrong, only this action is rejected, with a reason that names the
+field. Sizes are bounded (MAX_ACTIONS, MAX_ID_CHARS). The server serves requests in any case, also
+if it can't execute a hint.
 """
 
 import enum
@@ -22,7 +24,7 @@ ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
 """An optional prefix of an action's type, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Most actions of an envelope that are read; the rest is rejected together."""
+"""Most actions of an envelope that are read. The further actions share one rejection."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
@@ -51,7 +53,8 @@ class ActionType(enum.Enum):
 
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Applied after the end of the request that brought them, if they name its own blocks."""
+"""Kinds of actions that are executed when their request has ended, if they name the request's own
+blocks or its session."""
 
 
 class Status(enum.Enum):
@@ -73,11 +76,12 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The blocks that an action names.
+    """The blocks to which an action applies.
 
-    session_id: the blocks of this session's latest prompt; empty for the blocks of this request.
-    start_tokens, end_tokens: restricts them to the tokens [start, end); None for the end of the
-        prompt.
+    session_id: the blocks of the latest prompt of this user's session; empty: the blocks of the
+        request that carried the action.
+    start_tokens, end_tokens: only the blocks of the prompt's tokens [start, end); an end of None
+        means the end of the prompt.
     """
 
     session_id: str = ""
@@ -94,11 +98,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action that can be tried.
+    """An action of an envelope that was read without an error.
 
-    priority, ttl_s: for `retain` and `pin`, as in `Retention`.
-    deadline_s: for `prefetch`, from the moment of reading.
-    clipped: says which values were reduced to their bounds; empty if no value was.
+    action_id: id that the router has chosen, or the action's place in the envelope, such as `#0`.
+    priority, ttl_s: for `retain` and `pin`, as in `Retention`; 0 for other kinds.
+    deadline_s: for `prefetch`: time, from reading on, after which it is given up; 0 for other
+        kinds.
+    clipped: text that names the values that were reduced to their bounds; empty if there are none.
     """
 
     action_id: str
@@ -111,7 +117,7 @@ class Action:
 
     @property
     def retention(self) -> Retention:
-        """Returns the retention that the action asks for its blocks."""
+        """Returns the retention that the action requests for its blocks."""
         match self.kind:
             case ActionType.RETAIN:
                 return Retention(self.priority, self.ttl_s)
@@ -125,7 +131,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An action that can't be tried, and the reason."""
+    """An action of an envelope that has an error.
+
+    kind: the action's type as the router wrote it, shortened.
+    reason: sentence that names the wrong field.
+    """
 
     action_id: str
     kind: str
@@ -144,10 +154,10 @@ class Hints:
         return bool(self.actions or self.rejected)
 
     def split(self, session_id: str) -> "tuple[Hints, Hints]":
-        """Returns two parts: actions to apply at once together with all rejections, and actions
-        that wait for the end of the request that brought them.
+        """Returns two parts: the actions to execute at once, with all rejections; and the actions
+        to execute when their request has ended (see AT_END).
 
-        session_id: the request's own, or empty.
+        session_id: the session that the request belongs to; empty if it names none.
         """
         own = ("", session_id)
         later = tuple(a for a in self.actions if a.kind in AT_END and a.target.session_id in own)
@@ -155,10 +165,11 @@ class Hints:
         return Hints(self.message_id, now, self.rejected), Hints(self.message_id, later)
 
     def retention(self) -> Retention:
-        """Returns the combined retention of the actions that concern all blocks of the request.
+        """Returns the combined retention of the actions that apply to all blocks of the request.
 
-        The result has the highest priority and the longest `ttl_s`. Actions that keep the blocks
-        outweigh actions that drop them. If there are pins, only they decide `ttl_s`.
+        The result has the highest priority and the longest `ttl_s`. If an action retains or pins
+        the blocks, actions that demote or release them are ignored. If an action pins the blocks,
+        `ttl_s` is the longest of the pins.
         """
         asked = [a.retention for a in self.actions if a.target == Target()]
         keeping = [r for r in asked if r.ttl_s or r.priority > 0] or asked
@@ -251,7 +262,7 @@ def _kind(value: Any) -> ActionType:
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
-    """Reads the target from `payload.target`, or from the payload itself if that is missing."""
+    """Reads the target from `payload.target`, or from `payload` if it has no `target`."""
     given = payload.get("target", _UNSET)
     where, fields = ("payload", payload) if given is _UNSET else ("payload.target", given)
     if given is not _UNSET and not isinstance(given, Mapping):
@@ -337,7 +348,7 @@ def _short(text: str) -> str:
 
 
 def short_forms(retention: Retention, *, demote: bool, release: bool) -> Iterator[Action]:
-    """Yields the actions that a request's `hotkv.*` parameters stand for."""
+    """Yields the actions that are equivalent to a request's `hotkv.*` parameters."""
     if retention.pin:
         yield Action("hotkv.pin", ActionType.PIN, Target(), retention.priority, retention.ttl_s)
     elif retention != NO_RETENTION:

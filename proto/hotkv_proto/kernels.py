@@ -2,11 +2,11 @@
 """Numba kernels that read the block table and copy memory, and the machine operations that numpy
 lacks.
 
-Import it through `hotkv_proto.native.load`. `hotkv_proto.table` defines the words of buckets and
-records. The lock protocol of a bucket: the single writer makes its sequence number odd, changes
-bucket and record, then makes the number even. A reader uses its copy only if the number was even
-and is unchanged. `load32` and `store32` order all accesses around them, which plain array accesses
-would not.
+Import this module through `hotkv_proto.native.load`. `hotkv_proto.table` defines the format of
+buckets and records. The lock protocol of a bucket: the writer (there is only one) makes the
+bucket's sequence number odd, changes bucket and record, then makes the number even. A reader uses
+its copy only if the number was even before the copy and is the same after it. `load32`, `reload32`
+and `store32` keep these accesses in order; compiler and CPU may reorder plain array accesses.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
 STREAM_AHEAD_BYTES = 2048
-"""How far ahead a streaming copy prefetches its source. It prefetches to the nearest cache only, so
-the other caches retain their lines."""
+"""Distance at which a streaming copy prefetches its source. The prefetched lines go only to the
+nearest cache, so the other caches keep their lines."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 # Readers may pass read-only arrays: a client's mapping, hashes in `bytes`. Writable arrays fit as
@@ -45,9 +45,9 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, 
 
 
 def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
-    """Prefetches the line at a byte pointer. Any address is allowed.
+    """Emits code that prefetches the cache line at a byte pointer. Any address is allowed.
 
-    locality: 3 puts it into all caches, 0 into as few as possible.
+    locality: 3 puts the line into all caches, 0 into as few caches as possible.
     """
     int32 = ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
@@ -57,7 +57,8 @@ def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
 
 @intrinsic
 def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32); later accesses can't be reordered before it."""
+    """Loads array[row, column] (uint32). Neither compiler nor CPU moves later accesses before this
+    load."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -70,7 +71,8 @@ def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads as `load32`; the kernel's earlier accesses can't be reordered behind it either."""
+    """Loads array[row, column] (uint32). Neither compiler nor CPU moves earlier loads behind this
+    load."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acquire")
@@ -82,8 +84,8 @@ def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> Any:
-    """Stores to array[row, column] (uint32); earlier stores become visible before it, later stores
-    after it."""
+    """Stores to array[row, column] (uint32). Other threads see earlier stores before this store,
+    and later stores after it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -137,11 +139,12 @@ def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: An
 def stream_lines(
     typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any, ahead_bytes: Any
 ) -> Any:
-    """Copies lines of 64 bytes past the caches (non-temporal stores). Ends without a fence.
+    """Copies lines of 64 bytes with non-temporal stores, which bypass the caches. The caller must
+    call `fence` before other threads read the copy.
 
     dst_address: a multiple of 64.
-    ahead_bytes: with each line, prefetches the source line that far behind it; any address is
-        allowed.
+    ahead_bytes: while a line is copied, the source line this many bytes after it is prefetched; the
+        address may lie outside the source.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -169,7 +172,7 @@ def stream_lines(
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Executes a full fence; streamed lines are visible after it."""
+    """Executes a full memory fence, after which the lines of `stream_lines` are visible."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -198,7 +201,8 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Writes entry words by tag alone; 0 for a miss."""
+    """Looks up hashes by their tags (32 bits) only. Writes an entry word for each into `out`; 0 for
+    a miss. Arguments as for `BlockTable.probe`."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -263,9 +267,11 @@ def find(
     out: Any,
     out_records: Any,
 ) -> None:
-    """Writes entry words by the whole key; 0 for a miss.
+    """Looks up blocks by key space, group and whole hash. Writes an entry word for each into `out`;
+    0 for a miss. Arguments as for `BlockTable.find`.
 
-    out_records: receives the records too [n, RECORD_WORDS]; with 0 rows they are not copied.
+    out_records: receives the record of each block that was found [n, RECORD_WORDS]; with 0 rows no
+        records are copied.
     """
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
@@ -309,9 +315,9 @@ def find(
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
     """Copies a run with memcpy or streaming stores.
 
-    following: source address of the next run, which the hardware can't predict. Its first lines are
-        prefetched while the last lines of this run are copied. Otherwise each short run would wait
-        for memory and for the page tables of its page.
+    following: source address of the next run. Its first lines are prefetched while the last lines
+        of this run are copied, because the hardware can't predict this address, and each short run
+        would wait for memory and for page tables.
     """
     if streaming and count >= MIN_STREAMED_BYTES:
         head = -dst & 63
@@ -344,9 +350,10 @@ def copy_runs(
     end: Any,
     streaming: Any,
 ) -> None:
-    """Copies the runs start..end between two mappings.
+    """Copies the runs `start` to `end` - 1 between two mappings.
 
-    streaming: bypasses the caches, for amounts that do not fit into them.
+    dst_offsets, src_offsets, num_bytes: place of each run in its mapping, and its length.
+    streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
     """
     for i in range(start, end):
         following = src_base + src_offsets[min(i + 1, end - 1)]
@@ -375,13 +382,16 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """Copies blocks [n] by a recipe (`hotkv_proto.layout`).
+    """Copies blocks between engine memory and arena slots, by a recipe (`hotkv_proto.layout`).
 
-    bases, strides, places, num_bytes: for each run [r] of a block: its engine offset in block 0,
-        the bytes to the next block, its offset in the slot, and its length.
+    block_ids, slot_offsets: for each block [n]: its id in engine memory, and the start of its slot.
+    bases, strides, places, num_bytes: for each run [r] of a block: its offset in engine memory for
+        block 0, the distance to the same run of the next block, its offset in the slot, and its
+        length.
+    to_engine: True copies from slots to engine memory, False from engine memory to slots.
     streaming: as for `copy_runs`.
 
-    Neighbouring runs that are contiguous on both sides are copied together.
+    Runs that are adjacent on both sides are copied together.
     """
     dst, src, count = np.int64(0), np.int64(0), np.int64(0)
     for i in range(block_ids.shape[0]):
@@ -409,9 +419,9 @@ def copy_blocks(
 def extent_of_blocks(
     block_ids: Any, slot_offsets: Any, bases: Any, strides: Any, places: Any, num_bytes: Any
 ) -> tuple[int, int, int, int]:
-    """Returns the least block id, the end of the blocks in engine memory, the least slot offset,
-    and the end of the copied parts of the slots. Arguments as for `copy_blocks`; at least one block
-    and one run."""
+    """Returns the bounds of the memory that `copy_blocks` accesses with these arguments: the least
+    block id, the end offset in engine memory, the least slot offset, and the end offset in the
+    arena. Needs at least one block and one run."""
     low_id, high_id = block_ids.min(), block_ids.max()
     end, slot_end = np.int64(0), np.int64(0)
     for run in range(bases.shape[0]):

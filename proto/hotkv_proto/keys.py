@@ -18,18 +18,20 @@ from hotkv_proto.groups import GroupSpec
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
-"""Most groups of a key space. The server numbers representations from this number on."""
+"""Most groups of a key space. The server uses group numbers from here on for representations."""
 MAX_NAME = 64
 """Most characters of a representation's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Representation:
-    """A kind of representation of the blocks of a KV cache group. Only equal kinds are shared.
+    """A kind of representation: a small summary of each block's keys, for sparse attention. Engines
+    share representations only if all fields are equal.
 
-    format, version: define the meaning of its bytes, see `hotkv_sparse.formats`; `version` fits 63
-        bits.
-    shard_bytes: bytes of a block's representation in each shard, as `GroupSpec.shard_bytes`.
+    group_index: the KV cache group to whose blocks the representations belong.
+    format, version: define the meaning of the bytes (`hotkv_sparse.formats`); `version` is a
+        number of at most 63 bits.
+    shard_bytes: bytes of a block's representation in each shard, as in `GroupSpec.shard_bytes`.
 
     Raises ValueError if a number is out of range.
     """
@@ -129,8 +131,8 @@ class KeySpace:
         return int.from_bytes(digest[:8], "little")
 
     def representation_salt(self, representation: Representation) -> int:
-        """Returns the 64-bit salt of representations; it differs for each group, format, version
-        and size."""
+        """Returns the 64-bit salt that the block table mixes into the hashes of representations of
+        this kind. It differs for each group, format, version and size."""
         text = json.dumps(
             asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )
@@ -153,8 +155,8 @@ def unsigned_salt(number: int) -> int:
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:
-    """Returns the hashes of a group's blocks: from the engine's list, the hash at each group
-    block's last token."""
+    """Returns the hashes of a group's blocks: of the engine's hashes (one per `hash_block_tokens`),
+    those that end where a block of the group (`block_tokens`, a multiple) ends."""
     step = block_tokens // hash_block_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]
 

@@ -1,9 +1,10 @@
 """The canonical KV layout: where the pages of a block lie in engine memory and in its slot.
 
-A slot holds the shards of all ranks in order. A shard holds the pages of that rank's tensors, each
-at `shard_offset_bytes`. A page holds its runs in order without gaps. This is the only description
-of both sides: slot bytes and engine memory are accessed only through its `Recipe`s. The code never
-assumes one group or one rank.
+A slot (a block's place in the server's arena) holds the shards of all ranks in order. A shard holds
+the pages of that rank's tensors, each at `shard_offset_bytes`. A page holds its runs (contiguous
+bytes) in order without gaps. All copies between slots and engine memory use the `Recipe`s of this
+module, so no other code describes the two sides. The code never assumes a single group or a single
+rank.
 """
 
 import dataclasses
@@ -20,22 +21,26 @@ from hotkv_proto.keys import Representation
 Int64s = NDArray[np.int64]
 
 FENCE_HANDLE = "hotkv-fence"
-"""Handle id of the page in which an engine revokes stores; it is not part of a layout."""
+"""Handle id of the fence, the page through which an engine revokes stores. A layout does not
+contain it."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
-"""Most runs of a block in all tensors of a layout. Recipes take 32 bytes per run, 16 MiB in
-all."""
+"""Most runs of a block in all tensors of a layout. At 32 bytes per run, the recipes of a layout
+need at most 16 MiB."""
 MAX_DIMS = 8
 """Most repetitions (`dims`) of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """Memory of an engine: a file (its descriptor is sent over the descriptor socket) or CUDA
-    memory (64-byte IPC handle).
+    """A piece of an engine's memory: a file, whose descriptor is sent over the descriptor socket,
+    or CUDA memory.
 
-    base_offset_bytes: where the memory begins in the file or allocation.
+    handle_id: name of this memory in the layout.
+    base_offset_bytes: start of the memory in the file or in the CUDA allocation.
+    cuda_handle: CUDA's IPC handle, 64 bytes; empty for a file.
+    device_uuid: UUID of the GPU; empty for a file.
     """
 
     handle_id: str
@@ -51,10 +56,14 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """Pages of one or several layers of a group or representation. The page of block b starts at
-    base + b * block_stride.
+    """The pages of one or several layers of a group (or of a kind of representation), for all
+    blocks.
 
-    dims: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
+    base_offset_bytes, block_stride_bytes: the page of block b starts at base + b * stride in the
+        memory of `handle_id`.
+    run_bytes, dims: a page consists of runs of `run_bytes` contiguous bytes. Each (count,
+        stride_bytes) of `dims` repeats the run, as nested loops, outermost first.
+    shard_offset_bytes: start of the page in the rank's shard of the slot.
     """
 
     group_index: int
@@ -84,11 +93,11 @@ class PageTensor:
 
 @dataclass(frozen=True, slots=True)
 class CopyRuns:
-    """Contiguous runs between engine memory and slots, in the order of their enumeration.
+    """The runs (contiguous bytes) to copy between the engine memory of one handle and the arena.
 
-    engine_offsets: offsets within the memory of `handle_id`, int64 [runs].
-    slot_offsets: offsets within the arena, int64 [runs].
-    num_bytes: int64 [runs].
+    engine_offsets: start of each run in the memory of `handle_id`, int64 [runs].
+    slot_offsets: start of each run in the arena, int64 [runs].
+    num_bytes: length of each run, int64 [runs].
     """
 
     handle_id: str
@@ -100,8 +109,9 @@ class CopyRuns:
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The runs (contiguous bytes) of a block in the memory of one handle, in the order of the slot.
-    Runs that are adjacent in the engine's memory and in the slot are merged, also across tensors.
+    Runs that are adjacent both in engine memory and in the slot are merged, also across tensors.
 
+    All arrays are int64 [runs]:
     bases: offset of each run in the handle's memory, for block 0.
     strides: bytes from a block's run to the same run of the next block.
     slot_offsets: offset of each run in the slot.
@@ -136,8 +146,8 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
-        """Makes the recipe of tensors that share a handle. `shard_start`: where their shard begins
-        in the slot."""
+        """Makes the recipe of a group's tensors in one handle. `shard_start`: offset of the rank's
+        shard in the slot."""
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
             inner = tensor.run_offsets()
@@ -167,7 +177,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory of a rank. `validate` must pass before any copy."""
+    """The KV memory of a rank. `validate` must pass before any copy.
+
+    shard_index: which shard of a slot this rank holds.
+    num_blocks: number of blocks in the memory; block ids are below it.
+    """
 
     shard_index: int
     num_blocks: int
@@ -195,7 +209,8 @@ class Layout:
         """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
         `representations` or its handles.
 
-        representations: by group index; a layout may leave them out. It must have all groups.
+        representations: kinds of representation, by group index. The layout must have tensors for
+            all groups, but may omit representations.
         """
         handles = {handle.handle_id: handle for handle in self.handles}
         if len(handles) != len(self.handles):
@@ -333,8 +348,8 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
-        """Returns the recipes of a group's blocks, or of representations: one per handle. They are
-        cached."""
+        """Returns the recipes of a group's blocks (or of a kind of representation), one for each
+        handle. They are computed once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])

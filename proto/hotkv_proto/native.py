@@ -1,9 +1,9 @@
 """Loads compiled kernels.
 
-Modules named `kernels` import numba at their top. They are imported by name and on first use: numba
-takes a second to load, clients can work without it, and vLLM's CPU kernel scan must run before it.
-Clients call `load`; without numba they compute in numpy. The server and the sparse library call
-`require`.
+Modules named `kernels` import numba. Other modules import them by name at the first use, because
+numba takes a second to load, clients can work without it, and vLLM's scan of its CPU kernels must
+run before numba is loaded. Clients call `load`, and compute in numpy if it returns None. The server
+and the sparse library call `require`.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Device order: how the server learns that an engine's device has passed a point in its queue.
+"""Device order: how the server learns that an engine's device has reached a point in its queue of
+work, a mark.
 
 A device runs its work later than the host submits it. A store may read pages only after the kernels
 that fill them have run. A load may write pages only after the kernels that still read them have
@@ -12,28 +13,31 @@ from dataclasses import dataclass
 
 EVENT_HANDLE_BYTES = 64
 MAX_MARKS = 1024
-"""Most events or words of a session: the marks in use at a time."""
+"""Most events or flag words of a session, and so most marks in use at the same time."""
 HALF_RANGE = 1 << 31
 
 
 class OrderKind(enum.IntEnum):
-    """How marks are made; numbered as on the wire."""
+    """How the server learns that the device has passed a mark; numbered as on the wire."""
 
     HOST = 1
-    """The engine waits itself, and sends a transfer after its mark is passed."""
+    """The engine itself waits for the device before it sends a transfer."""
     EVENTS = 2
-    """CUDA interprocess events; both containers must share an IPC namespace."""
+    """The engine records CUDA interprocess events; both containers must share an IPC namespace."""
     FLAGS = 3
-    """Words in shared memory; the device's queue writes them."""
+    """The device writes words in shared memory from its queue, and the server reads the words."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOrder:
-    """The kinds of marks that an engine offers: events, words, or both. An empty value means HOST.
+    """The kinds of marks that an engine offers: events, flag words, or both. An empty value means
+    HOST.
 
-    event_handles: IPC handles of 64 bytes; an event is recorded anew for each mark.
-    flags_handle_id: memory handle of the layout with `num_flags` little-endian uint32 words, zero
-        at first. It is device memory, or a file that the device can write.
+    device_uuid: UUID of the GPU whose work the marks follow.
+    event_handles: CUDA IPC handles of events, 64 bytes each. For each mark the engine records one
+        of these events again.
+    flags_handle_id: the memory handle of the layout that holds `num_flags` little-endian uint32
+        words, zero at first. It is device memory, or a file that the device can write.
     """
 
     device_uuid: bytes = b""
@@ -47,11 +51,12 @@ NO_ORDER = DeviceOrder()
 
 @dataclass(frozen=True, slots=True)
 class DeviceMark:
-    """A point in the device's queue.
+    """A point in the queue of an engine's device.
 
-    index: EVENTS: the event. It is recorded before the transfer is sent, and not again before the
-        transfer's end. FLAGS: the word.
-    value: FLAGS: the device has passed the mark when `has_reached(word[index], value)`.
+    index: with EVENTS, index of the event. The engine records it before it sends the transfer, and
+        not again until the transfer has ended. With FLAGS, index of the flag word.
+    value: with FLAGS, the device has passed the mark once `has_reached(word[index], value)`; with
+        EVENTS not used.
     """
 
     index: int

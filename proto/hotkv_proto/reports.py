@@ -18,8 +18,8 @@ class Miss(enum.IntEnum):
     UNKNOWN = 0
     """Neither the engine nor the server can say."""
     ABSENT = 1
-    """The engine asked, and the server did not have the block. The server then replaces this by one
-    of the next three reasons."""
+    """The engine asked, and the server did not have the block. The server replaces this reason by
+    NEVER_STORED, EVICTED or IN_FLIGHT."""
     NEVER_STORED = 2
     """The block was never stored here, or was evicted so long ago that the server has forgotten
     it."""
@@ -40,8 +40,8 @@ class Miss(enum.IntEnum):
     FAILED_LOAD = 10
     """The load of the hit failed."""
     PARTIAL_BLOCK = 11
-    """The tokens behind the last full block of the prompt, or the block with its last token. A
-    cache of blocks can't have the former, and an engine always computes the latter."""
+    """Tokens that never hit: those after the prompt's last full block, because only full blocks are
+    stored, and the block of the prompt's last token, because an engine always computes it."""
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""
@@ -87,12 +87,15 @@ SPARSE_COUNTERS: tuple[str, ...] = (
 
 
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
-    """Computes a layer's figures for operators from its counters; None for a figure without counts.
+    """Computes the figures of a layer that operators see from its counters of sparse decode. A
+    figure is None if its denominator is 0.
 
-    hit_ratio: share of the selected blocks that were in the hot set; always resident blocks don't
-        count.
-    recall_ratio: for sampled selections, the share of the exactly best blocks that was attended.
-    mean_estimated_mass, mean_selected_blocks, mean_select_s: per selection.
+    hit_ratio: share of the selected blocks that were already in the hot set, without the blocks
+        that are always kept.
+    recall_ratio: mean over sampled selections of the share of the exactly best blocks to which the
+        layer attended.
+    mean_estimated_mass: mean estimated share of attention of the selected blocks.
+    mean_selected_blocks, mean_select_s: blocks and seconds per selection.
     """
 
     def ratio(part: str, whole: str) -> float | None:
@@ -110,24 +113,24 @@ def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
 # ------------------------------------------------------------------------------- requests and loads
 
 Hashes_co = TypeVar("Hashes_co", covariant=True)
-"""A sequence of bytes in an engine, words [n, 8] in the server."""
+"""Type of the block hashes: in an engine a sequence of bytes, in the server uint32 [n, 8]."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReport(Generic[Hashes_co]):
     """A request that the engine has scheduled.
 
-    hashes: of its prompt, one for each full hash block, in chain order.
+    hashes: block hashes of the prompt, one for each full hash block, from the first block on.
     device_hit_tokens: tokens that hit in the engine's own device cache.
-    hit_tokens: tokens that hit there or in hotkv.
+    hit_tokens: tokens that hit in the device cache or in hotkv.
     age_s: time since the request reached the engine.
-    retention: retention that its hints ask for; applied to the blocks that it stores.
-    session_id: the session as its router has named it.
+    retention: how the request wants its blocks to be retained.
+    session_id: id that the router has given to the user's session; empty without an id.
     hints: all hints of the request.
     miss: why the tokens beyond the hit missed, one of `SAID_BY_ENGINES`.
-    saved_s: prefill time saved by the hit in hotkv.
-    wait_s: time spent on lookups and leases.
-    report_id: names the request in `LoadEnd`; 0: no name.
+    saved_s: prefill time that the hit in hotkv has saved.
+    wait_s: time that the request waited for lookups and leases.
+    report_id: number by which a later `LoadEnd` names the request; 0: no `LoadEnd` will follow.
     """
 
     hashes: Hashes_co
@@ -146,10 +149,11 @@ class RequestReport(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest(Generic[Hashes_co]):
-    """A request that has ended, and has a session or hints.
+    """A request that has ended. Reported only if the request names a user's session or has hints.
 
-    hashes: of prompt and answer, one for each full hash block, in chain order.
-    hints: as reported when it was scheduled, without the rejections.
+    hashes: block hashes of prompt and answer, one for each full hash block, from the first on.
+    session_id: id that the router has given to the user's session; empty without an id.
+    hints: the hints of the request's `RequestReport`, without the rejections.
     """
 
     hashes: Hashes_co
@@ -159,9 +163,11 @@ class EndedRequest(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """The end of a load whose request was reported before, under `report_id`.
+    """The end of a load.
 
-    wait_s: time from the begin of the load to its end.
+    report_id: the `report_id` of the load's request in its earlier `RequestReport`.
+    wait_s: time from the start of the load to its end.
+    failed: whether the load failed.
     """
 
     report_id: int

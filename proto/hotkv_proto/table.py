@@ -1,14 +1,16 @@
 """The shared block table: its binary format, and how to probe it.
 
-Defines the format of the file in which the server publishes its index. The server is its only
-writer (`hotkv_server.cache.table.index`); any process that holds the descriptor reads it without a
-call. A reader's answer is a *hint*: only a lease makes it binding.
+The server publishes the index of its blocks in a file. Only the server writes it
+(`hotkv_server.cache.table.index`); any process that has the descriptor can read it without a call.
+What a reader finds is a *hint*, because a block may be evicted at any time: only a lease pins it.
 
-File: header (4096 bytes), buckets, records; all words little-endian uint32.
-  bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. An entry word is the
-    entry's number, with the high bit set while it is reserved; 0 is empty. Open addressing over
-    buckets: an entry lives in its home bucket or, if that was full, in one of the next 63; the
-    overflow count says how many entries went past this bucket.
+File: header (4096 bytes), buckets, records; all words little-endian uint32. An entry is a block or
+a representation in the index; it has a number from 1 on.
+  bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
+    mixed hash. An entry word is the entry's number, with the high bit set while the entry is
+    reserved (not ready); 0: no entry. An entry is in its home bucket or, if that was full, in one
+    of the next 63 buckets. The overflow count of a bucket is the number of entries that are in a
+    later bucket because this bucket was full.
   record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
     group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation,
     parent entry, depth, representation link.
@@ -36,7 +38,8 @@ RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
 STATE_DETACHED: Final = 3
-"""In no bucket, so readers can't find it; its slot is still being read."""
+"""State of an entry that was removed from its bucket, so that lookups can't find it, but whose slot
+is still pinned."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64
@@ -60,8 +63,10 @@ _MAX_RETRIES: Final = 1000
 class TableGeometry:
     """The header of a table file.
 
+    num_buckets: number of buckets.
     capacity: highest entry number; entry 0 is never used.
-    epoch: changes when the cache was lost.
+    epoch: number that changes when the server loses the cache's contents.
+    arena_bytes: size of the arena, without the words behind it.
     """
 
     num_buckets: int
@@ -71,7 +76,7 @@ class TableGeometry:
 
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
-        """Returns a geometry with room for `capacity` blocks at the target load."""
+        """Returns a geometry whose buckets are filled to TARGET_LOAD by `capacity` entries."""
         return TableGeometry(
             max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
         )
@@ -92,8 +97,8 @@ class TableGeometry:
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Reads a header. Raises ValueError if it has a different format or does not fit the
-        file."""
+        """Reads a header. Raises ValueError if it has another format, or if its sizes do not fit
+        into `file_bytes`."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -116,8 +121,8 @@ class TableGeometry:
 
 
 class BlockTable:
-    """Views of a mapped table: buckets [num_buckets, 16] and records [capacity + 1, 18]. Reading is
-    safe while the server writes."""
+    """A mapped table: `buckets`, uint32 [num_buckets, 16], and `records`, uint32 [capacity + 1,
+    18], both views of the file. Its methods are safe while the server writes."""
 
     def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
         self.geometry = geometry
@@ -141,11 +146,13 @@ class BlockTable:
         )
 
     def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
-        """Returns entry words [n] by tag alone: 0 for a miss, high bit set for a reserved block.
+        """Looks up hashes by their tags (32 bits) only. Returns entry words [n]: 0 for a miss, with
+        the high bit set for a block that is reserved but not ready.
 
-        prefixes: the first 8 bytes of each hash.
+        prefixes: the first 8 bytes of each hash, uint64 [n].
+        salt: the salt of the key space and group (`KeySpace.group_salt`).
 
-        The probability of a false hit is below n · 2^-29.
+        The probability of a false hit among n hashes is below n · 2^-29.
         """
         if self._kernels is None:
             return probe_reference(self.buckets, prefixes, salt)
@@ -161,10 +168,11 @@ class BlockTable:
     def find(
         self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False
     ) -> tuple[Words, Words]:
-        """Returns entry words [n] by the whole key, and the records [n, 18] if asked for.
+        """Looks up blocks by key space, group and whole hash. Returns entry words [n] (0 for a
+        miss) and the records of the blocks [n, 18].
 
         hashes: words [n, 8] from `hash_words`.
-        with_records: also returns the records; the row of a miss is undefined.
+        with_records: False returns no records [0, 18]. With True, the row of a miss is undefined.
         """
         out = np.empty(len(hashes), np.uint32)
         records = np.empty((len(hashes) if with_records else 0, RECORD_WORDS), np.uint32)
@@ -210,13 +218,13 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
-    """Returns the mixed 64-bit key of each hash [n]: the upper half chooses the bucket, the lower
-    half is the tag."""
+    """Returns the mixed 64-bit key of each hash [n]: the upper 32 bits choose the home bucket, the
+    lower 32 bits are the tag."""
     return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """Mixes as `mix`, from the first 8 bytes of each hash."""
+    """Returns the same keys as `mix`, from the first 8 bytes of each hash."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 
@@ -226,8 +234,8 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies bucket rows, each under its lock protocol. A row that never settles comes back empty,
-    with an odd sequence number."""
+    """Copies buckets, each in a consistent state (see the lock protocol in `hotkv_proto.kernels`).
+    If the server keeps changing a bucket, its copy is empty and has an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):
@@ -300,7 +308,7 @@ def find_reference(
                 found[item] = words[item, way]
                 if len(out_records):
                     out_records[open_items[item]] = record
-        # A row that never settled counts as a miss and is not tried again.
+        # A bucket that the server kept changing counts as a miss and is not read again.
         settled = (buckets[rows[open_items], SEQ] == lines[:, SEQ]) | (lines[:, SEQ] & 1 == 1)
         out[open_items[settled]] = found[settled]
         advance = settled & (found == 0) & (lines[:, OVERFLOW] > 0)

@@ -3,8 +3,8 @@ so it is imported by name and only if traces are configured.
 
 Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans
 per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread, or a
-thread that flushes, talks to the collector. If the collector is away, its spans are lost and the
-log has two lines: one when it goes, with the reason, and one when it is back. The SDK's own log
+thread that flushes, sends to the collector. If the collector does not accept spans, they are lost;
+the log gets a line with the reason when this begins, and a line when it ends. The SDK's own log
 lines are suppressed.
 """
 
@@ -58,7 +58,7 @@ Value = str | bool | int | float
 
 @final
 class Span:
-    """A span that has begun. `attributes` may change until it ends."""
+    """A span that has begun. The caller may set `attributes` until the span ends."""
 
     __slots__ = ("_span", "_traces", "attributes")
 
@@ -72,20 +72,21 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """Returns the W3C Trace Context header that names this span as the parent of others."""
+        """Returns a W3C traceparent header, with which another process makes children of this
+        span."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, trace.set_span_in_context(self._span))
         return carrier[TRACEPARENT]
 
     @property
     def began_ns(self) -> int:
-        """Returns the time of its begin, in nanoseconds since 1970."""
+        """Returns the time at which the span began, in nanoseconds since 1970."""
         return int(self._span.start_time)  # type: ignore[attr-defined]
 
     def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":
         """Begins a child span.
 
-        began_ns: its begin; 0 for the current time.
+        began_ns: time at which it began, in nanoseconds since 1970; 0: now.
         is_call: the span is a call to another process.
         """
         kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
@@ -95,7 +96,7 @@ class Span:
         """Ends the span; only the first end counts.
 
         error: the name of a reason; empty for success.
-        ended_ns: its end; 0 for the current time.
+        ended_ns: time at which it ended, in nanoseconds since 1970; 0: now.
         """
         if self._span.is_recording():
             self._span.set_attributes(self.attributes)
@@ -108,12 +109,13 @@ class Span:
 class Traces:
     """Begins spans, and exports ended spans.
 
-    sample_ratio: share of calls without a context that begin a trace.
-    where: names the collector in the log.
-    num_exported: spans that the collector has accepted.
-    num_failed: spans that it has not accepted.
-    num_dropped: spans that exceeded a bound.
-    num_malformed: contexts that could not be read.
+    sample_ratio: share of the calls without a traceparent for which a trace begins, 0 to 1.
+    where: name of the collector in the log.
+    num_exported: number of spans that the collector has accepted.
+    num_failed: number of spans that were sent and not accepted.
+    num_dropped: number of spans that were not sent, because the queue was full or there were too
+        many in a second.
+    num_malformed: number of traceparents that could not be read.
     """
 
     def __init__(
@@ -157,9 +159,10 @@ class Traces:
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
         """Begins the span of a call. Returns None for a call that is not traced.
 
-        traceparent: the caller's span, or empty. A call without a span, or with a header that
-            can't be read, is traced with a chance of `sample_ratio`.
-        is_served: the call came from another process.
+        traceparent: the caller's span as a W3C header, or empty. The call is traced if this span is
+            sampled. If it is empty or can't be read, the call is traced with a probability of
+            `sample_ratio`.
+        is_served: whether the call came from another process.
         """
         kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL
         if traceparent:
@@ -176,9 +179,9 @@ class Traces:
         return None
 
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
-        """Begins a span below another span.
+        """Begins a child of the span `parent`.
 
-        began_ns: its begin; 0 for the current time.
+        began_ns: time at which it began, in nanoseconds since 1970; 0: now.
         """
         context = trace.set_span_in_context(parent)
         return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
@@ -193,8 +196,8 @@ class Traces:
 
 
 _chance = random.Random()
-"""Separate from the module `random`: engines seed that, so several processes would choose equal
-span ids."""
+"""A generator for span ids. The generator of the module `random` is not used, because engines seed
+it, and several processes would then choose equal span ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 
@@ -207,7 +210,8 @@ class _Ids(IdGenerator):
 
 
 class _Bounds(SpanProcessor):
-    """Passes ended spans to the SDK's queue, within the bounds."""
+    """Passes ended spans to the SDK's queue. Drops and counts spans beyond `max_spans_per_s` or
+    beyond the queue's size."""
 
     def __init__(self, export: "_Export", max_spans_per_s: int, queue_spans: int) -> None:
         self.num_dropped = 0
@@ -232,7 +236,8 @@ class _Bounds(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._lock:
-            # The wall time counts, not the spans' times: parts of a transfer lie seconds apart.
+            # Limits spans per second of the wall clock. The spans' own times do not matter, because
+            # the parts of a transfer may be seconds apart.
             second = int(time.monotonic())
             if second != self._second:
                 self._second = second
@@ -249,7 +254,7 @@ class _Bounds(SpanProcessor):
 
     def shutdown(self) -> None:
         if not self.within(self._end):
-            # Ends the wait between two retries.
+            # The helper thread may be waiting between two retries; this ends the wait.
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
@@ -270,10 +275,10 @@ class _Bounds(SpanProcessor):
 
 
 class _Answers(threading.local):
-    """The outcome of the batch that this thread exports.
+    """The outcome of the batch that the current thread exports.
 
-    num_refused: spans of the batch that the collector refused.
-    said: the first message about it.
+    num_refused: number of spans of the batch that the collector refused.
+    said: the first message about the batch, from the SDK or the collector; empty without a message.
     """
 
     is_exporting = False
@@ -289,16 +294,17 @@ class _Answers(threading.local):
         self.said = self.said or said[:MAX_REASON_CHARS]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Captures log records of the SDK about an export, as a filter of its loggers."""
+        """Used as a filter of the SDK's loggers: during an export it stores the message of a log
+        record and suppresses the record."""
         if self.is_exporting:
             self.say(record.getMessage())
         return not self.is_exporting
 
     def judge(self, response: requests.Response, *_: Any, **__: Any) -> None:
-        """Judges a response, as a hook of `requests`.
+        """Used as a hook of `requests`: checks a response for two failures that the SDK ignores.
 
-        The SDK does not follow redirections and treats them as success, so this raises
-        TooManyRedirects. The SDK also ignores a partial success; this counts the refused spans.
+        Raises TooManyRedirects for a redirection, which the SDK does not follow and treats as
+        success. Counts the spans that the collector refuses in a partial success.
         """
         if 300 <= response.status_code < 400:
             response.close()
@@ -317,8 +323,8 @@ _answers = _Answers()
 
 
 class _Export(SpanExporter):
-    """The exporter that the SDK calls. It counts spans and logs when the collector goes and comes
-    back."""
+    """The exporter that the SDK calls. It counts spans, and logs when the collector stops and
+    starts accepting spans."""
 
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
@@ -329,7 +335,7 @@ class _Export(SpanExporter):
         self._is_away = self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends a batch. Runs on the SDK's thread or the helper thread."""
+        """Sends a batch of spans to the collector, on the SDK's thread or the helper thread."""
         self.num_taken += len(spans)
         result = SpanExportResult.FAILURE
         _answers.begin()
@@ -368,8 +374,8 @@ class _Export(SpanExporter):
 
 
 def _hear_the_sdk() -> None:
-    """Redirects the SDK's log messages about an export to the exporting batch. Its loggers exist at
-    this point."""
+    """Adds `_Answers.filter` to all loggers of the SDK, so that their messages about an export are
+    stored with the batch. Call it after the SDK has created its loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("opentelemetry"):
             logging.getLogger(name).addFilter(_answers.filter)

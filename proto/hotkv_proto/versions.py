@@ -1,9 +1,9 @@
-"""The agreements of two sides of a session: protocol versions, features, roles, and the longest
-message.
+"""What client and server agree on when a session opens: the protocol version and the features; and
+the roles of sessions and the limits of messages.
 
 Always true: a session speaks the newest version that both sides know, so either side may be
-upgraded first. It uses a feature only if both sides named it. A new version changes the meaning of
-messages; a change that only adds to them is a feature.
+upgraded first. It uses a feature only if both sides named it. A change of the protocol that changes
+the meaning of messages gets a new version; a change that only adds fields or calls is a feature.
 """
 
 import enum
@@ -15,7 +15,8 @@ NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
 """Most bytes of a message to the server. A longer message ends its stream, so clients split it."""
 MAX_BATCH_BYTES = 64 << 10
-"""Most bytes that either side puts into a batch. Larger messages travel alone."""
+"""Most bytes of a batch (several requests or answers in one message). Larger messages are sent
+alone."""
 
 
 class Role(enum.IntEnum):
@@ -31,14 +32,16 @@ class Feature(enum.IntEnum):
     `hotkv.v1.Feature`."""
 
     RESIDENCY = 1
-    """The server reserves and pins a request's blocks, and publishes words behind its arena."""
+    """The server reserves room for a request's blocks, pins them, and publishes validity words
+    behind its arena (`hotkv_proto.words`)."""
     TIERS = 2
     """The server has tiers below host memory: a lookup also finds blocks that are not in the block
     table."""
     EVENTS = 3
-    """Engines publish the server's events as their own."""
+    """A session can read the events of its key space, which engines publish with their own
+    events."""
     RESIDENCY_GROWTH = 4
-    """An open residency that is opened again for more blocks grows."""
+    """A client may call open again for an open residency, to reserve more blocks."""
     BATCHES = 5
     """A message of the stream may carry several requests, or several answers and notices."""
 

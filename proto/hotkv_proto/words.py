@@ -1,10 +1,12 @@
-"""The words behind the arena: how a reader of the arena checks that its bytes were still pinned.
+"""The validity words behind the arena, by which a reader of the arena checks that the blocks it
+read were still pinned by its residency.
 
-Defines their place and meaning; the server is their only writer. They have 64 bits each,
-little-endian, and lie in whole pages behind the arena's bytes in the same file. Word `GENERATION`:
-readers whose residencies were opened under a lower generation must stop reading. Words 1 to
-`MAX_SESSION_WORD`: a word for each session that has opened residencies; odd while they hold. Word
-`LATEST`: the highest generation issued so far, for the next server.
+This module defines the place and the meaning of the words; only the server writes them. They are
+64-bit little-endian numbers in whole pages behind the arena's bytes, in the same file. Word
+`GENERATION`: a reader must discard its bytes if its residency was opened under a lower generation.
+Words 1 to `MAX_SESSION_WORD`: a word for each session that has opened residencies. It is odd and
+unchanged as long as the session's residencies are valid. Word `LATEST`: the highest generation
+issued so far, from which a restarted server continues.
 """
 
 from typing import Final
@@ -18,10 +20,10 @@ _PAGE_BYTES: Final = 4096
 
 
 def words_offset_bytes(arena_bytes: int) -> int:
-    """Returns where the words of an arena of this size begin in its file."""
+    """Returns the offset of the words in the file of an arena of this size."""
     return -(-arena_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def file_bytes(arena_bytes: int) -> int:
-    """Returns the bytes of the arena's file, with the words."""
+    """Returns the size of the arena's file, including the words."""
     return words_offset_bytes(arena_bytes) + WORD_BYTES

@@ -1,13 +1,17 @@
-"""Sparse decode, the pure part: selects the blocks of a long context that a step attends to.
+"""Sparse decode: selects the blocks of a long context to which a decode step attends.
 
-From unpacked keys to a selection, in the order of a step: `representations.build` when a block
-fills; `scores.prepare` and `scores.score` with a step's query; `selection.select_layer`, which
-combines these with the choice; `hotset.HotSet.step`. `decode.decode` makes the step of a layer in
-one compiled call. `axes.AxesEstimate` and `centre` calibrate.
-`config.SparseConfig` has the settings. `cuda` does the same on a GPU.
+The functions in the order of their use:
+- `representations.build` computes an approximation of a block's keys when the block is full.
+- `scores.prepare` and `scores.score` score all blocks with a step's query.
+- `selection.select_layer` scores the blocks and selects the best.
+- `hotset.HotSet.step` decides which selected blocks to load to the device.
+- `decode.decode` does selection and hot set of a layer in one compiled call.
 
-No I/O except in `centre_file`, no clock, no threads. Needs numpy and numba; numba is loaded on
-first use.
+`axes.AxesEstimate` and `centre` calibrate formats on text. `config.SparseConfig` has the settings.
+`cuda` does the same on a GPU.
+
+There is no I/O except in `centre_file`, no clock and no thread. The package needs numpy and numba;
+numba is loaded on first use.
 """
 
 from hotkv_sparse.axes import Axes

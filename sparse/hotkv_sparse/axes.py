@@ -1,23 +1,29 @@
-"""Principal axes of a head's keys, weighted by its queries. mix2 codes keys along these axes.
+"""Principal axes of a head's keys, weighted by its queries. The format `mix2` quantises keys along
+these axes.
 
-Keys and queries fill their channels unevenly. For each KV head, from the moments of a few thousand
-keys and queries: x = k - mu; A = (second moment of the group's queries) ^ 1/2, so that every
-direction of x A counts equally for the score. The principal axes of x A, strongest first, are split
-into runs of 4, 2 and no bits (`formats.num_lines`). Within a run they are rotated by signs and
-Hadamard, so that channels look normal. This is reverse water-filling in the whitened space (KLT
-coding; Loki, arXiv 2406.02542, is the case of 16 or 0 bits).
+Some directions of the keys matter much more for attention scores than others. The axes are computed
+for each KV head from the moments of a few thousand keys k and queries, with the mean key mu:
+1. x = k - mu, and A = (second moment of the queries of the head's group) ^ 1/2. In x A every
+   direction has the same influence on the score.
+2. The principal axes of x A, strongest first, are split into runs of channels with 4, 2 and 0 bits
+   (`formats.num_lines`).
+3. Within a run the axes are rotated by signs and a Hadamard matrix, so that the channels are nearly
+   normally distributed.
+This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the case
+of 16 or 0 bits).
 
-Axes are calibrated, not computed from a seed. Codes of different axes can't be compared, so
-`to_bytes` is part of a representation's version.
+Axes are calibrated on text. Codes made with different axes can't be compared, so the version of a
+representation covers `Axes.to_bytes`.
 
-A key's codes are relative to the usual rms of their run and to a gain of the token. Its
-scale sigma = |y|² / (y · code) preserves the norm, as with rot2u.
+A token's codes are in units of the usual rms of their run times a gain of the token. Its scale
+sigma = |y|² / (y · code) preserves the norm of y, as in the format rot2u.
 
-RoPE turns the slow channels of a key so slowly that a few thousand tokens cover a small part of a
-turn. There these channels look constant, and codes would spend no bits on them; later in the
-context they differ most. (SmolLM2-135M: with axes from 2048 tokens the block scores at 8192 are off
-by 2.2 nats, with axes from the same tokens moved all over the context by 0.48, with axes from all
-8192 tokens by 0.43.) Turning a key by the angle of a shift moves it exactly.
+RoPE turns the slow channels of a key so slowly that a few thousand tokens cover only a small part
+of a turn. In so few tokens these channels look constant and would get no bits, although they differ
+most over a long context. So `add_moved` turns each token to several positions of a long context,
+which for RoPE is exact. (SmolLM2-135M: the block scores at 8192 tokens are off by 2.2 nats with
+axes from 2048 tokens, by 0.48 with axes from the same tokens moved over the whole context, and by
+0.43 with axes from all 8192 tokens.)
 
 Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads of a group, Q = H * G, X
 heads, D channels, C coded channels with padding, R = 2 runs of coded channels, F frequencies (2 F
@@ -37,23 +43,24 @@ from hotkv_sparse.rotation import rotate
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 STEPS = (0.3352, 0.9957)
-"""Steps of the best evenly spaced quantisers of the normal distribution with 16 and 4 levels.
+"""Step sizes, in units of the rms, of the best evenly spaced quantisers with 16 and with 4 levels
+for a normal distribution (Max 1960).
 
-In units of its rms (Max 1960). They lose 1.15 % and 11.9 % of the energy; Lloyd-Max levels lose
-0.95 % and 11.7 %, and need a table.
+They lose 1.15 % and 11.9 % of the energy. Lloyd-Max levels would lose 0.95 % and 11.7 %, but would
+need a table.
 """
 MIN_TOKENS = 1024
-"""With fewer tokens, centre and axes are unreliable."""
+"""Least number of tokens to measure. With fewer tokens, centre and axes are unreliable."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
-"""Positions of a longer context to which each token is moved."""
+"""Number of positions in a longer context to which `add_moved` moves each token."""
 GOLDEN_RATIO = 0.6180339887498949
 QUERY_FLOOR = 0.05
-"""Share of the mean query energy that every direction gets, so that A can be inverted."""
+"""Share of the mean query energy that is added to every direction, so that A can be inverted."""
 
 
 def run_channels(head_size: int) -> tuple[int, int]:
-    """Returns the channels with fine and with coarse codes, without padding."""
+    """Returns the number of channels with 4-bit codes and with 2-bit codes, without padding."""
     fine, coarse = formats.num_lines(head_size)
     num_fine = min(fine * FINE_CHANNELS, head_size)
     return num_fine, min(coarse * COARSE_CHANNELS, head_size - num_fine)
@@ -63,11 +70,13 @@ def run_channels(head_size: int) -> tuple[int, int]:
 class Axes:
     """The axes of a layer. Raises INVALID_FIELD if they can't be used.
 
-    into: float32 [H, D, D]; y = (k - mu) @ into[h] are a key's channels, the coded channels first.
-    rms: float32 [H, R], usual size of the channels of each run.
-    weights: float32 [H, D, C]; w = q @ weights[h] is the change of a score if one coded channel
-        changes by half a step of its quantization. A key with codes c [C] and scale sigma has the
-        score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)).
+    into: float32 [H, D, D]. A key k of head h with the centre mu has the channels
+        y = (k - mu) @ into[h], the coded channels first.
+    rms: float32 [H, R], rms of the channels of each run (4-bit and 2-bit codes) in the calibration.
+    weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is how much the score changes if a
+        coded channel changes by half a step of its quantisation. A key with codes c [C] and scale
+        sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)), with `offsets` from
+        `offsets_of`.
     """
 
     into: F32
@@ -107,7 +116,8 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """Returns the bytes that a representation's version covers."""
+        """Returns `into` and `rms` as bytes; the version of a representation is a hash that covers
+        them."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
         )
@@ -121,7 +131,8 @@ class Axes:
 class AxesEstimate:
     """Collects moments of a layer's keys and queries, after RoPE, for its centre and axes.
 
-    The caller leaves out the first tokens of a context (`centre.FIRST_TOKENS`).
+    The caller must omit the first `centre.FIRST_TOKENS` tokens of a context, which include
+    attention sinks.
     """
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
@@ -134,9 +145,10 @@ class AxesEstimate:
         return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Adds keys and queries float32 of the same tokens.
+        """Adds float32 keys and queries of the same N tokens.
 
-        Ignores tokens with values that are not finite. Raises INVALID_FIELD on other shapes.
+        Ignores tokens with values that are not finite. Raises INVALID_FIELD if the shapes do not
+        fit.
         """
         kv_heads, head_size = self._keys_HD.shape
         num_tokens = len(keys_NHD)
@@ -175,10 +187,12 @@ class AxesEstimate:
         frequencies_F: F64,
         context_tokens: int,
     ) -> None:
-        """Adds tokens as if they lay all over a context of `context_tokens`, each at `PLACES`
-        positions.
+        """Adds each token at `PLACES` positions that are spread over a context of `context_tokens`.
 
-        For contexts longer than the text at hand.
+        Use it to calibrate for contexts that are longer than the text.
+
+        positions_N: position of each token in the text.
+        frequencies_F: RoPE's frequencies, in radians per token.
         """
         for turn in range(PLACES):
             shifts = (places(positions_N, context_tokens, turn) - positions_N).astype(np.int64)
@@ -188,8 +202,8 @@ class AxesEstimate:
             )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
-        """Returns the centre float32 [H, D] and the axes; None if fewer than `min_tokens` were
-        seen."""
+        """Returns the centre float32 [H, D] and the axes; None if fewer than `min_tokens` tokens
+        were added."""
         if self.num_tokens < min_tokens:
             return None
         mean_HD = self._keys_HD / self.num_tokens
@@ -222,10 +236,8 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns the matrix that spreads each coded run's channels evenly over the run.
-
-    float64 [D, D], orthonormal.
-    """
+    """Returns an orthonormal matrix, float64 [D, D], that mixes the channels of each coded run, so
+    that they have about the same size."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -236,10 +248,10 @@ def _mixing(head_size: int) -> F64:
 
 
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
-    """Returns A U float64 [D, D].
+    """Returns the matrix A U, float64 [D, D].
 
-    A is the root of the queries' moment. U are the principal axes of A covariance A, strongest
-    first.
+    A is the matrix square root of the queries' moment. The columns of U are the principal axes of
+    A · covariance · A, strongest first.
     """
     mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
     floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))
@@ -266,7 +278,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns int32 [C]: a code c stands for 2 c minus this, in half steps."""
+    """Returns the offset of each coded channel, int32 [C]: a code c means the value 2 c - offset,
+    in half steps."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -274,7 +287,8 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a step of each coded channel's code, for a token of gain 1, float32 [H, C]."""
+    """Returns half a quantisation step of each coded channel, for a token with gain 1, float32
+    [H, C]."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -285,10 +299,11 @@ def half_steps(axes: Axes) -> F32:
 
 
 def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F32:
-    """Returns tokens as they would be `shifts_N` positions later, float32 [N, X, D].
+    """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
+    float32 [N, X, D].
 
-    Frequencies are in radians a token. Channel i is turned with channel i + F (the NeoX order);
-    channels from 2 F on are not turned.
+    frequencies_F: in radians per token. RoPE turns channel i together with channel i + F (the NeoX
+        order), and does not turn channels from 2 F on.
     """
     count = len(frequencies_F)
     angles = shifts_N[:, None, None] * frequencies_F
@@ -300,12 +315,12 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """Returns positions float64 [N], whole numbers, evenly spread over a context of
-    `context_tokens`.
+    """Returns for each token a new position, evenly spread over a context of `context_tokens`;
+    float64 [N], whole numbers.
 
-    Their order is unrelated to the order of the tokens.
+    The order of the new positions is unrelated to the order of the tokens.
 
-    turn: number of a token's position, from 0 to `PLACES` - 1.
+    turn: which of a token's `PLACES` new positions to return, from 0 on.
     """
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)

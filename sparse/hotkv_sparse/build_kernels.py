@@ -1,14 +1,15 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that rotate and quantise: keys into representations, queries into codes.
+"""Numba kernels that rotate and quantise keys to representations, and queries to int8 codes.
 
-`hotkv_sparse.kernels` loads them. Their references are in `tests/oracles/sparse.py`. Callers pass
-checked arrays. The kernels run without the GIL and allocate only scratch memory. Sixteen tokens of
-a head, or the queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign
-single elements: numba needs a second to compile an assignment of slices, with its error messages.
+`hotkv_sparse.kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy. The
+kernels do not check their arguments; callers do. They run without the GIL and allocate only scratch
+memory. A vector holds the same channel of sixteen tokens of a head, or of the queries of sixteen
+heads. Loops assign single elements, because numba needs a second to compile an assignment of a
+slice.
 
-Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
-operands are integer addresses and counts without bounds checks; the kernels own the arrays.
-(numba's disk cache does not notice changes of `vectors`.)
+The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
+operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
+notice changes of `vectors`.
 
 Shapes: B blocks, T tokens of a block, H KV heads, R runs of 16 tokens, Q query heads, D channels, C
 coded channels with padding, P parts, N bytes of a block and head.
@@ -52,9 +53,9 @@ _F32_4 = types.Array(types.float32, 4, "A", readonly=True)
 
 
 def _emit_scale_rows(builder: Any, args: Any) -> None:
-    """Emits: rows[r] *= factors[r].
+    """Emits code for: rows[r] *= factors[r].
 
-    Operands: (rows, factors, num_rows); rows float32 [num_rows][16], factors float32.
+    Operands: (rows, factors, num_rows); rows float32 [num_rows][16], factors float32 [num_rows].
     """
     rows, factors, num_rows = args
     with cgutils.for_range(builder, num_rows, intp=I64) as loop:
@@ -64,10 +65,10 @@ def _emit_scale_rows(builder: Any, args: Any) -> None:
 
 
 def _emit_butterfly(builder: Any, args: Any) -> None:
-    """Emits: a stage of the Walsh-Hadamard transform.
+    """Emits code for a stage of the Walsh-Hadamard transform: replaces two rows that are `half`
+    rows apart by their sum and their difference.
 
-    Operands: (rows, half, num_pairs); rows float32 [2 * num_pairs][16]. Partners are `half` rows
-    apart.
+    Operands: (rows, half, num_pairs); rows float32 [2 * num_pairs][16].
     """
     rows, half, num_pairs = args
     mask = builder.sub(half, I64(1))
@@ -84,11 +85,13 @@ def _emit_butterfly(builder: Any, args: Any) -> None:
 
 
 def _pack_run(bits: int) -> Any:
-    """Makes an operation that packs rotated keys into a run of 16 tokens.
+    """Makes an operation that quantises rotated keys and packs them as a run of 16 tokens, in the
+    token format of `bits` (`hotkv_sparse.formats`).
 
-    Operands: (rows, num_channels, num_steps, out, valid); rows float32 [num_steps * channels of a
-    step][16]. `num_channels` of the rows count for the rms; the remaining rows are zero. Lanes from
-    `valid` on have no token. `formats` describes steps and bytes.
+    Operands: (rows, num_channels, num_steps, out, valid). `rows` float32 [num_steps * channels of a
+    step][16] has a channel of the 16 tokens in each row; rows from `num_channels` on are padding
+    and must be zero. `num_steps`: number of low lines (2 bits) or of pairs of them (3 bits). `out`:
+    address of the run. `valid`: number of tokens; further lanes have no token.
     """
     form = FORMATS[f"rot{bits}u"]
     step_channels = 16 if bits == 2 else 32
@@ -164,7 +167,7 @@ PACK_2, PACK_3 = _pack_run(2), _pack_run(3)
 
 @numba.njit(nogil=True, cache=True)
 def _rotate_lanes(y: Any, factors: Any, starts: Any, sizes: Any) -> None:
-    """Rotates y [>= D, 16], a vector of D channels in each lane."""
+    """Rotates y [>= D, 16] in place; each lane (column) is a vector of D channels."""
     for index in range(starts.shape[0]):
         size, rows = sizes[index], y.ctypes.data + starts[index] * 64
         SCALE_ROWS(rows, factors[index, starts[index] :].ctypes.data, size)
@@ -200,9 +203,12 @@ def build_tokens(
     channels: Any,
     out: Any,
 ) -> None:
-    """Builds a token format of `bits`: out uint8 [B, H, N] from keys [B, T, H, D].
+    """Builds representations in the token format of `bits`: out uint8 [B, H, N] from keys
+    [B, T, H, D].
 
-    factors: [passes, D], signs of the rotation, normalised.
+    factors, starts, sizes: the passes of the rotation, from `rotation.factors` and
+        `rotation.pass_arrays`.
+    channels: number of channels, including padding.
     """
     head_size, run_bytes = keys.shape[3], 2 * channels * bits + 32
     steps = channels // (16 if bits == 2 else 32)
@@ -241,7 +247,8 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts to max and min of keys [T, D] minus `mu`; 0 without keys."""
+    """Sets parts[0] to the maximum and parts[1] to the minimum over the tokens of keys [T, D] minus
+    `mu`; 0 without keys."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0
@@ -278,11 +285,13 @@ def prepare(
     sums: Any,
     codes: Any,
 ) -> None:
-    """Quantises queries [Q, D] to int8 codes [Q, P, C], and computes their sums [Q, P].
+    """Quantises queries [Q, D] to int8 codes [Q, P, C], and computes the sum of the codes of each
+    part, sums [Q, P].
 
-    A code of 127 is the largest channel of the query, peaks [Q].
+    The code 127 means peaks [Q], the size of the query's largest channel.
 
-    kind: 0: positive and negative parts, q+ and q-; 1: q.
+    rotated: whether to rotate the queries first (token formats).
+    kind: 0: two parts, the positive and the negative channels of q (quest); 1: one part, q.
     """
     num_heads, head_size = query.shape
     y = np.empty((head_size, 16), np.float32)
@@ -316,9 +325,10 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """Builds a summary format: out uint8 [B, H, N] from keys [B, T, H, D].
+    """Builds representations in a summary format: out uint8 [B, H, N] from keys [B, T, H, D].
 
-    kind: 0: quest; 1: mean.
+    kind: the format, 0: quest; 1: mean (`Format.kind`).
+    channels: number of channels, including padding.
     """
     head_size, num_parts = keys.shape[3], 1 if kind == 1 else 2
     parts, scale = np.empty((2, head_size), np.float32), np.empty(1, np.float32)
@@ -358,7 +368,8 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """Sets lanes [>= D, 16] to the channels y [T, D] of sixteen tokens; 0 from `valid` on."""
+    """Copies the channels y [T, D] of the sixteen tokens from `first` on to lanes [>= D, 16], a
+    token in each column. Columns from `valid` on become 0."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)
@@ -368,7 +379,8 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """Computes each token's `energy` [16] and `inverse` [16]: 1 / gain; 0 without coded energy."""
+    """Computes for each of sixteen tokens its energy |y|², and `inverse` = 1 / gain of the token; 0
+    if all of its coded channels are 0."""
     energy[:] = 0
     inverse[:] = 0
     for channel in range(head_size):
@@ -410,14 +422,16 @@ def build_axes(
     sigma: Any,
     out: Any,
 ) -> None:
-    """Builds lines of codes in out uint8 [B, H, N], and sigma [B, H, R, 16], from channels.
+    """Builds the codes of mix2 in out uint8 [B, H, N], and the scales sigma [B, H, R, 16].
 
-    sigma is -1 if there is no token. The caller writes it behind the lines.
+    sigma is -1 for a token that does not exist. The caller copies sigma into `out`, behind the
+    lines of each run.
 
-    y: [H, B, T, D], channels.
-    rms: [H, 2].
-    half_steps: [H, C].
-    offsets: [C].
+    y: [H, B, T, D], the keys' channels along the axes (`axes.channels_of`).
+    rms: [H, 2], as `Axes.rms`.
+    half_steps: [H, C], from `axes.half_steps`.
+    offsets: [C], from `axes.offsets_of`.
+    num_fine, num_coded: number of channels with 4-bit codes, and with any code.
     """
     head_size, channels, num_runs = y.shape[3], offsets.shape[0], sigma.shape[2]
     run_bytes = out.shape[2] // num_runs
@@ -449,7 +463,7 @@ def build_axes(
                     for lane in range(16):
                         value = lanes[channel, lane]
                         position = value * inverse[lane] / step + middle
-                        # NaN has code 0, as in the reference.
+                        # NaN gets the code 0, as in `tests/oracles/sparse.py`.
                         position = position if position > 0 else np.float32(0)
                         code = np.int32(min(position, np.float32(most)))
                         product[lane] += value * (np.float32(2 * code - most) * half)
@@ -467,11 +481,13 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """Quantises queries [Q, D] to int8 codes [Q, C], with 127 for peaks [Q].
+    """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. The code 127 means peaks [Q], the
+    size of the largest channel.
 
-    Sets sums [Q] to minus the products of codes and `offsets`.
+    Sets sums [Q] to minus the sum over channels of code * offset.
 
-    weights: [H, D, C].
+    weights: [H, D, C], as `Axes.weights`.
+    offsets: [C], from `axes.offsets_of`.
     """
     num_heads, head_size = query.shape
     channels, group = weights.shape[2], num_heads // weights.shape[0]

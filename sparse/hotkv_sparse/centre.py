@@ -1,9 +1,10 @@
-"""The centre of a layer's keys: the part that all keys share. Codes then spend no bits on it.
+"""The centre of a layer's keys: the mean key of each head. Representations encode a key minus the
+centre, so that their codes spend no bits on the part that all keys share.
 
-A centre is calibrated once per model from any ordinary text. It makes codes of the same size
-clearly better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on
-long-range copy .90 to .98 with rot2u). A wrong centre is worse than no centre. It is part of
-a representation's version.
+A centre is calibrated once per model from any ordinary text. With a centre, codes of the same size
+are clearly more accurate (SmolLM2-135M, 4k tokens, 5 % budget, rot2u, centre from another text: the
+recall of strong blocks on long-range copy rises from .90 to .98). A wrong centre is worse than no
+centre. The version of a representation covers the centre.
 
 `axes.AxesEstimate` measures a centre and `measured_bias` the error that remains. `Centres` holds
 the centres of a model's layers; `centre_file` stores them in a file.
@@ -26,7 +27,7 @@ from hotkv_sparse.scores import prepare, score
 
 F32 = npt.NDArray[np.float32]
 FIRST_TOKENS = 64
-"""Number of first tokens of a context that are not part of its centre.
+"""Number of tokens at the start of a context that a calibration omits.
 
 They include attention sinks, whose keys differ from all other keys.
 """
@@ -45,9 +46,9 @@ def measured_bias(
 ) -> float:
     """Measures by how much a token format overestimates a block's log mass, in nats.
 
-    Returns the mean of estimated minus exact log mass over blocks of 16 tokens and query heads,
-    weighted by exact mass; the format's own bias if no block has mass. Sinks and recent tokens are
-    left out, because no score decides on them.
+    The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
+    weighted by the exact mass; if no block has mass, it is the format's own bias. Sinks and recent
+    tokens are not measured, because they are always kept.
 
     name, mu_HD, axes: the format, its centre and its axes.
     keys_SHD: float32, keys of a context from its first token on.
@@ -98,16 +99,17 @@ def measured_bias(
 
 
 TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
-"""Formats that use a centre; summaries do not."""
+"""Names of the formats that use a centre. Summary formats do not use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
     """The calibration of a layer.
 
-    mu: float32 [H, D], the centre.
-    bias: by token format, how much block log mass is overestimated with the centre, in nats.
-    axes: axes for the formats that need them, if calibrated.
+    mu: float32 [H, D], the centre: the mean key of each head.
+    bias: by the name of a token format: by how much scores with this centre overestimate the log
+        mass of a block, in nats. A format that is missing was not measured.
+    axes: principal axes of the keys, which mix2 needs; None if they were not calibrated.
     """
 
     mu: F32
@@ -119,10 +121,10 @@ class LayerCentre:
 class Centres:
     """The calibration of a model, by layer index. Raises INVALID_FIELD if a part can't be used.
 
-    A layer that is absent has centre 0.
+    A layer that is missing in `layers` has the centre 0.
 
-    model: name of the model that was measured, for people to read.
-    num_tokens: each centre is the mean of this many keys.
+    model: name of the model that was measured; only shown to operators.
+    num_tokens: number of tokens over which each centre is the mean.
     """
 
     model: str
@@ -147,20 +149,19 @@ class Centres:
         return f"Centres({self.model!r}, {len(self.layers)} layers, {self.num_tokens} tokens)"
 
     def mu(self, layer: int) -> F32 | None:
-        """Returns the centre of a layer's keys, float32 [H, D]; None: 0."""
+        """Returns the centre of a layer's keys, float32 [H, D]; None if the centre is 0."""
         found = self.layers.get(layer)
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns by how much a format overestimates a block's log mass in this layer, in nats.
-
-        It was measured with the layer's centre. None: not measured.
-        """
+        """Returns by how much scores in a format overestimate a block's log mass in this layer, in
+        nats, with the layer's centre. None if it was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 
     def axes(self, layer: int) -> Axes | None:
-        """Returns the axes of a layer's keys, all heads; None: not calibrated."""
+        """Returns the principal axes of a layer's keys for all heads; None if they were not
+        calibrated."""
         found = self.layers.get(layer)
         return None if found is None else found.axes
 

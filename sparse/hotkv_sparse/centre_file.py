@@ -1,14 +1,15 @@
 """Reads and writes files of centres: the only module of `hotkv_sparse` with I/O.
 
-A file is an npz archive without compression and without pickled objects. The whole file is checked
-when it is read. A file that is truncated, damaged, or made by another program is refused with
-INVALID_FIELD, which names file and problem. Writing replaces a file atomically.
+A file holds the calibration of a model (`hotkv_sparse.centre.Centres`). It is an npz archive
+without compression and without pickled objects. The whole file is checked when it is read. A file
+that is truncated, damaged, or made by another program is refused with INVALID_FIELD, which names
+file and problem. Writing replaces a file atomically.
 
-Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],
-ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured; `mu_<layer>` float32
-[H, D] of each layer; of layers with axes `into_<layer>` float32 [H, D, D] and `rms_<layer>` float32
-[H, 2]. Files of version 1 have no axes and are read without them. A bias of a format that this
-hotkv does not have is ignored.
+Arrays of a file: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64
+[L], ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured. For each layer
+`mu_<layer>` float32 [H, D]. For each layer with axes `into_<layer>` float32 [H, D, D] and
+`rms_<layer>` float32 [H, 2]. Files of version 1 have no axes. If the file has a bias of a format
+that this version of hotkv does not know, the bias is ignored.
 """
 
 import io
@@ -29,7 +30,7 @@ from hotkv_sparse.formats import FORMATS
 FORMAT_VERSION = 2
 _READ_VERSIONS = (1, 2)
 MAX_FILE_BYTES = 1 << 30
-"""Upper limit of a file; the centres of any model are far smaller."""
+"""Upper limit of a file's size. The centres of any model are far smaller."""
 
 Array = npt.NDArray[Any]
 
@@ -97,7 +98,7 @@ _BROKEN = (
     OverflowError,
     TypeError,
 )
-"""Exceptions of zipfile and numpy for malformed bytes."""
+"""The exceptions that zipfile and numpy raise for malformed bytes."""
 
 
 def _refuse(path: str | os.PathLike[str], problem: str) -> HotKVError:
@@ -113,14 +114,14 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
         for name, array in arrays.items():
             data = io.BytesIO()
             np.lib.format.write_array(data, array, allow_pickle=False)  # type: ignore[no-untyped-call]
-            # With a fixed date equal centres give equal files.
+            # The date in the archive is fixed, so that equal centres give equal files.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data.getvalue())
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """Returns all arrays of an archive, after comparing checksums.
+    """Returns all arrays of an archive, after it has checked their checksums.
 
-    Refuses compressed arrays, so no array is larger than the file.
+    Refuses compressed arrays, so that an array can't need more memory than the file.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that turn scores into a choice of blocks. `hotkv_sparse.kernels` loads them.
+"""Numba kernels that choose blocks by their scores. `hotkv_sparse.kernels` loads this module.
 
-Their references are in `tests/oracles/sparse.py`. Callers pass checked arrays. The kernels allocate
-their own scratch memory and run without the GIL. They read a row of scores twice, the second time
-from the nearest cache.
+`tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
+callers do. They allocate their scratch memory and run without the GIL. They read a row of scores
+twice; the second time it is in the nearest cache.
 
-Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
-operands are integer addresses and counts without bounds checks; the kernels own the arrays.
-(numba's disk cache does not notice changes of `vectors`.)
+The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
+operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
+notice changes of `vectors`.
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """
@@ -52,12 +52,13 @@ _F32_1, _F32_2 = (
 
 
 def _emit_exp(builder: Any, args: Any) -> None:
-    """Emits: sums += weights * factor, then weights = e^(score - reference).
+    """Emits code for: sums += weights * factor, then weights = e^(score - reference).
 
     Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums); scores, weights
-    and sums are float32 [num_runs][16]. Adds the sum of the new weights to float32 `total`. One
-    head's weights are added to the sums in the next head's pass, whose arithmetic hides the cost.
-    Prefetches the memory `ahead` bytes after the scores, which is read next.
+    and sums are float32 [num_runs][16]. Adds the sum of the new weights to float32 `total`. The
+    weights that are added to `sums` are those of the previous head: the addition costs no extra
+    time here, while the CPU computes exponentials. Prefetches the memory `ahead` bytes after the
+    scores, which is read next.
     """
     scores, reference, weights, num_runs, total, ahead, factor, out = args
     base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
@@ -86,10 +87,10 @@ def _emit_exp(builder: Any, args: Any) -> None:
 
 
 def _emit_peak(builder: Any, args: Any) -> None:
-    """Emits: peak = the maximum of peak and all scores.
+    """Emits code for: peak = the maximum of peak and all scores.
 
-    Operands: (scores, num_runs, peak); scores float32 [num_runs][16], peak float32. Uses four
-    independent chains to hide latency.
+    Operands: (scores, num_runs, peak); scores float32 [num_runs][16], peak float32. Computes four
+    independent maxima, so that an instruction need not wait for the one before it.
     """
     scores, num_runs, peak = args
     initial = splat(builder, load(builder, peak, F32), FLOATS)
@@ -117,7 +118,7 @@ def _emit_peak(builder: Any, args: Any) -> None:
 
 
 def _emit_add_scaled(builder: Any, args: Any) -> None:
-    """Emits: out += values * factor.
+    """Emits code for: out += values * factor.
 
     Operands: (values, factor, out, num_runs); values and out float32 [num_runs][16], factor
     float32.
@@ -136,7 +137,7 @@ def _emit_add_scaled(builder: Any, args: Any) -> None:
 
 
 def _emit_count(builder: Any, args: Any) -> None:
-    """Emits: count = the number of values that are at least `least`.
+    """Emits code for: count = the number of values that are at least `least`.
 
     Operands: (values, num_runs, least, count); values int32 [num_runs][16], least and count int32.
     """
@@ -147,13 +148,13 @@ def _emit_count(builder: Any, args: Any) -> None:
         enough = builder.icmp_signed(
             ">=", load(builder, offset(builder, values, loop.index, 4 * LANES), INTS), bound
         )
-        # A lane that counts has all bits set: minus one.
+        # A lane that compares as true has all bits set, which is -1 as an integer.
         builder.store(builder.sub(builder.load(sums), builder.sext(enough, INTS)), sums)
     store(builder, call(builder, "llvm.vector.reduce.add.v16i32", I32, [builder.load(sums)]), count)
 
 
 def _emit_collect(builder: Any, args: Any) -> None:
-    """Emits: out = the indices of values that are at least `least`, ascending.
+    """Emits code for: out = the indices of values that are at least `least`, ascending.
 
     Operands: (values, num_runs, least, out); values int32 [num_runs][16], least and out int32.
     """
@@ -190,16 +191,18 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """Computes sums += weights * words[2], then weights = e^(scores[head] - peak).
+    """Computes sums += weights * words[2], then weights = e^(scores[head] - peak), with `peak` the
+    largest score of the head.
 
-    Both arrays are padded to whole runs. Returns (e^(log_mass - peak), that plus the sum of the
-    weights). Scratch: tail [16], words [0, 1].
+    `weights` and `sums` are padded to whole runs of 16. Returns two numbers: e^(log_mass - peak),
+    and this number plus the sum of the new weights. Uses tail [16], words[0] and words[1] as
+    scratch memory.
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16
     row, words_at = scores.ctypes.data + head * num_blocks * 4, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
-    # The blocks after the last whole run are copied to an extra run with padding.
+    # Copies the blocks after the last whole run to `tail`, padded to a run.
     for i in range(rest):
         tail[i] = scores[head, runs * 16 + i]
     for i in range(rest, 16):
@@ -225,10 +228,10 @@ def _exps(
 
 @numba.njit(nogil=True, cache=True)
 def _bits(weights: Any, values: Any) -> Any:
-    """Sets values to the bits of positive floats, which order like the floats, and 0 for all other
-    floats.
+    """Sets values to the bits of the weights as integers, which have the same order as positive
+    floats. A weight that is not above 0 becomes 0.
 
-    Returns the largest.
+    Returns the largest value.
     """
     bits, largest = weights.view(np.int32), np.int32(0)
     for i in range(weights.shape[0]):
@@ -242,9 +245,9 @@ def _bits(weights: Any, values: Any) -> Any:
 def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
     """Sets out to the indices of the len(out) < num largest of values[:num], ascending.
 
-    Of equal values the lowest index wins. `values` int32 >= 0 is padded to whole runs with -1. The
-    search halves the range of the smallest value that is included: counting values above a bound
-    needs no branch and no extra memory.
+    Of equal values the lower index is preferred. `values` int32 >= 0 is padded to whole runs with
+    -1. Finds the smallest value to include by bisection: each step counts the values that are at
+    least a bound, which needs no branches and no extra memory.
     """
     words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
@@ -272,7 +275,7 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
 def top(weights: Any, out: Any) -> None:
     """Sets out to the indices of the len(out) < len(weights) largest weights, ascending.
 
-    Of equal weights the lowest index wins. Weights not above 0 rank as 0.
+    Of equal weights the lower index is preferred. Weights that are not above 0 count as 0.
     """
     num = weights.shape[0]
     values = np.full(num // 16 * 16 + 16, -1, np.int32)
@@ -294,11 +297,12 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Computes shares of the attention mass from scores [Q, S] and chooses the largest.
+    """Computes each candidate's share of the attention mass from scores [Q, S], and chooses the
+    candidates with the largest shares.
 
-    Fills blocks [n] and weights [n] of a selection. The `first` blocks before the candidates, and
-    the blocks after them up to `count`, are always kept and weigh inf. Returns (share of blocks
-    that are always kept, share of the chosen blocks).
+    Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
+    on. The blocks before and after them, up to `count`, are always kept and get the weight inf.
+    Returns the share of the always kept blocks, and the share of the chosen candidates.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

@@ -1,7 +1,7 @@
 """Settings of sparse decode, as an operator writes them.
 
-A `SparseConfig` is checked twice: alone when it is made, and against the model by `check`, before
-anything uses it. Every refusal names the field, the value and the fix.
+A `SparseConfig` checks its values when it is made. `check` compares them with the model; callers
+must call it before they use the settings. Every refusal names the field, the value and the fix.
 """
 
 import math
@@ -15,7 +15,7 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host", "auto")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
-"""Adaptive selections contain at least this many tokens, without the always kept tokens."""
+"""Least number of tokens of a selection with `adaptive_p`, without the always kept tokens."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:
@@ -26,24 +26,26 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 class SparseConfig:
     """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if they make no sense.
 
-    sparse_topk: budget of a sequence and layer, including the always kept tokens. A whole number
-        counts tokens; a fraction is a share of the context.
-    adaptive_p: attention mass to reach, 0 to 1: .85 is bold, .9 usual, .95 careful. The budget is
-        then the most. Needs `rot2u`, `rot3u` or `mix2`; refused with `residency`.
-    scorer: name of a representation.
-    fusion: exponents by scorer. Replaces `scorer` by a weighted geometric mean of several scorers
-        (for research).
+    sparse_topk: number of tokens to which a layer of a sequence attends (the budget), including the
+        always kept tokens. A whole number counts tokens; a fraction is a share of the context.
+    adaptive_p: share of the attention mass, 0 to 1, at which the selection ends; `sparse_topk` is
+        then only the upper limit. Without this setting the whole budget is selected. .85 is bold,
+        .9 usual, .95 careful. Needs `rot2u`, `rot3u` or `mix2`; refused with `residency`.
+    scorer: name of the representation's format by which blocks are scored.
+    fusion: exponent of each scorer. Blocks are scored by a weighted geometric mean of these scorers
+        instead of `scorer` (for research); empty: not used.
     sink_tokens, recent_tokens: tokens at the start and the end of the context that are always
         attended to. The partial block is always kept too.
     dense_layers: layers that attend to the whole context.
-    max_correction_blocks: blocks per layer that may join the hot set in the step that wants them;
-        further blocks join a step later.
-    cache_policy: which block leaves the hot set: `lru` (least recently selected), or `none` (no hot
-        set).
+    max_correction_blocks: most blocks per layer that a step may add to the hot set (the blocks on
+        the device) before it attends. Further selected blocks are added one step later.
+    cache_policy: which block is evicted from the hot set: `lru` the least recently selected block,
+        `none` every block that is not selected.
     copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore it.
-    min_context_tokens: shorter contexts stay dense.
-    residency: `host` keeps old blocks in host memory only, so a context may be larger than the
-        device's memory. `auto` does so once the device has no room for the whole context.
+    min_context_tokens: requests with a shorter context attend to the whole context.
+    residency: `off` keeps the whole context on the device. `host` keeps old blocks in host memory
+        only, so a context may be larger than the device's memory. `auto` does the same for a
+        request when the device has no room for its whole context.
     """
 
     sparse_topk: int | float = 0.1
@@ -190,7 +192,8 @@ class SparseConfig:
         return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:
-        """Returns the most blocks that sinks, recent window and partial block can touch."""
+        """Returns the largest possible number of always kept blocks: those that contain sinks or
+        tokens of the recent window, and the partial block."""
         return (
             -(-self.sink_tokens // block_tokens)
             + (self.recent_tokens + block_tokens - 2) // block_tokens
@@ -201,7 +204,7 @@ class SparseConfig:
         """Returns the most blocks that a sequence may select in a layer, including always kept
         blocks.
 
-        Never more than a context of `context_tokens` has.
+        The result is at most the number of blocks in a context of `context_tokens`.
         """
         budget_tokens = (
             self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
@@ -211,7 +214,7 @@ class SparseConfig:
     def scorers_of(self, layer: int) -> Mapping[str, float]:
         """Returns the exponents of a layer's scorers by name; empty if the layer is dense.
 
-        Without fusion it is the only scorer, with exponent 1.
+        Without fusion the result is `scorer` with the exponent 1.
         """
         if layer in self.dense_layers:
             return {}

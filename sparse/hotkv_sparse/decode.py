@@ -1,9 +1,10 @@
-"""A layer's decode step in one compiled call: from a query to the hot set's next map.
+"""A layer's decode step in one compiled call: scores the blocks with a query, selects the best, and
+adds some of them to the hot set (the blocks of the layer that are on the device).
 
-The result is that of `selection.select_layer` and `hotset.HotSet` one after the other. They remain
-for fusion and `adaptive_p`, whose choice is made in numpy, and for callers without a hot set. A
-call into compiled code costs a microsecond and the arrays between two calls some more, so a model
-of thirty layers notices.
+`decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. These
+two remain for fusion and `adaptive_p`, which choose in numpy, and for callers without a hot set.
+One call is used because each call into compiled code costs about a microsecond, and the arrays
+between two calls more; a model has tens of layers.
 
 Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
 blocks of the context.
@@ -33,9 +34,10 @@ _NO_PAGES, _NO_BLOCKS = np.empty((0, 1, 0), np.uint8), np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """A layer's representations in one format, checked, as the kernel takes them.
+    """A layer's representations in one format, checked and prepared for the kernel.
 
-    `arguments`: constants of every call.
+    source: the representations, with their centre and axes.
+    arguments: the kernel's arguments that are the same in every step.
     """
 
     source: Source
@@ -43,8 +45,8 @@ class Scorer:
 
     @staticmethod
     def of(name: str, source: Source, num_heads: int, head_size: int, scale: float) -> "Scorer":
-        """Returns the scorer of queries [num_heads, head_size]. Raises INVALID_FIELD if the source
-        does not fit."""
+        """Returns the scorer for queries [num_heads, head_size] in format `name`. Raises
+        INVALID_FIELD if the source does not fit the format or the heads."""
         mu, axes = source.mu, source.axes
         query = prepare(
             name, np.zeros((num_heads, head_size), np.float32), mu, scale, source.bias, axes
@@ -79,14 +81,16 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The mass of the blocks that are always attended.
+    """The attention mass of the always kept blocks (sinks, recent window, partial block). It is
+    either known, or the kernel computes it from the blocks' keys in `pages`.
 
-    log_mass: float32 [Q]; without pages, log mass of these blocks. With pages, the mass of other
-        things, such as learned sinks; -inf for nothing.
-    pages: uint8 [blocks, H, bytes], keys as in `score_kernels.page_log_mass`.
-    blocks: int32, in these pages.
-    packing: number of tokens in `blocks` (0: without pages), tokens of a block, tokens of a run,
-        pair, kind.
+    log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
+        is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
+    pages: uint8 [pages, H, bytes], a layer's keys as in `score_kernels.page_log_mass`; may be
+        empty.
+    blocks: int32, indices in `pages` of the always kept blocks.
+    packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, then `run`,
+        `pair` and `kind` of `page_log_mass`.
     """
 
     log_mass: F32
@@ -96,17 +100,21 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Returns blocks whose mass is known."""
+        """Returns the value for always kept blocks whose log mass float32 [Q] is known."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0, 0, 0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Result of a layer's decode step. The caller attends to all blocks of `map`.
+    """Result of a layer's decode step. The caller must attend to all blocks of `map`.
 
-    ahead: int32, slots of blocks to prefetch before the next step.
-    num_loaded: candidates that this step's query added to `map`.
-    num_adopted: candidates that the step before has prefetched, and this step added to `map`.
+    selection: the selected blocks; `map` need not contain all of them yet.
+    ahead: int32, hot slots that the caller must fill (with `hot.block_of` of each slot) before the
+        next step.
+    num_loaded: number of candidate blocks that this step's selection added to `map`. The caller
+        must load them before it attends.
+    num_adopted: number of candidate blocks that were prefetched after the previous step, and that
+        this step added to `map`.
     num_selected, num_resident: as in `hotset.Step`.
     """
 
@@ -130,15 +138,18 @@ def decode(
     arriving: I32,
     selected: Mask,
 ) -> Decoded:
-    """Selects from the current span of `hot` with a fresh query, and makes the step of the hot set.
+    """Selects among the candidates of `hot.span` with this step's query, and updates the hot set.
 
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
-    the pages; the hot set has then not changed.
+    the pages; then the hot set is unchanged.
 
-    rows_C: int32, pool row of each block of the context; ignored for always kept blocks.
-    max_loads: as in `HotSet.step`.
-    arriving: int32, `ahead` of the step before, all of them written.
-    selected: bool [>= C], set for the blocks of the selection.
+    query_QD: float32 [Q, D], after positional encoding.
+    rows_C: int32, for each block of the context the row of its representation in the scorer's
+        pool; ignored for always kept blocks.
+    budget_blocks: number of blocks to select, including the always kept blocks.
+    max_loads: most candidates that the step may add to the map, as in `HotSet.step`.
+    arriving: int32, `Decoded.ahead` of the previous step. The caller has filled all these slots.
+    selected: bool [>= C], output: True for each selected block.
     """
     where, num_slots = hot.span, hot.num_slots
     num = where.num_always + min(max(budget_blocks - where.num_always, 0), where.last - where.first)

@@ -1,28 +1,31 @@
 """The byte formats of representations.
 
-A representation holds the keys of a block, KV head and layer, small enough to score every step.
-There are two kinds. A *token* format has a code of some bits per channel and a scale per token. A
-*summary* format has one or two vectors per block. Byte order is little-endian. These bytes are
-stored beside blocks and other engines read them, so any change to them changes `LAYOUT_VERSION`.
+A representation holds an approximation of the keys of a block, for a KV head and layer. It is small
+enough that every decode step can score all blocks. There are two kinds of formats. A *token* format
+has a code of a few bits per channel and a scale per token. A *summary* format has one or two
+vectors per block. Byte order is little-endian. The server stores these bytes with the blocks and
+other engines read them, so any change of a format changes `LAYOUT_VERSION`.
 
-Token formats are ceil(tokens / 16) runs of 16 tokens, each:
+A representation in a token format consists of ceil(tokens / 16) runs of 16 tokens. Each run is:
   low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
                                             holds in its bits p * w to p * w + w - 1 the code of
                                             channel l * (32 / w) + 4 p + b
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, the operand of a
-four-way byte product. Channels are padded to whole lines; padding has no meaning.
+A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, the operand of an
+instruction that multiplies and sums four bytes at a time. Channels are padded to whole lines; the
+padding may have any value.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
 first, in lines as above: fine lines of w = 4 bits, 8 channels each, then coarse lines of w = 2
-bits, 16 channels each. The weakest channels have no code. A head has as many lines as with rot2u,
-half of them fine (rounded down), and thus the same number of bytes. Codes are evenly spaced: code c
-stands for (c - (2^w - 1) / 2) steps.
+bits, 16 channels each. The weakest channels have no code. A run has as many lines as in rot2u, half
+of them fine (rounded down), and so the same number of bytes. Codes are evenly spaced: code c means
+(c - (2^w - 1) / 2) steps.
 
-Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then
-float32 [parts], the scales; a scale is negative if there is no token. quest: max, min. mean: mean.
+A representation in a summary format is: parts uint8 [parts][D padded to 32], each byte a value +
+128, and 128 in the padding; then float32 [parts], the scale of each part, negative if the block has
+no token. The format quest has the parts max and min; the format mean has the part mean.
 """
 
 import hashlib
@@ -39,23 +42,25 @@ RUN_TOKENS = 16
 LINE_BYTES = 64
 PART_ALIGN = 32
 FINE_CHANNELS, COARSE_CHANNELS = 8, 16
-"""Channels of a line of 4-bit and of 2-bit codes."""
+"""Number of channels in a line of 4-bit codes (fine) and of 2-bit codes (coarse)."""
 AXES_KERNEL = 42
 LEVEL_OFFSET = 128
-"""Added to a level to make it an unsigned byte."""
+"""Number that is added to a level (a signed byte) so that kernels can multiply unsigned bytes."""
 NO_TOKEN = -1.0
-"""Stored in place of a scale if there is no token."""
+"""Stored as the scale of a token that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """A representation format. Token formats have `bits` and `levels`, summary formats `parts`.
 
-    levels: the integer that each code stands for, ascending.
-    level_unit: integer steps per unit of a rotated key's rms.
-    bias: how much the log mass of a block is overestimated, in nats.
-    by_axes: codes are along principal axes. `bits` is then their mean per channel, and there is no
-        table of levels.
+    bits: bits of a code; 0 for summary formats.
+    levels: for each code the integer that it means, ascending.
+    level_unit: the integer level that means a rotated channel as large as the key's rms.
+    bias: by how much scores overestimate the log mass of a block without a centre, in nats.
+    parts: vectors of a summary format; 0 for token formats.
+    by_axes: whether codes are along principal axes (mix2). Then `bits` is the mean over channels,
+        and `levels` is empty.
     """
 
     name: str
@@ -68,7 +73,7 @@ class Format:
 
     @property
     def kind(self) -> int:
-        """Returns the number by which kernels identify a summary format."""
+        """Returns the number by which kernels identify this summary format."""
         return ("quest", "mean").index(self.name)
 
     @property
@@ -111,10 +116,8 @@ def format_named(name: str) -> Format:
 
 
 def token_scorer(name: str) -> bool:
-    """Returns True if scores estimate attention mass.
-
-    Then masses may be summed and compared with p.
-    """
+    """Returns True if the format's scores estimate a block's attention mass (token formats), so
+    that the masses of blocks may be summed and compared with `adaptive_p`."""
     return format_named(name).bits > 0
 
 
@@ -124,21 +127,19 @@ def needs_axes(name: str) -> bool:
 
 
 def num_lines(head_size: int) -> tuple[int, int]:
-    """Returns the fine and coarse lines of a run in mix2."""
+    """Returns the numbers of fine and of coarse lines in a run of mix2."""
     total = -(-head_size // COARSE_CHANNELS)
     return total // 2, total - total // 2
 
 
 def num_runs(block_tokens: int) -> int:
-    """Returns the runs of 16 tokens in a block."""
+    """Returns the number of runs of 16 tokens in a block."""
     return -(-block_tokens // RUN_TOKENS)
 
 
 def padded_channels(form: Format, head_size: int) -> int:
-    """Returns the channels that have a code, including padding.
-
-    Padding fills whole lines of codes, or whole 32-byte steps of a part.
-    """
+    """Returns the number of stored channels of a head, including padding to whole lines (token
+    formats) or to multiples of 32 (summaries). The weakest channels of mix2 are not stored."""
     if form.by_axes:
         fine, coarse = num_lines(head_size)
         return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS
@@ -154,7 +155,7 @@ def run_bytes(form: Format, head_size: int) -> int:
 
 
 def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
-    """Returns the bytes of a block and KV head."""
+    """Returns the bytes of the representation of a block and KV head."""
     form = format_named(name)
     if form.bits:
         return num_runs(block_tokens) * run_bytes(form, head_size)
@@ -162,7 +163,7 @@ def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
 
 
 def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of a block in a layer, all KV heads."""
+    """Returns the bytes of the representation of a block in a layer, for all KV heads."""
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
 
@@ -172,10 +173,11 @@ def version(
     mu_HD: npt.NDArray[np.float32] | None,
     axes_bytes: bytes = b"",
 ) -> int:
-    """Returns a 63-bit id of everything that gives the bytes their meaning.
+    """Returns a 63-bit hash of all inputs that define the meaning of a representation's bytes.
 
-    Representations of different versions are never scored together. The id covers layout, format,
-    levels, signs, centre `mu_HD` (None: 0) and `Axes.to_bytes()`.
+    Representations of different versions must never be scored together. The hash covers the layout,
+    the format, its levels, the signs of the rotation, the centre `mu_HD` (None: 0) and
+    `axes_bytes`, which is `Axes.to_bytes()`.
     """
     form = format_named(name)
     digest = hashlib.sha256(f"hotkv-representation-{LAYOUT_VERSION}:{form!r}:{head_size}:".encode())

@@ -1,20 +1,24 @@
-"""The hot set of a sequence, layer and set of heads: the blocks in its hot slots, and its size.
+"""The hot set: the blocks of a sequence that are on the device, in hot slots, for a layer and a set
+of heads. A step attends only to these blocks.
 
 Always true (`check_invariants`):
-- A slot is free, mapped, loading (a prefetch writes it), ready (written, not adopted yet) or
-    cancelled (loading, but not needed any more).
+- A slot is free, mapped (the step attends to its block), loading (a prefetch writes it), ready (the
+    prefetch has written it, but `adopt` has not mapped it) or cancelled (a prefetch writes it, but
+    its block is not needed any more).
 - A block has at most one slot that is mapped, loading or ready. The map names exactly the mapped
-    blocks, at most `capacity_blocks` of them.
-- A map that was handed out never changes. `version` grows with every change of the current map.
-- Mapped blocks that are always kept (sinks, recent window, the partial block) or have no copy in
-    host memory are never evicted. Of the other blocks, the least recently selected is evicted
-    first, of equals the lowest.
-- Prefetch uses free slots only. A block that it wrote becomes visible in `adopt`, at a step
-    boundary, in a new map. A correction may use the slot of the block that it evicts, because the
-    engine writes it itself before it attends.
+    blocks, usually at most `capacity_blocks`; after `resize` to a lower capacity it shrinks as soon
+    as blocks may be evicted.
+- A map that was returned never changes. `version` grows with every change of the current map.
+- A mapped block is never evicted if it is always kept (sinks, recent window, the partial block) or
+    has no copy in host memory. Of the other blocks, the least recently selected block is evicted
+    first, and of equally recent blocks the block with the lowest position.
+- A prefetch uses free slots only. `adopt`, between two steps, adds a prefetched block to a new map.
+    A correction (a load within a step) may use the slot of a block that it evicts, because the
+    engine itself writes the slot before it attends.
 
-The hot set only decides; the caller copies. One owner, one thread. Steps and prefetches are
-compiled kernels over the tables (`hotset_kernels`).
+The hot set decides which blocks to copy; the caller copies them. An object has one owner and is
+used by one thread. Steps and prefetches are compiled kernels (`hotset_kernels`) that change the
+tables of `HotSet`.
 """
 
 from dataclasses import dataclass
@@ -35,8 +39,8 @@ NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
 _FIRST_BLOCKS = 64
 USUAL_SETS = 2
-"""Hot set size over selection size. Twice the budget was better than fresh selections alone
-(SmolLM2)."""
+"""Usual ratio of the hot set's size to the size of a selection. With a ratio of 2 the results were
+better than with only the current selection (measured with SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1
@@ -61,11 +65,11 @@ FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """The blocks that may be attended to. Read-only.
+    """The blocks to which a step may attend. Read-only.
 
-    version: grows with every change.
-    blocks: int32, ascending.
-    slots: int32, slot of each block.
+    version: grows with every change of the map.
+    blocks: int32, positions of the blocks in the context, ascending.
+    slots: int32, hot slot of each block.
     """
 
     version: int
@@ -75,9 +79,10 @@ class HotMap:
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Copies to make before the map is used. All arrays are int32.
+    """Blocks that get or lose hot slots. All arrays are int32.
 
-    blocks, slots: blocks to copy from host memory, and the hot slots to copy them to.
+    blocks, slots: blocks (positions in the context) that get a slot, and the slot of each. The
+        method that returns this value says whether the caller must copy them.
     victims: blocks that lost their slot.
     """
 
@@ -88,13 +93,14 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A layer's part of a decode step.
+    """The result of a step of the hot set.
 
-    The caller carries out `load`, attends to all of `map`, and passes `prefetch` (int32, heaviest
-    first) on.
-
-    num_selected: selected candidates; always kept blocks are not counted.
-    num_resident: number of selected candidates that were already resident.
+    map: the blocks to which the caller must attend, after it has made the copies of `load`.
+    load: blocks to copy from host memory into their slots, before the step attends.
+    prefetch: int32, selected blocks that did not fit into `load`, heaviest first. The caller passes
+        them to `begin_prefetch`.
+    num_selected: number of selected candidates, without always kept blocks.
+    num_resident: number of selected candidates that were already in the map.
     """
 
     map: HotMap
@@ -106,10 +112,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The consequences of a longer context.
+    """The result of a change of the context's length.
 
-    new: slots for the blocks that the context gained; the engine fills them.
-    swap_out: complete blocks to copy to host memory.
+    new: hot slots for the blocks that the context gained; the engine writes their KV there.
+    swap_out: int32, complete blocks that have no copy in host memory. The caller copies them there
+        and reports it by `swapped_out`.
     """
 
     new: SlotMoves
@@ -120,22 +127,23 @@ class Growth:
 
 
 class HotSet:
-    """A hot set. A call that raises leaves it unchanged.
+    """The hot set of a sequence and layer. A call that raises leaves it unchanged.
 
-    Raises INVALID_FIELD for arguments that make no sense.
+    Methods raise INVALID_FIELD for invalid arguments.
 
-    spare_slots: slots beyond the capacity, which prefetch may always use.
+    capacity_blocks: the most blocks that the map may name.
+    spare_slots: number of slots beyond the capacity, so that prefetches find free slots.
     policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
         current selection does not contain.
+    clock: number of steps made.
+    span: the context's blocks, and which of them are candidates.
 
     Only this object writes the tables:
-    - By slot: `state` int8, `block_of` int32, `used_at` int64 (the step that selected it last).
-    - By block, longer than the context: `slot_of` int32, `has_copy` bool (host memory has the
-        block), `swapping` bool (a copy to host memory is under way).
-
-    clock: number of steps.
-    span: the context's blocks, and which of them are candidates.
-    capacity_blocks: the most blocks that the map may name.
+    - By slot: `state` int8, `block_of` int32, `used_at` int64 (the last step that selected the
+        block).
+    - By block (position in the context; the arrays may be longer than the context): `slot_of`
+        int32, `has_copy` bool (whether host memory has a copy), `swapping` bool (whether a copy to
+        host memory is being made).
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int = 8, policy: str = "lru") -> None:
@@ -180,7 +188,7 @@ class HotSet:
         return len(self.state)
 
     def map(self) -> HotMap:
-        """Returns the current map: the blocks that may be attended to."""
+        """Returns the current map: the blocks to which a step may attend."""
         if self._map.version != self.version:
             blocks = np.sort(self.block_of[self.state == MAPPED])
             self._set_map(np.stack([blocks, self.slot_of[blocks]]))
@@ -191,10 +199,10 @@ class HotSet:
     def extend(self, where: Span, num_complete: int, num_host: int = 0) -> Growth:
         """Sets the context to `where.count` blocks, the first `num_complete` of them complete.
 
-        Call it whenever a block begins or fills. Blocks that the context gains get slots, except
-        those below `num_host`, which are already in host memory. A smaller context (a rewind;
-        finish swaps first) frees its slots. Raises OVERLOADED if too few blocks can be evicted:
-        then wait for swaps, or `resize`.
+        Call it whenever a block begins or becomes full. New blocks of the context get slots, except
+        blocks below `num_host`, which are already in host memory. If the context becomes shorter (a
+        rewind), the slots of the removed blocks become free; all swaps must have ended before.
+        Raises OVERLOADED if too few blocks can be evicted; then wait for swaps, or call `resize`.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -231,9 +239,8 @@ class HotSet:
         return Growth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
-        """Reports that host memory has a copy of `blocks`, or that the copies failed.
-
-        The next `extend` returns failed blocks again in `swap_out`.
+        """Reports the end of the copies of `blocks` to host memory. After a failure (`success`
+        False) the next `extend` returns the blocks again in `swap_out`.
         """
         self._check_blocks(blocks)
         if success:
@@ -241,10 +248,11 @@ class HotSet:
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Maps `blocks` of host memory, in order of importance, until there is no room. Evicts no
+        """Adds `blocks`, the most important first, to the map until there is no room. Evicts no
         blocks.
 
-        The caller loads them before attending.
+        All blocks must have a copy in host memory. The caller copies the returned blocks into their
+        slots before it attends.
         """
         self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
@@ -258,11 +266,13 @@ class HotSet:
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
-        """Makes a step with a fresh selection over the current span.
+        """Makes a step: adds missing blocks of `selection` to the map, and evicts blocks for them.
 
-        At most `max_loads` missing candidates are loaded at once, heaviest first. Always kept
-        blocks are resident, unless they were never seeded. Missing ones are loaded first,
-        regardless of `max_loads`.
+        Missing always kept blocks (blocks that were never seeded) are added first, and all of them.
+        Then the heaviest missing candidates are added, until `max_loads` blocks are added in total.
+        The other missing blocks are in `Step.prefetch`, unless a prefetch of them is in progress.
+
+        selection: this step's selection over the current `span`.
         """
         blocks, weights = (
             np.asarray(selection.blocks, np.int32),
@@ -291,7 +301,8 @@ class HotSet:
         """Assigns free slots to `blocks`, in order, as long as there are free slots. Evicts no
         blocks.
 
-        The caller reports each slot with `finish_prefetch`.
+        The caller copies the returned blocks into their slots, and reports each slot by
+        `finish_prefetch`.
         """
         if not len(blocks):
             return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
@@ -305,8 +316,8 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """Reports that the prefetch has written `slots`, or has failed and will never touch them
-        again."""
+        """Reports the end of the prefetches into `slots`: they are written, or, if `success` is
+        False, the prefetches failed and will not write to the slots any more."""
         answer = self._kernels.hot_finish_prefetch(
             np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )
@@ -314,9 +325,11 @@ class HotSet:
             raise self._not_loading()
 
     def adopt(self) -> SlotMoves:
-        """Adds prefetched blocks to the map at a step boundary, evicting other blocks.
+        """Adds the blocks whose prefetch is written to the map, and evicts other blocks for them.
+        Call it between two steps.
 
-        Prefetched blocks without room are dropped. No copies are needed.
+        Drops prefetched blocks for which there is no room. The caller need not copy the returned
+        blocks.
         """
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
@@ -331,10 +344,10 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def resize(self, capacity_blocks: int) -> I32:
-        """Sets the capacity. Adds slots, or evicts what may be evicted at once; later changes evict
-        the rest.
+        """Sets the capacity. A higher capacity adds slots. A lower capacity evicts as many blocks
+        as may be evicted now; later steps evict the rest.
 
-        Returns the victims.
+        Returns the evicted blocks.
         """
         if capacity_blocks < 1:
             raise HotKVError(
@@ -366,16 +379,17 @@ class HotSet:
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
     def mapped_blocks(self) -> I32:
-        """Returns the blocks of the current map. Kernels do not write this array; numba calls start
-        faster with arrays that are writable."""
+        """Returns the blocks of the current map, int32, as a writable array, because numba calls
+        start faster with writable arrays. Kernels must not write it."""
         return self._mapped if self._map.version == self.version else self.map().blocks
 
     def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
-        """Returns the arrays that kernels change, in their order."""
+        """Returns the tables that kernels change, in the order of the kernels' arguments."""
         return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
 
     def for_step(self) -> tuple[int, int, bool, int, int, int]:
-        """Returns the numbers that a kernel needs to make the next step, in their order."""
+        """Returns the numbers that a kernel needs for the next step, in the order of its
+        arguments."""
         where = self.span
         return (
             self.capacity_blocks, self.clock + 1, self._keeps_unselected, where.first, where.last,
@@ -392,7 +406,8 @@ class HotSet:
         return self._map if map_2M is None else self._publish(map_2M)
 
     def _publish(self, map_2M: I32) -> HotMap:
-        """Publishes the next version of the map, with these blocks, ascending, and their slots."""
+        """Sets and returns the next version of the map. map_2M: blocks, ascending, and their
+        slots."""
         self.version += 1
         self._set_map(map_2M)
         return self._map
@@ -408,17 +423,19 @@ class HotSet:
         return len(self.map().blocks)
 
     def _is_mapped(self) -> Mask:
-        """Returns which blocks of the context may be attended to, bool [blocks]."""
+        """Returns which blocks of the context are in the map, bool [blocks]."""
         mapped = np.zeros(self.span.count, np.bool_)
         mapped[self.map().blocks] = True
         return mapped
 
     def _is_pinned(self, blocks: I32) -> Mask:
-        """Returns which of `blocks` are always kept or have no copy in host memory."""
+        """Returns which of `blocks` must not be evicted, because they are always kept or have no
+        copy in host memory."""
         return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
 
     def _put(self, blocks: I32, slots: I32, state: int) -> None:
-        """Assigns the free `slots` to `blocks`, marked as used now."""
+        """Assigns the free `slots` to `blocks` in the given state, and sets their last use to the
+        current step."""
         if len(blocks):
             self.slot_of[blocks] = slots
             self.block_of[slots] = blocks
@@ -438,8 +455,8 @@ class HotSet:
     def _abandon(self, blocks: I32) -> None:
         """Drops the prefetches of `blocks`.
 
-        Slots that are written are free at once; slots that are being written are free when the
-        write ends.
+        Slots that are already written become free at once. Slots that a prefetch still writes are
+        cancelled, and become free when `finish_prefetch` reports them.
         """
         slots = self.slot_of[blocks]
         slots = slots[slots >= 0]
@@ -456,11 +473,12 @@ class HotSet:
     # ------------------------------------------------------------------------------- who is evicted
 
     def _room(self, count: int) -> tuple[I32, I32]:
-        """Returns slots for `count` blocks, and the blocks to evict first. The set stays as it is.
+        """Returns slots for `count` blocks, and the blocks to evict before their use. Changes no
+        table.
 
-        Uses free slots while the map may grow, then slots of victims. Returns fewer slots if too
-        few blocks may be evicted. There may be more victims than slots, because a map above a
-        lowered capacity shrinks.
+        Uses free slots as long as the map is below its capacity, then the slots of evicted blocks.
+        Returns fewer slots if too few blocks may be evicted. There may be more evicted blocks than
+        slots, if the map is larger than a capacity that was lowered.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
@@ -524,18 +542,18 @@ class HotSet:
 
 @dataclass(slots=True)
 class AdaptiveCapacity:
-    """Learns the capacity of a hot set from the blocks that its steps needed.
+    """Computes the capacity of a hot set from the sizes of recent selections.
 
-    With `adaptive_p`, selections are as large as the attention mass requires, up to the budget. The
-    hot set follows: twice the size of recent selections (growing quickly, shrinking slowly), and
-    more if steps keep missing more blocks than they may load. It stays between twice the always
-    kept blocks and `MAX_SETS` times the budget.
+    With `adaptive_p` a selection is only as large as the attention mass requires, up to the budget.
+    The capacity is twice the size of recent selections: it grows at once and shrinks slowly. It is
+    more than twice if many steps miss more blocks than they may load. It stays between twice the
+    number of always kept blocks and `MAX_SETS` times the budget.
 
     budget_blocks: upper limit of a selection.
-    always_blocks: blocks that are always kept.
-    needed_blocks: peak of recent selections; decays by 2 % a step.
-    pressure_ratio: recent share of steps that missed more blocks than they might load.
-    sets: capacity over need; raised under pressure.
+    always_blocks: number of always kept blocks.
+    needed_blocks: largest size of recent selections; decays by 2 % per step.
+    pressure_ratio: share of recent steps that missed more blocks than they could load, 0 to 1.
+    sets: capacity divided by `needed_blocks`; grows with `pressure_ratio`.
     """
 
     budget_blocks: int
@@ -545,9 +563,10 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Updates the estimate with a step's selected blocks and the blocks left to prefetch.
+        """Updates the estimate after a step, and returns the capacity to use.
 
-        Returns the capacity to use.
+        selected_blocks: number of blocks that the step selected.
+        left_blocks: number of missing blocks that the step could not load (`Step.prefetch`).
         """
         self.needed_blocks = max(
             float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY

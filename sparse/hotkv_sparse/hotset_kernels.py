@@ -1,10 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the hot set's steps and prefetches. `hotkv_sparse.kernels` loads them.
+"""Numba kernels for steps and prefetches of the hot set (the blocks of a layer that are on the
+device). `hotkv_sparse.kernels` loads this module.
 
-The invariants are in `hotkv_sparse.hotset`, a naive model in `tests/sparse/naive.py`. Kernels
-change the caller's arrays, by slot and by block, in place. A call that refuses its arguments
-leaves them unchanged. All kernels run without the GIL. The values that they sort by (age, weight,
-block) are packed into non-negative int64 keys.
+`hotkv_sparse.hotset` states the invariants and the tables; `tests/sparse/naive.py` has a naive
+model. Kernels change the tables of `HotSet` in place. A call that refuses its arguments changes no
+table. All kernels run without the GIL. To sort blocks by age or weight and then by position, the
+kernels pack both into a non-negative int64 key.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
@@ -18,7 +19,7 @@ from numba import types
 from hotkv_sparse.hotset import SlotState
 
 _FEW = 16
-"""Up to this many keys are sorted by insertion; more are sorted by radix."""
+"""Up to this many keys are sorted by insertion sort; more keys are sorted by radix sort."""
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
 REFUSED = -1
@@ -34,17 +35,16 @@ _SLOTS = (
     types.int32[::1],
     types.boolean[::1],
 )
-"""state [K], block_of [K], used_at [K], slot_of [>= C], has_copy [>= C]."""
+"""Types of the tables of `HotSet`: state [K], block_of [K], used_at [K], slot_of [>= C], has_copy
+[>= C]."""
 
 # ------------------------------------------------------------------------------------ order of keys
 
 
 @numba.njit(nogil=True, cache=True)
 def _sort(keys: Any, num: Any) -> None:
-    """Sorts keys[:num], non-negative int64, ascending.
-
-    A few keys by insertion, more keys by radix from the lowest byte on.
-    """
+    """Sorts keys[:num], non-negative int64, ascending: up to _FEW keys by insertion sort, more keys
+    by radix sort from the lowest byte on."""
     if num <= _FEW:
         for i in range(1, num):
             key, place = keys[i], i
@@ -107,9 +107,10 @@ def _victims(
     state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Sets out[:number] to up to `count` mapped blocks to evict, and returns their number.
+    """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes them to
+    `out` and returns their number.
 
-    Only blocks that were last used before the step `before`.
+    Chooses only blocks that were last used before the step `before`.
     """
     if count <= 0:
         return 0
@@ -133,7 +134,7 @@ def _victims(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """Frees the slot; its block loses it."""
+    """Frees a slot that has a block."""
     slot_of[block_of[slot]] = _NO_SLOT
     block_of[slot] = _NO_SLOT
     state[slot] = _FREE
@@ -141,10 +142,10 @@ def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _abandon(block: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """Drops a prefetch of the block.
+    """Drops the prefetch of a block, if there is one.
 
-    A slot that is written is free at once; a slot that is being written is free when the write
-    ends.
+    A slot that is already written becomes free at once. A slot that the prefetch still writes is
+    cancelled, and becomes free when the write ends.
     """
     slot = slot_of[block]
     if slot >= 0:
@@ -157,9 +158,9 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Frees the slots of mapped blocks that the step `clock` has not selected.
+    """Evicts the mapped blocks that the step `clock` has not selected and that may be evicted.
 
-    Sets out[:number] to these blocks and returns their number.
+    Writes these blocks to `out` and returns their number.
     """
     num = 0
     for slot in range(state.shape[0]):
@@ -197,10 +198,12 @@ def _missing(
     slot_of: Any,
     keys: Any,
 ) -> Any:
-    """Marks the selected blocks that are mapped as used in this step, and lists the missing blocks.
+    """Marks the selected blocks that are mapped as used in this step, and lists the selected blocks
+    that are not mapped (missing).
 
-    keys = the places of missing blocks in `blocks`, heaviest first. Returns (missing blocks,
-    missing blocks of infinite weight, all blocks of infinite weight).
+    Sets `keys` to the indices of the missing blocks in `blocks`, heaviest first. Returns three
+    numbers: missing blocks, missing blocks of infinite weight (always kept), and all blocks of
+    infinite weight.
     """
     num, num_kept, num_always = 0, 0, 0
     for i in range(blocks.shape[0]):
@@ -210,8 +213,9 @@ def _missing(
             used_at[slot] = clock
         else:
             num_kept += is_kept
-            # The bits of positive floats order like integers, the bits of negative floats in
-            # reverse. -0 becomes 0. The heaviest block has the smallest key.
+            # As integers, the bits of positive floats have the same order as the floats, and the
+            # bits of negative floats the reverse order. -0 becomes 0. The heaviest block gets the
+            # smallest key.
             bits = np.float32(weights[i] + np.float32(0)).view(np.int32)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
@@ -224,9 +228,10 @@ def _missing(
 
 @numba.njit(nogil=True, cache=True)
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
-    """Fills maps [2, M] with blocks, ascending, and their slots. Returns M.
+    """Writes the new map to maps [2, M]: its blocks, ascending, and their slots. Returns M.
 
-    The blocks are the blocks of the old map that are still mapped, and the blocks that joined.
+    The new map has the blocks of the old map that are still mapped, and the first `num_joined`
+    blocks of `joined`.
     """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
@@ -263,14 +268,18 @@ def hot_step(
     block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """Makes a step with the selection `blocks`, `weights` [n] over the map `old` [M].
+    """Makes a step of the hot set with the selection `blocks`, `weights` [n] over the map `old`
+    [M]; see `HotSet.step`.
 
-    clock: number of the step.
+    capacity: most blocks of the map. clock: number of the step.
+    keeps_unselected: True for the policy `lru`, False for `none`.
+    first, last, count: the span of the context (`selection.Span`).
 
-    Fills maps [2, K] (blocks and slots of the new map) and moves [4, max(n, K)] (blocks loaded,
-    their slots, victims, blocks for prefetch). Returns (M, loaded, victims, blocks for prefetch,
-    selected blocks that are always kept, selected blocks that were resident, always kept blocks
-    among these). M is REFUSED if a block is outside the context.
+    Writes maps [2, K] (blocks and slots of the new map) and moves [4, max(n, K)] (loaded blocks,
+    their slots, evicted blocks, blocks to prefetch). Returns seven numbers: blocks of the new map
+    (REFUSED if a block is outside the context), loaded blocks, evicted blocks, blocks to prefetch,
+    selected always kept blocks, selected blocks that were already mapped, and always kept blocks
+    among the latter.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
@@ -328,10 +337,12 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Adds written slots to the map `old` [M], as long as there is room.
+    """Adds the blocks of ready slots (their prefetch is written) to the map `old` [M], as long as
+    there is room; see `HotSet.adopt`.
 
-    Fills maps [2, K] and moves [3, K] (blocks that joined, their slots, victims). Returns (M,
-    number that joined, number of victims).
+    Writes maps [2, K] (blocks and slots of the new map) and moves [3, K] (added blocks, their
+    slots, evicted blocks). Returns the numbers of blocks of the new map, of added blocks and of
+    evicted blocks.
     """
     num_ready = 0
     for slot in range(state.shape[0]):
@@ -369,7 +380,8 @@ def hot_begin_prefetch(
 ) -> Any:
     """Assigns free slots to `blocks`, in order, as long as there are free slots.
 
-    Fills moves [2, K] with blocks and slots. Returns their number, or REFUSED.
+    Writes the blocks that got a slot, and their slots, to moves [2, K]. Returns their number, or
+    REFUSED if a block is outside the context.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
@@ -394,9 +406,11 @@ def hot_begin_prefetch(
     cache=True,
 )
 def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """Makes the blocks in `slots` ready; frees slots whose prefetch failed or was cancelled.
+    """Ends the prefetches into `slots`. After a success the slots become ready; slots whose
+    prefetch failed or was cancelled become free.
 
-    Returns REFUSED if no prefetch writes one of the slots, else 0.
+    Returns REFUSED, and changes no table, if `slots` contains a slot that no prefetch writes;
+    otherwise 0.
     """
     for i in range(slots.shape[0]):
         if not 0 <= slots[i] < state.shape[0] or (

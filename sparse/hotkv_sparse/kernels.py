@@ -1,8 +1,9 @@
 """All numba kernels of sparse selection.
 
-Load it through `hotkv_proto.native.load`, never at import time: the first import compiles for
-seconds. Always true: an import of this module loads every kernel, so `hotkv-server compile` and an
-image have them all.
+Load this module through `hotkv_proto.native.load` at the first use of a kernel, not by an import
+statement, because the first import compiles for seconds. Always true: an import of this module
+loads every kernel, so `hotkv-server compile` compiles all of them, for example for a container
+image.
 """
 
 from hotkv_sparse.build_kernels import build_axes, build_parts, build_tokens, prepare, prepare_axes

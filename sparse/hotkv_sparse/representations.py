@@ -1,8 +1,8 @@
 """Builds representations from unpacked keys.
 
-Pure array functions over compiled kernels. `tests/oracles/sparse.py` does the same in numpy, and
-unpacks representations. A representation is built once, when its block fills, from keys as
-attention sees them (after RoPE).
+A representation is an approximation of a block's keys by which decode steps score the block. It is
+built once, when the block is full, from keys after RoPE. The functions are pure and call compiled
+kernels. `tests/oracles/sparse.py` computes the same in numpy.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R runs
 of 16 tokens, L lines.
@@ -64,18 +64,20 @@ def build(
     out: U8 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the representations uint8 [B, H, N] of keys float32 [B, T, H, D].
+    """Builds the representations uint8 [B, H, N] of keys float32 [B, T, H, D] in format `name`.
 
-    Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y ·
-    level) (docs/sparse.md; of the RaBitQ and TurboQuant family). mix2: the same along principal
-    axes (`axes`). Summaries: quest min and max (Quest), mean.
+    A token format subtracts the centre (x = k − mu), rotates x to y, stores for each channel the
+    code whose level is nearest to y / rms(y), and the scale sigma = |y|² / (y · levels)
+    (docs/sparse.md; a relative of RaBitQ and TurboQuant). mix2 does this along principal axes
+    instead of a fixed rotation. The summary quest stores max and min of x over the tokens (Quest),
+    the summary mean stores its mean.
 
     Raises INVALID_FIELD. Does not block; compiled code runs without the GIL.
 
     mu_HD: centre of the keys; None: 0.
-    num_tokens_B: valid tokens of each block; None: all.
-    out: array to write to; any array with a contiguous last axis.
-    axes: required for mix2; other formats have no axes.
+    num_tokens_B: valid tokens of each block; None: all tokens are valid.
+    out: array to write to, with a contiguous last axis; None: a new array.
+    axes: required for mix2; None for other formats.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)

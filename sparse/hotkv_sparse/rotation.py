@@ -1,10 +1,11 @@
 """The fixed random rotation that spreads a key evenly over its channels before quantisation.
 
-A rotation is one or two passes over parts of the vector. A pass flips signs and applies an
-orthonormal Hadamard matrix. If the head size is a power of two, one pass covers it. Otherwise the
-first pass covers the largest power of two at the front, and the second pass as many channels at the
-back, so every channel is mixed. (Two overlapping passes spread one large channel better than passes
-side by side.) The signs are the same in every engine and never change.
+A rotation consists of one or two passes. A pass flips signs of some channels and applies an
+orthonormal Hadamard matrix to a part of the vector. If the head size is a power of two, a single
+pass covers all channels. Otherwise the first pass covers the first n channels, with n the largest
+power of two below the head size, and the second pass covers the last n channels, so that every
+channel is mixed. (Overlapping passes spread a large channel better than separate passes.) The signs
+are the same in every engine and never change.
 
 Shapes: D channels of a head.
 """
@@ -26,10 +27,11 @@ def passes(head_size: int) -> tuple[tuple[int, int], ...]:
 
 @functools.cache
 def signs(head_size: int) -> npt.NDArray[np.float32]:
-    """Returns the signs ±1, float32 [passes, D].
+    """Returns the signs of each pass, 1 or -1, float32 [passes, D].
 
-    They are the bits, lowest first, of SHA-256("hotkv-signs-1" ‖ counter), counter uint32
-    little-endian from 0. Channels outside a pass have a sign too, which is not used.
+    The signs come from the bits (lowest first) of SHA-256("hotkv-signs-1" ‖ counter), with the
+    counter as little-endian uint32 from 0 on. A channel outside a pass also has a sign, which is
+    not used.
     """
     num_bits = len(passes(head_size)) * head_size
     stream = b"".join(

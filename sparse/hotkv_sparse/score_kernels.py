@@ -1,14 +1,14 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that score blocks with a step's queries. `hotkv_sparse.kernels` loads them.
+"""Numba kernels that score blocks with a step's queries. `hotkv_sparse.kernels` loads this module.
 
-Their references are in `tests/oracles/sparse.py`. Callers pass checked arrays. The kernels run
-without the GIL and allocate only scratch memory. Sixteen tokens of a head lie side by side in the
-lanes of a vector.
+`tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
+callers do. They run without the GIL and allocate only scratch memory. A vector holds values of
+sixteen tokens of a head.
 
-Operations are written with the vectors of `hotkv_sparse.vectors`, which run on any machine. Their
-operands are integer addresses and counts without bounds checks; the kernels own the arrays.
-(numba's disk cache does not notice changes of `vectors`.) With AVX-512 and VNNI, an instruction
-multiplies 64 unsigned by 64 signed bytes, and another looks up 64 codes.
+The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
+operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
+notice changes of `vectors`. With AVX-512 VNNI, one instruction multiplies 64 unsigned by 64 signed
+bytes, and one instruction replaces 64 codes by their levels.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """
@@ -53,12 +53,11 @@ from hotkv_sparse.vectors import (
 
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
-"""Kernels prefetch the block this far ahead: the hardware's prefetch stops at the end of a page."""
+"""Number of blocks by which kernels prefetch ahead, because the CPU's own prefetch stops at the end
+of a memory page."""
 _TRANSPOSED_RUNS = 2
-"""Blocks of more runs are summed lane by lane and then across lanes.
-
-For them that costs less than transposing all runs.
-"""
+"""Blocks with at most this many runs are transposed, so that sums need no operation across lanes.
+Blocks with more runs are summed lane by lane and then across lanes, which is faster for them."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
@@ -74,9 +73,11 @@ _I8_2, _I32_1, _I32_2 = (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Emits: levels plus offset, 64 unsigned bytes, of a plane of a low line.
+    """Emits code for: the levels plus `LEVEL_OFFSET`, as 64 unsigned bytes, of the codes of four
+    channels and sixteen tokens.
 
-    Lines are 16 ints each. 3-bit codes also need a high line.
+    low, high: lines of codes (`hotkv_sparse.formats`), 16 ints each; `high` only for 3-bit codes.
+    plane: which four channels of the low line.
     """
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
@@ -101,8 +102,8 @@ def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
 def _store_scores(
     builder: Any, totals: list[Any], sigma: Any, factor: Any, out: Any, out_stride: Any
 ) -> None:
-    """Emits: out = total * sigma * factor of sixteen tokens for each head, MIN_SCORE if there is no
-    token.
+    """Emits code for: out = total * sigma * factor of sixteen tokens for each head; MIN_SCORE for a
+    token that does not exist.
 
     sigma: address of the tokens' float16 scales.
     """
@@ -117,10 +118,12 @@ def _store_scores(
 
 
 def _axes_operation(num_heads: int) -> Any:
-    """Makes an operation like `_run_operation`, for mix2; the first half of the lines is fine.
+    """Makes an operation like that of `_run_operation`, for mix2. The first half of a run's lines
+    has 4-bit codes, the others 2-bit codes.
 
-    Operands: (run, num_lines, ...). A code is extracted from its line doubled. A level in half
-    steps is then the byte minus its offset, and needs no table.
+    Operands: (run, num_lines, ...), the others as in `_run_operation`. The operation extracts 2 * c
+    for a code c, because the code means 2 * c minus the channel's offset, in half steps; so no
+    table of levels is needed.
     """
 
     def emit(builder: Any, args: Any) -> None:
@@ -330,7 +333,7 @@ def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any
 
 
 def _emit_exp_sum(builder: Any, args: Any) -> None:
-    """Emits: the maximum of scores, and the sum of 2^(score - maximum).
+    """Emits code for: the maximum of scores, and the sum of 2^(score - maximum).
 
     Operands: (scores, num_runs, largest, total); scores float32 [num_runs][16].
     """
@@ -360,10 +363,11 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits: `EXP_SUM` of sixteen rows at once.
+    """Emits code for: `EXP_SUM` of sixteen rows at once.
 
     Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
-    float32 [16] each. The rows are transposed in place, so no step works across lanes.
+    float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
+    operation across lanes.
     """
     scores, stride, num_runs, largest, totals = args
     peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))
@@ -387,7 +391,8 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
 
 
 def _emit_finish(builder: Any, args: Any) -> None:
-    """Emits: out = ln 2 * (largest + log2 totals) + shift, or -inf for a block without tokens.
+    """Emits code for: out = ln 2 * (largest + log2 totals) + shift; -inf for a block without
+    tokens.
 
     Operands: (largest, totals, shift, out, num_runs), float32 [num_runs][16] each, `shift` a single
     float32. `out` may be `largest`.
@@ -464,9 +469,10 @@ def _run_scores(
 
 @numba.njit(nogil=True, cache=True)
 def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any) -> None:
-    """Computes out[:, start : start + count] from the scores of tokens.
+    """Computes the scores of blocks, out[:, start : start + count], from the scores of their
+    tokens.
 
-    scores: scratch [Q, 16 blocks, runs * 16 tokens], base 2.
+    scores: [Q, blocks, runs * 16 tokens], the scores of tokens in base 2; the call overwrites them.
     """
     peaks, totals = np.empty(16, np.float32), np.ones(16, np.float32)
     peaks_at, totals_at, shifts_at, stride = (
@@ -513,12 +519,13 @@ def score_tokens(
     shift: Any,
     out: Any,
 ) -> None:
-    """Computes out [Q, len(rows)]: logsumexp over the tokens of packed[row], plus `shift`.
+    """Computes the scores of blocks in a token format, out [Q, len(rows)]: the logsumexp over the
+    tokens of packed[row], plus `shift` [Q].
 
-    bits: of the token format, or `AXES_KERNEL`.
+    bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
     query: int8 [Q, C].
-    bias: int32 [Q] = -128 * sum(query).
-    factor: float32 [Q], from byte products to base-2 scores.
+    bias: int32 [Q], added to byte products (`scores.Query.offsets`).
+    factor: float32 [Q], by which byte products are multiplied to get scores in base 2.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, runs = num_heads // kv_heads, packed.shape[2] // run_bytes
@@ -578,11 +585,12 @@ def _part_scores(
 def score_parts(
     packed: Any, rows: Any, num_parts: Any, query: Any, bias: Any, factor: Any, shift: Any, out: Any
 ) -> None:
-    """Computes out [Q, len(rows)]: score of the summary packed[row], plus `shift`.
+    """Computes the scores of blocks in a summary format, out [Q, len(rows)]: the score of
+    packed[row], plus `shift` [Q].
 
     query: int8 [Q, P * C].
-    bias: int32 [Q, P] = -128 * sum of a part's query.
-    factor: float32 [Q], from byte products to scores.
+    bias: int32 [Q, P], added to byte products: -128 times the sum of the query's codes of a part.
+    factor: float32 [Q], by which byte products are multiplied to get scores.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, stride = num_heads // kv_heads, query.shape[1]
@@ -670,12 +678,13 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Computes out [Q]: logsumexp of q . k over the first `num_tokens` > 0 tokens of the blocks
-    `rows`.
+    """Computes the exact log mass of the blocks `rows`, out [Q]: the logsumexp of q . k over their
+    first `num_tokens` > 0 tokens.
 
-    pages: [B, H, bytes], keys of each head in runs of `run` tokens, each run [D / pair][run][pair].
-    kind: 0: bfloat16, 1: float16, 2: float32.
-    query: [Q, D], scaled to base 2.
+    pages: [B, H, bytes], the keys of each block and head. They are in runs of `run` tokens; a run
+        has the order [D / pair][run][pair].
+    kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
+    query: [Q, D], multiplied by the scale of attention and by log2(e).
     """
     num_heads, head_size = query.shape
     group = num_heads // pages.shape[1]

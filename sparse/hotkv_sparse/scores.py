@@ -1,8 +1,10 @@
-"""Scores blocks: estimates the attention to each block for this step's query, by representations.
+"""Scores blocks: estimates from the blocks' representations how much attention a query pays to each
+block.
 
-Compiled kernels compute integers. `tests/oracles/sparse.py` does the same in numpy and differs by
-float rounding only. A score is a log mass in nats: token formats estimate logsumexp over the
-block's tokens of q · k * scale; summaries give the value of their formula.
+A score is a log mass in nats. In a token format it estimates the logsumexp of q · k * scale over
+the block's tokens; in a summary format it is the value of the format's formula (see `score`).
+Compiled kernels multiply integers. `tests/oracles/sparse.py` computes the same in numpy; the
+results differ only by float rounding.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
@@ -30,12 +32,14 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query, prepared for a format: int8, where 127 is a head's largest channel.
+    """A step's query, prepared for a format: quantised to int8 so that the largest channel of each
+    head becomes 127.
 
-    codes: int8 [Q, P * C] (token formats: P = 1).
-    offsets: int32 [Q, P], -`LEVEL_OFFSET` times the sum of a part's codes.
-    factor: float32 [Q], from byte products to nats.
-    shift: float32 [Q], added to every score (q · mu * scale, minus the format's bias).
+    codes: int8 [Q, P * C], the quantised query; P is 1 for token formats.
+    offsets: int32 [Q, P], number that is added to a product of bytes, because representations store
+        levels plus `LEVEL_OFFSET`.
+    factor: float32 [Q], by which a product of bytes is multiplied to get nats.
+    shift: float32 [Q], added to every score: q · mu * scale, minus the bias.
     """
 
     form: Format
@@ -54,14 +58,16 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """Prepares a float32 query [Q, D] (after RoPE) for format `name`.
+    """Prepares a float32 query [Q, D] (after RoPE) to score representations in format `name`.
 
-    Raises INVALID_FIELD on bad shapes. int8 queries lose less than 1 % of a rotated query's norm,
-    far less than the codes do.
+    Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
+    norm of a rotated query, far less than the codes of the keys lose.
 
+    mu_HD: centre that the representations were made with; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
-    bias: in nats, as calibrated with the centre; None: the format's bias.
-    axes: axes of the keys; required for mix2.
+    bias: by how much scores overestimate a block's log mass with this centre, in nats; it is
+        subtracted. None: the format's bias.
+    axes: principal axes that the representations were made with; required for mix2.
     """
     form = formats.format_named(name)
     num_heads, head_size = query_QD.shape
@@ -122,7 +128,8 @@ def _prepare_by_axes(
     codes_QC: npt.NDArray[np.int8],
     axes: Axes | None,
 ) -> tuple[F32, I32]:
-    """Fills the codes. Returns the peaks float32 [Q] and the offsets int32 [Q, 1]."""
+    """Writes the codes of a query for mix2. Returns the value of code 127 for each head, float32
+    [Q], and `Query.offsets`, int32 [Q, 1]."""
     num_heads, head_size = query_QD.shape
     kv_heads = 1 if axes is None else len(axes.into)
     if num_heads % kv_heads:
@@ -162,7 +169,7 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
                 f"of {size} channels"
             ),
         )
-    # As uint32, negative rows are large too, so one comparison checks both bounds.
+    # As uint32 a negative row is a large number, so a single comparison checks both bounds.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 
@@ -170,12 +177,14 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     """Returns the scores float32 [Q, S] of blocks in a pool of representations.
 
-    Token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (docs/sparse.md). quest:
-    sum max(q m, q M). A block without tokens scores -inf. Raises INVALID_FIELD. Compiled code runs
-    without the GIL.
+    In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
+    over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
+    (docs/sparse.md). For quest it is the sum over channels of max(q m, q M), with the block's
+    minimum m and maximum M. A block without tokens has the score -inf. Raises INVALID_FIELD.
+    Compiled code runs without the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
-    rows_S: int32 [S], rows of the blocks to score; None: all, in order.
+    rows_S: int32 [S], rows of the blocks to score; None: all rows, in order.
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

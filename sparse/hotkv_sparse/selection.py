@@ -1,11 +1,11 @@
-"""Selects the blocks that a layer attends to: from a query through scores and weights to a
-selection.
+"""Selects the blocks that a layer attends to in a decode step.
 
-`select_layer` does all of it for a layer and step. Engines call it for every layer, and the
-server calls it for clients that can't. The layer's KV heads share the selection, because they share
-block tables. Blocks that are always kept are not candidates: `Span` names them, and a selection
-adds them. Of equal weights the lower block wins, so the same weights give the same selection
-everywhere.
+`select_layer` scores the candidate blocks with the step's query, computes weights from the scores
+and chooses the heaviest blocks. Engines call it for every layer; the server calls it for clients
+that can't map its memory. All KV heads of a layer share the selection, because they share a block
+table. The blocks that are always kept (`Span`) are not scored; each selection contains them. Of
+equal weights the block with the lower position is preferred, so equal weights give the same
+selection on every machine.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, B blocks of a pool, N
 bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
@@ -33,8 +33,8 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The blocks of a context: [0, first) and [last, count) are always kept, [first, last) are
-    candidates."""
+    """The blocks of a context. Blocks [0, first) (sinks) and [last, count) (recent window) are
+    always kept; blocks [first, last) are the candidates among which a selection chooses."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ class Span:
 
     @property
     def always(self) -> I32:
-        """Returns the always kept blocks, ascending."""
+        """Returns the blocks that are always kept, int32, ascending."""
         return np.concatenate(
             [
                 np.arange(self.first, dtype=np.int32),
@@ -57,14 +57,14 @@ class Span:
 
     @property
     def candidates(self) -> I32:
-        """Returns the candidate blocks, ascending."""
+        """Returns the candidate blocks, int32, ascending."""
         return np.arange(self.first, self.last, dtype=np.int32)
 
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
-    """Returns the sinks, candidates and recent window of a context, in blocks.
+    """Returns which blocks of a context are sinks, candidates and recent window.
 
-    The window always covers the partial block.
+    The partial block always belongs to the recent window.
     """
     count = -(-context_tokens // block_tokens)
     first = min(-(-config.sink_tokens // block_tokens), count)
@@ -75,11 +75,12 @@ def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A selection.
+    """The blocks that a layer should attend to.
 
-    blocks: int32, ascending, always kept blocks included.
-    weights: float32, inf for always kept blocks.
-    mass: estimated share of the attention mass that the blocks have together.
+    blocks: int32, positions in the context, ascending, including the always kept blocks.
+    weights: float32, estimated share of the attention mass of each block; inf for always kept
+        blocks.
+    mass: estimated share of the attention mass of all `blocks` together, 0 to 1.
     """
 
     blocks: I32
@@ -91,7 +92,8 @@ class Selection:
 
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
-    """Returns Z float32 [Q]; finite even if all masses are zero."""
+    """Returns for each query head the log of the total attention mass, over scored and always kept
+    blocks; float32 [Q]. The result is finite even if all masses are zero."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (
@@ -103,10 +105,11 @@ def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
 def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
-    """Fuses several scorers: a weighted geometric mean of the shares that they give.
+    """Combines the scores of several scorers to a weighted geometric mean.
 
-    Each scorer's shares are normalised with its own Z first, so scorers with different units become
-    comparable. Returns (scores, always_log_mass) for `choose`.
+    Each scorer's masses are first divided by their total, so that scorers with different units can
+    be compared. Returns (scores, always_log_mass) for `choose`. Raises INVALID_FIELD if there is
+    not an exponent above 0 for each scorer.
     """
     if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
         raise HotKVError(
@@ -141,19 +144,21 @@ def choose(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Chooses the `budget_blocks` best blocks of a context, shared by all heads.
+    """Chooses the `budget_blocks` best blocks of a context. All heads share the choice.
 
-    Always kept blocks come first. A budget smaller than these keeps only these. Raises
-    INVALID_FIELD if scores do not fit the span or the masses.
+    Always kept blocks use the budget first. If the budget is smaller than their number, only they
+    are chosen. Raises INVALID_FIELD if scores do not fit the span or the masses.
 
-    A candidate's weight is w_b = mean over the query heads of exp(S_hb - Z_h), Z_h = logaddexp(L_h,
-    logsumexp_b S_hb) (docs/sparse.md). All query heads count equally, because the groups that share
-    a KV head are equal in size.
+    The weight of candidate b is the mean over the query heads h of exp(S_hb - Z_h), with the scores
+    S, Z_h = logaddexp(L_h, logsumexp_b S_hb), and L_h from `always_log_mass_Q` (docs/sparse.md).
+    All query heads count equally, because each KV head has the same number of them.
 
-    always_log_mass_Q: float32 [Q], L_h: exact log mass of sinks and recent window (-inf: no block
-        is kept).
-    adaptive_p: choose the fewest of the heaviest blocks with always_mass + sum w >= p, but at least
-        `floor_blocks`.
+    scores_QS: float32 [Q, S], a score for each candidate of `where`.
+    always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks; -inf if there are
+        none.
+    adaptive_p: choose only as many of the heaviest candidates, within the budget, as are needed to
+        reach this share of the attention mass together with the always kept blocks, but at least
+        `floor_blocks` candidates. None: choose the whole budget.
     """
     num_heads, num_candidates = scores_QS.shape
     if always_log_mass_Q.shape != (num_heads,):
@@ -187,15 +192,14 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the fewest of the heaviest blocks whose weights and `always_mass` reach `p` together.
-
-    The result is ascending indices, at least `floor_blocks` of them.
+    """Returns the indices of the heaviest blocks, ascending: as many as are needed for the sum of
+    their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
     """
     order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
     )
-    # If all of them together stay below p, all of them are kept.
+    # If all blocks together do not reach p, all of them are kept.
     num_needed = int(np.searchsorted(reached, p))
     return np.sort(order[: max(num_needed, floor_blocks)])
 
@@ -206,9 +210,10 @@ def floor_blocks(block_tokens: int) -> int:
 
 
 def top(weights_S: F32, count: int) -> I32:
-    """Returns the indices of the `count` largest weights, ascending; of equal weights the lowest.
+    """Returns the indices of the `count` largest weights, int32, ascending. Of equal weights the
+    lower index is preferred.
 
-    Weights not above 0 rank as 0.
+    Weights that are not above 0 count as 0.
     """
     if count >= len(weights_S):
         return np.arange(len(weights_S), dtype=np.int32)
@@ -224,9 +229,11 @@ def top(weights_S: F32, count: int) -> I32:
 class Source:
     """The representations of a layer in one format.
 
-    pool: uint8 [B, H, N].
-    mu, bias: their centre and bias; None: 0 and the format's bias.
-    axes: their axes, if the format needs them.
+    pool: uint8 [B, H, N], a row for each block.
+    mu: float32 [H, D], centre that the representations were made with; None: 0.
+    bias: by how much scores with this centre overestimate log mass, in nats; None: the format's
+        bias.
+    axes: principal axes that the representations were made with; None if the format has none.
     """
 
     pool: U8
@@ -247,11 +254,14 @@ def select_layer(
     *,
     scale: float | None = None,
 ) -> Selection:
-    """Selects the blocks of a context that `layer` attends to.
+    """Selects the blocks of a context that `layer` should attend to in this step.
 
     Raises INVALID_FIELD if a source is missing or the layer is dense.
 
-    rows_C: int32, pool row of each block of the context; ignored for always kept blocks.
+    query_QD: float32 [Q, D], after positional encoding.
+    sources: the layer's representations, by the name of their scorer.
+    rows_C: int32, for each block of the context the row of its representation in the pools; ignored
+        for always kept blocks.
     always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks (`exact_log_mass`).
     """
     where = span(config, context_tokens, block_tokens)
@@ -290,9 +300,8 @@ def select_layer(
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """Returns logsumexp over tokens of q · k * scale, float32 [Q], for keys float32 [R, H, D].
-
-    -inf without keys.
+    """Returns the exact log mass of keys float32 [R, H, D]: the logsumexp of q · k * scale over the
+    R tokens, float32 [Q]; -inf without keys.
     """
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The numba kernel of a layer's decode step: from a query to the next hot set, in one call.
+"""The numba kernel of a layer's decode step: it scores blocks with a query, selects the best and
+updates the hot set (the blocks on the device) in one call.
 
-It calls the kernels of scores, choice and hot set, in the order in which `hotkv_sparse.selection`
-and `hotkv_sparse.hotset` do, so the result is the same. `hotkv_sparse.kernels` loads it; callers
-pass checked arrays. A call that refuses its arguments leaves the hot set unchanged.
-(numba's disk cache does not notice changes of the kernels that this one calls.)
+It calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the same order as
+`hotkv_sparse.selection` and `hotkv_sparse.hotset`, so the result is the same.
+`hotkv_sparse.kernels` loads this module. The kernel checks only rows and pages; its caller,
+`hotkv_sparse.decode`, checks the other arguments. A call that refuses its arguments leaves the hot
+set unchanged. numba's disk cache does not notice changes of the kernels that this kernel calls.
 
 Shapes: Q query heads, H KV heads, D channels, C channels with padding, P parts, B blocks of a pool,
 N bytes of a block and head, n blocks of a selection, K hot slots.
@@ -29,7 +31,7 @@ from hotkv_sparse.hotset_kernels import (
 from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
 
 NO_PAGE = -2
-"""Returned in place of a count: an always kept block is outside the pages."""
+"""Returned instead of a count if an always kept block is outside the pages."""
 _LOG2_E = np.float32(1.4426950408889634)
 _F32_1, _F32_2, _F32_3 = (
     types.Array(types.float32, ndim, "C", readonly=True) for ndim in (1, 2, 3)
@@ -53,7 +55,8 @@ def _score(
     query: Any, rotation: Any, axes: Any, mu: Any, form: Any, units: Any, pool: Any, rows: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Computes the scores out [Q, len(rows)], as `hotkv_sparse.scores.prepare` and `score` do."""
+    """Computes the scores of blocks, out [Q, len(rows)], like `hotkv_sparse.scores.prepare`
+    followed by `score`."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
     num_heads = query.shape[0]
@@ -107,28 +110,32 @@ def decode_step(
     block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """Adopts what was prefetched, scores all candidates with a query, chooses the best, makes the
-    hot set's step with them, and begins the next prefetch.
+    """Makes a decode step of a layer: adds the prefetched blocks to the map, scores all candidates,
+    selects the best, makes the step of the hot set, and begins the next prefetch.
 
     query: float32 [Q, D].
-    rotation: factors [2, D], first channels and numbers of channels of the passes.
-    axes: weights [H, D, C] and offsets [C] of mix2; empty for other formats.
-    mu: [H, D], or empty.
+    rotation: the passes of the rotation, from `rotation.factors` and `rotation.pass_arrays`.
+    axes: for mix2 `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
+    mu: [H, D], the centre; empty: 0.
     form: number of the format's kernel (0: a summary), P, kind of a summary, C, bytes of a run.
-    units: scale of attention, unit of the format's levels, bias.
-    pool: uint8 [B, H, N]. rows: of the context's blocks.
-    pages: uint8 [blocks, H, bytes]. always: the blocks of the layer that are always attended.
-    packing: number of their tokens (0: nothing is added), then as in `page_log_mass`.
-    beside: float32 [Q], mass to which that of the pages is added.
-    selected: bool [>= count], set for selected blocks.
-    blocks, weights: [n], the selection; n says how many.
-    arriving: slots that the step before has left to prefetch, all written by now.
-    ahead: [2, K], blocks and slots to prefetch before the next step.
+    units: scale of attention, `level_unit` of the format, bias.
+    pool: uint8 [B, H, N], the layer's representations.
+    rows: for each block of the context its row in `pool`.
+    pages: uint8 [blocks, H, bytes], the layer's keys.
+    always: indices in `pages` of the always kept blocks.
+    packing: number of tokens in `always` (0: do not use the pages), tokens of a block, then `run`,
+        `pair` and `kind` of `page_log_mass`.
+    beside: float32 [Q], log mass that is added to the log mass of `always`.
+    selected: bool [>= count], output: True for each selected block.
+    blocks, weights: [n], output: the selection; n is the number of blocks to select.
+    arriving: slots that the previous step named for prefetch; all are written.
+    ahead: [2, K], output: blocks and slots to prefetch before the next step.
 
-    The remaining arguments are those of `hot_step`. Returns the counts: blocks of the map (REFUSED
-    for a row outside the pool, NO_PAGE), loaded candidates, adopted, prefetched, always kept among
-    the selected, resident candidates among these, 1 if the map has changed; and the share of the
-    mass that the selection has.
+    The other arguments are those of `hot_step`. Returns seven counts and the share of the attention
+    mass that the selection has. The counts: blocks of the new map (REFUSED for a row outside the
+    pool, NO_PAGE for a block outside the pages), candidates loaded by this step, blocks added after
+    a prefetch, slots to prefetch, selected always kept blocks, selected candidates that were
+    already in the map, and 1 if the map has changed.
     """
     candidates, num_tokens = rows[first:last], packing[0]
     if not _are_within(candidates, pool.shape[0]):

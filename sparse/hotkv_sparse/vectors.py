@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""LLVM vectors of sixteen lanes, for operations that numba's own loops do not vectorise well.
+"""Emits LLVM code for vectors of sixteen lanes, for loops that numba does not vectorise well.
 
-They run on any machine. If it has AVX-512 with VNNI (`VNNI`), `dot4` is one instruction. Every
-function has an LLVM IR builder as its first argument and emits code. `operation` makes a numba
-intrinsic of such code.
+Each function takes an LLVM IR builder as its first argument and emits code with it. `operation`
+makes a function of such code that numba kernels can call. The code runs on any machine. On a CPU
+with AVX-512 VNNI (`VNNI`), `dot4` is a single instruction.
 """
 
 import inspect
@@ -24,7 +24,7 @@ MIN_SCORE = -1e30
 _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(
     ","
 )
-# From version 22 on LLVM's byte products have other operand types.
+# From LLVM 22 on, the intrinsics for VNNI have other operand types, which `dot4` does not support.
 VNNI = {"+avx512vnni", "+avx512bw", "+avx512vl"} <= set(
     _FEATURES
 ) and llvmlite.binding.llvm_version_info[0] < 22
@@ -65,7 +65,8 @@ def offset(builder: Any, address: Any, count: Any, unit: int) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Prefetches the line at an address into all but the nearest cache; any address is allowed."""
+    """Prefetches the cache line at an address into all caches except the nearest. Any address is
+    allowed."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     function = cgutils.get_or_insert_function(
         builder.module,
@@ -91,14 +92,14 @@ def variable(builder: Any, initial: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """Returns the larger of two vectors, lane by lane; y if one is NaN."""
+    """Returns the larger value of each lane of two vectors; the value of y if one value is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 def exp2(builder: Any, x: Any) -> Any:
-    """Returns 2^x for x <= 0, with a relative error of 3e-6; 2^-126 below -126 and for NaN.
+    """Returns 2^x for x <= 0, with a relative error of 3e-6. Returns 2^-126 for x < -126 and NaN.
 
-    Taylor polynomial of degree 5 about the nearest integer.
+    Uses the Taylor polynomial of degree 5 about the nearest integer.
     """
     x = larger(builder, x, floats(-126.0))
     # Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits of the sum.
@@ -130,8 +131,8 @@ def log2(builder: Any, x: Any) -> Any:
 
 
 def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
-    """Makes an intrinsic with `num_args` integer addresses and counts as arguments, without a
-    result."""
+    """Makes a function that numba kernels can call, from a function that emits its code. It has
+    `num_args` integers (addresses and counts) as arguments, and no result."""
 
     def operation(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -140,7 +141,7 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
         return types.void(*([types.intp] * num_args)), codegen
 
-    # numba binds arguments by the signature, and does not support variable ones.
+    # numba binds arguments by the signature, and does not support `*args`.
     names = ["typingctx", *(f"operand_{index}" for index in range(num_args))]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
@@ -150,9 +151,10 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
 
 def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
-    """Returns total + unsigned bytes . signed bytes, four by four.
+    """Returns for each lane: total + the sum of four products of an unsigned byte of `codes` and a
+    signed byte of `query`.
 
-    Operands are vectors of 8 or 16 ints.
+    Operands are vectors of 8 or 16 ints; `codes` and `query` hold four bytes in each.
     """
     vector = total.type
     if VNNI:
@@ -173,7 +175,7 @@ def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Transposes sixteen vectors of sixteen lanes.
 
-    Four stages exchange lanes with the rows 1, 2, 4 and 8 away.
+    In four stages each row exchanges lanes with the row that is 1, 2, 4 and 8 rows away.
     """
     for apart in (1, 2, 4, 8):
         low = ir.Constant(

@@ -1,1 +1,1 @@
-"""The command `hotkv`: asks the server and shows the answers."""
+"""The command `hotkv`: asks a server through the admin API and prints the answers."""

@@ -1,6 +1,7 @@
-"""`hotkv`: shows from the command line what the server holds and why a prompt missed.
+"""The command line `hotkv`: asks a server about its blocks, hits and misses, and controls it.
 
-Prints tables by default, JSON with `--json`. A command's docstring is its help text.
+Answers are tables by default, JSON with `--json`. The docstring of a command's function is the help
+text of the command.
 """
 
 import argparse
@@ -206,7 +207,7 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
 
 
 def show_explained(answer: Any) -> str:
-    """Formats the explanation of a prompt, or of the sessions of a name."""
+    """Formats the answer of `explain`: a list for a prompt, a dict for the sessions of an id."""
     if isinstance(answer, dict):
         return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)
@@ -239,7 +240,8 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
 
 
 def parser(kind: type[CommandParser] = CommandParser) -> CommandParser:
-    """Builds the parser of the command line. `kind`: of it and of each command's parser."""
+    """Builds the parser of the command line. `kind`: class of this parser and of the parser of each
+    command."""
     common = common_options(has_defaults=False)
     texts = {
         **{name: run.__doc__ or "" for name, (run, _) in COMMANDS.items()},
@@ -332,7 +334,7 @@ def size(options: argparse.Namespace) -> int:
 
 
 def credentials_of(options: argparse.Namespace) -> Credentials:
-    """Returns the proofs that flags name."""
+    """Returns the TLS files and the token file that the flags name."""
     return Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
 
 
@@ -348,7 +350,7 @@ LOCAL_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "size": size,
     "completion": complete,
 }
-"""Commands that can do without a server. They print by themselves and return the exit status."""
+"""Commands that need no running server. They print their answers and return the exit status."""
 
 
 def of_fleet(options: argparse.Namespace) -> int:
@@ -404,7 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python would write the rest at its end, and fail again.
+        # Otherwise Python would write the buffered rest when it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,8 +1,9 @@
-"""Completion in the shell: `hotkv completion SHELL` prints a script, made from the command line's
-parser.
+"""Completion in the shell: `hotkv completion SHELL` prints a script that is generated from the
+parser of the command line.
 
-Commands and flags stand in the script. For values of a live server (key spaces, hashes, sessions)
-the script runs `hotkv __values`, which prints nothing if no server answers within WAIT_S.
+The script contains all commands and flags. For values of a live server (key spaces, hashes,
+sessions) the script runs `hotkv __values`, which prints no value if no server answers within
+WAIT_S.
 """
 
 import argparse
@@ -16,11 +17,11 @@ from hotkv_proto.errors import HotKVError
 WAIT_S = 2.0
 MAX_VALUES = 50
 VALUES = "__values"
-"""The command that shells run."""
+"""The hidden command that the script runs to list values of a live server."""
 KEY_SPACE, SESSION, HASH = "key-space", "session", "hash"
 OF_FLAGS = {"--key-space": KEY_SPACE, "--session": SESSION}
 OF_WORDS = {"evict": HASH, "explain": HASH}
-"""Commands whose words are completed by values."""
+"""Commands whose positional arguments are completed with values of a live server."""
 
 BASH = """\
 _hotkv() {{
@@ -51,8 +52,8 @@ ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def script(top: argparse.ArgumentParser, shell: str) -> str:
-    """Returns the script for a shell to read: `source <(hotkv completion bash)`, or `hotkv
-    completion fish | source`."""
+    """Returns the completion script for a shell. Users load it with `source <(hotkv completion
+    bash)` or `hotkv completion fish | source`."""
     if shell == "fish":
         return "\n".join(_fish(top)) + "\n"
     parsers = _parsers(top)
@@ -102,7 +103,7 @@ def _shown(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def _fish(top: argparse.ArgumentParser) -> Iterator[str]:
     """Yields the lines of the script for fish, with a description of each command and flag."""
     first = "not __fish_seen_subcommand_from " + " ".join(_parsers(top))
-    # No files but where a flag takes one.
+    # -f: do not complete file names, except as the value of a flag that takes a file.
     yield "complete -c hotkv -f"
     for name, parser in _parsers(top).items():
         yield f"complete -c hotkv -n '{first}' -a {name} -d {_quoted(parser.description or '')}"
@@ -146,10 +147,10 @@ def _quoted(text: str) -> str:
 
 
 def values(words: Sequence[str]) -> Iterator[str]:
-    """Yields lines `VALUE<tab>DESCRIPTION` for the shell; nothing if no server answers.
+    """Yields lines `VALUE<tab>DESCRIPTION` for the shell; no line if no server answers.
 
-    words: what to complete (`key-space`, `session` or `hash`), its beginning, and all words of the
-        command line, which may name the server.
+    words: the kind of value (`key-space`, `session` or `hash`), the beginning of the word to
+        complete, and all words of the command line, in which flags may name the server.
     """
     kind, word, *typed = [*words, "", ""]
     common, _ = common_options(has_defaults=True).parse_known_args([one for one in typed if one])

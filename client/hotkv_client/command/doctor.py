@@ -1,7 +1,7 @@
 """`hotkv doctor`: checks a host for known problems and names the command that fixes each.
 
-Always true: it only reads, from files below a root (which tests replace), and asks no server. A
-check that can't look says so and reports no problem.
+Always true: the checks change nothing and ask no server. They read files below a root folder, which
+tests replace. A check that can't read its files returns the state UNKNOWN, not a problem.
 """
 
 import json
@@ -22,7 +22,7 @@ GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
 """First kernel that makes huge pages of shared memory on request."""
 COMPARING_S = 30.0
-"""After this, the comparison with the installed vLLM is given up."""
+"""Longest time for the comparison with the installed vLLM; then its result is unknown."""
 MIB = 1 << 20
 
 
@@ -30,9 +30,10 @@ MIB = 1 << 20
 class Finding:
     """The result of a check.
 
-    check: what was checked.
-    says: the state that was found and why it matters.
-    mend: a command that fixes it, or empty.
+    check: name of the check.
+    state: GOOD, WARN, BAD or UNKNOWN.
+    says: sentence about the state that was found and why it matters.
+    mend: a command that fixes the problem; empty without a problem or a fix.
     """
 
     check: str
@@ -43,10 +44,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """What the connector says to a version of vLLM.
+    """The connector's report about a version of vLLM.
 
-    last: the newest release line that it is tested with, such as `0.33`.
-    rows: for each way in which hotkv works with vLLM its name, whether it is on, and why.
+    last: the newest release line of vLLM with which the connector is tested, such as `0.33`.
+    rows: for each way in which hotkv can work with vLLM (docs/doors.md): its name, whether this
+        version supports it, and the reason.
     """
 
     last: str
@@ -57,8 +59,11 @@ class Doors:
 class Host:
     """The host to check; tests replace each field.
 
+    root: the folder that stands for `/`.
+    environment: the environment variables.
     version_of: returns the version of an installed package; None if it is not installed.
-    doors_of: returns what hotkv's connector says to this version of vLLM; None if it can't.
+    doors_of: returns the connector's report about a version of vLLM; None if the connector can't
+        be asked.
     """
 
     root: Path = Path("/")
@@ -95,7 +100,8 @@ def sizes(path: Path) -> tuple[int, int]:
 
 
 def doors(version: str) -> Doors | None:
-    """Asks the connector, which the client does not import, about the installed vLLM."""
+    """Runs the connector in another process to ask about the installed vLLM. Returns its report;
+    None if it fails or takes longer than COMPARING_S. The client does not import the connector."""
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
         said = subprocess.run(
@@ -225,8 +231,8 @@ def stale_arenas(host: Host) -> Finding:
 
 
 def offload_regions(host: Host) -> Finding:
-    """Checks for memory of vLLM's offloading whose engine was killed. vLLM removes the file only
-    when an engine stops by itself."""
+    """Checks for memory files of vLLM's offloading that killed engines have left in shared memory.
+    vLLM removes its file only when the engine stops by itself."""
     regions = {one.name: one for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap")}
     if not regions:
         return Finding("offloading", GOOD, "no memory of vLLM's offloading without an engine")

@@ -11,24 +11,24 @@ from hotkv_proto.errors import HotKVError, Reason
 
 POLL_S = 0.2
 TOLD_S = 2.0
-"""How often the progress is told."""
+"""Interval at which the progress is reported."""
 CLOSING_S = 60.0
 """How long a server may need to write its files after the last work has ended."""
 UNKNOWN_S = 600.0
-"""How long to wait for work in flight on an older server, which does not tell its limit."""
+"""Longest wait for work in flight if the server (an older version) does not report its limit."""
 CONNECT_S = 5.0
 
 
 def drain(
     client: AdminClient, target: str, timeout_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Drains the server and waits until its process listens no more.
+    """Drains the server and waits until its process has closed its sockets.
 
-    Returns the leases and transfers at the begin, and `waited_s`. Raises HotKVError, also if the
-    server is still there CLOSING_S after the end of its own limit.
+    Returns the numbers of leases and transfers at the start, and `waited_s`. Raises HotKVError if
+    the server refuses, or still listens CLOSING_S after its own limit has passed.
 
     timeout_s: longest wait for work in flight; 0: the server's.
-    say: told how far it is, every TOLD_S.
+    say: called every TOLD_S with a text about the remaining work.
     """
     pid, began_s = client.info()["pid"], time.monotonic()
     answer = client.drain(timeout_s)
@@ -52,7 +52,7 @@ def drain(
 
 
 def _live(client: AdminClient, target: str, pid: int) -> str | None:
-    """Returns what the process still does, in words; None if it has ended."""
+    """Returns a text about the work that the process `pid` still has; None if it has ended."""
     if not is_listening(target):
         return None
     try:
@@ -60,7 +60,7 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
     except HotKVError as error:
         return error.message if is_listening(target) else None
     if info["pid"] != pid or info["state"] == "ready":
-        # The next server is there already.
+        # Another process answers: the next server has already started.
         return None
     counters = info["counters"]
     return (

@@ -1,6 +1,6 @@
-"""Errors of `hotkv`: a line for people, or with `--json` an object.
+"""Prints the errors of `hotkv`: as a line of text, or with `--json` as a JSON object.
 
-Both go to standard error, so that standard output has answers only.
+Errors go to standard error, so that standard output contains only answers.
 """
 
 import json
@@ -9,11 +9,11 @@ import sys
 from hotkv_proto.errors import HotKVError
 
 REFUSED, USAGE = 1, 2
-"""Exit statuses: the server refused or is absent; the input is wrong."""
+"""Exit statuses: REFUSED if the server refused or does not answer, USAGE if the input is wrong."""
 
 
 def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
-    """Prints a server's refusal, or why it did not answer. Returns the exit status."""
+    """Prints a server's refusal, or the reason why it did not answer. Returns the exit status."""
     if as_json:
         _print_json(
             error.message, reason=error.reason.name, retryable=error.retryable, target=target
@@ -24,13 +24,13 @@ def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
 
 
 def wrong(error: Exception, *, as_json: bool) -> int:
-    """Prints what is wrong with the input. Returns the exit status."""
+    """Prints an error in the user's input. Returns the exit status."""
     print(usage_failure(str(error)) if as_json else f"hotkv: {error}", file=sys.stderr)
     return USAGE
 
 
 def failed(message: str, *, as_json: bool) -> int:
-    """Prints why a command failed on this machine. Returns the exit status."""
+    """Prints the reason why a command failed on this machine. Returns the exit status."""
     if as_json:
         _print_json(message, reason="FAILED", retryable=False)
     else:
@@ -39,7 +39,7 @@ def failed(message: str, *, as_json: bool) -> int:
 
 
 def usage_failure(message: str) -> str:
-    """Returns wrong input as JSON."""
+    """Returns the JSON object for an error in the user's input."""
     return _as_json(message, reason="USAGE", retryable=False)
 
 

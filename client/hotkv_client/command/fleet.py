@@ -1,6 +1,6 @@
 """`hotkv status` of several servers: a row for each node, and their sum.
 
-A node that does not answer has a row with the reason; the others are shown all the same.
+If a node does not answer, its row shows the reason. The rows of the other nodes are not affected.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ SUMS = (
     "loaded_byte_count",
     "evicted_block_count",
 )
-"""Fields of a node that add up."""
+"""Fields of a node's row that the sum adds up."""
 
 
 def targets_of(target: str) -> list[str]:
@@ -67,7 +67,7 @@ def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
         "block_count": host["block_count"],
         "host_used_byte_count": host["used_byte_count"],
         "host_capacity_byte_count": host["capacity_byte_count"],
-        # What nodes share belongs to none of them.
+        # Tiers that several nodes share are not counted for any node.
         "below_used_byte_count": sum(
             one["used_byte_count"] for one in tiers if one["name"] == "disk"
         ),

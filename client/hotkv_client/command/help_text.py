@@ -1,4 +1,4 @@
-"""`hotkv --help` by what people want to do, and an example of each command."""
+"""The text of `hotkv --help`: commands grouped by purpose, and an example of each command."""
 
 import argparse
 import textwrap
@@ -51,9 +51,9 @@ EPILOG = "hotkv COMMAND --help shows a command's options and an example."
 
 
 class CommandParser(Parser):
-    """A parser of `hotkv`: its own or a command's.
+    """The parser of `hotkv` or of one of its commands.
 
-    as_json: write errors as JSON.
+    as_json: whether errors are written as JSON.
     """
 
     as_json = False
@@ -72,7 +72,8 @@ class JsonParser(CommandParser):
 
 
 class GroupedHelp(argparse.RawDescriptionHelpFormatter):
-    """Lists the commands by purpose in place of argparse's one list."""
+    """Formats the help without argparse's list of commands, because `grouped` lists them by
+    purpose."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=WIDTH)
@@ -83,9 +84,9 @@ class GroupedHelp(argparse.RawDescriptionHelpFormatter):
 
 
 def grouped(helps: Mapping[str, str]) -> str:
-    """Returns the commands by purpose, each with what it does.
+    """Returns the list of commands, grouped by purpose, each with its help text.
 
-    helps: by command.
+    helps: help text by command.
     """
     parts = []
     indent = " " * (4 + max(map(len, helps)))

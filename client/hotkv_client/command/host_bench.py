@@ -1,7 +1,8 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
-Starts its own server (`own_server`), times it (`measure`) and explains the figures (`rows_of`). It
-does not use any running server. Each measure takes about the time that it is given.
+Starts a server for the benchmark (`own_server`), times its operations (`measure`) and explains the
+figures (`rows_of`). It does not use a running server. Each measure takes about the time that its
+caller sets.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ from hotkv_proto.errors import HotKVError
 
 # --------------------------------------------------------------------------- the bench's own server
 
-# The server of `hotkv bench` is a process of the installed `hotkv-server`. It has its own arena and
-# sockets, which are removed with it.
+# The server of `hotkv bench` is a process of the installed `hotkv-server`. Its arena and sockets
+# are removed when it ends.
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -86,7 +87,8 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment without settings of a running server."""
+    """Returns the environment without the variables HOTKV_*, which may be the settings of another
+    server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
@@ -155,7 +157,11 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of an operation on `num_bytes`: a value for each repetition."""
+    """The measured times of an operation.
+
+    seconds: a value for each repetition.
+    num_bytes: bytes that a repetition copies; 0 if it copies no blocks.
+    """
 
     seconds: tuple[float, ...]
     num_bytes: int = 0
@@ -174,9 +180,10 @@ class Times:
 
 
 def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) -> Times:
-    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times. A first call is not counted.
+    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times, and returns the times. A
+    first call, for warm-up, is not counted.
 
-    work: may return its own seconds; None: the call is timed.
+    work: returns the seconds that it has measured itself, or None; then the whole call is timed.
     """
     work()
     found: list[float] = []
@@ -283,7 +290,7 @@ class BenchEngine:
         return timed(look_up, seconds)
 
     def calls(self, seconds: float) -> Times:
-        """Times the smallest call: a ping and its answer."""
+        """Times an empty call to the server and its answer."""
         return timed(lambda: self._session.ping(CALL_S), seconds)
 
     def stores(self, seconds: float) -> Times:
@@ -292,14 +299,14 @@ class BenchEngine:
         return timed(lambda: self._stored(hashes(OPERATION_BLOCKS)), seconds, num_bytes)
 
     def loads(self, seconds: float) -> Times:
-        """Times loads of stored blocks, without their lease."""
+        """Times loads of stored blocks. The time to acquire the lease is not included."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         num_bytes = OPERATION_BLOCKS * BLOCK_BYTES
         return timed(lambda: self._loaded(known, with_lease=False), seconds, num_bytes)
 
     def small_hits(self, seconds: float) -> Times:
-        """Times lease and load of a single block: the least time of a hit."""
+        """Times the lease and the load of a single block together: the shortest possible hit."""
         known = hashes(1)
         self._stored(known)
         return timed(lambda: self._loaded(known, with_lease=True), seconds, BLOCK_BYTES)
@@ -315,7 +322,11 @@ PROMPT_TOKENS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """A row of the result: `value` in `unit`, and a sentence on its meaning."""
+    """A row of the result.
+
+    what: name of the measure.
+    means: sentence that explains the value, for example in tokens per second.
+    """
 
     what: str
     value: float
@@ -423,7 +434,7 @@ def host() -> dict[str, Any]:
 
 
 def answer_of(rows: list[BenchRow], devices: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Returns the whole result, to paste into an issue."""
+    """Returns the whole result of the benchmark: rows, devices, problems and the host."""
     return {
         "host": host(),
         "devices": devices,

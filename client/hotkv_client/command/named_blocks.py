@@ -1,7 +1,8 @@
-"""Blocks as people name them: by their whole hash, or by its first digits, as commits in git.
+"""Resolves blocks that a user names on the command line: by the whole hash, or by its first digits,
+like commits in git.
 
-A prefix has MIN_DIGITS digits at least and must belong to one hash only; otherwise the error lists
-the blocks that it fits. The server looks for them, over all its blocks.
+A prefix has at least MIN_DIGITS digits and must belong to exactly one hash; otherwise the error
+lists the blocks whose hashes begin with it. The server searches all of its blocks.
 """
 
 import string
@@ -16,7 +17,7 @@ MAX_DIGITS = 64
 MAX_CANDIDATES = 8
 """Most candidates that an error lists."""
 LOOKED_AT = 200
-"""Most blocks asked for by a prefix: one hash may have a block in each group and key space."""
+"""Most blocks requested for a prefix: a hash may have a block in each group and key space."""
 Place = tuple[int, int]
 """Key space id and group index."""
 
@@ -24,8 +25,10 @@ Place = tuple[int, int]
 def places(
     client: AdminClient, words: Iterable[str], key_space_id: int, group_index: int | None
 ) -> dict[Place, list[bytes]]:
-    """Returns the hashes of the named blocks by key space and group: a whole hash in every place
-    that can have it, a prefix where its blocks are.
+    """Returns the hashes of the named blocks, by (key space id, group index).
+
+    A whole hash is returned for every group whose hashes have this length; a prefix only for the
+    groups in which the server has its block.
 
     Raises HotKVError, and ValueError for a prefix that fits no block or several.
 
@@ -60,7 +63,8 @@ def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -
 
 
 def checked(word: str) -> str:
-    """Returns the hash or prefix in lower case. Raises ValueError if it is none."""
+    """Returns a hash or prefix in lower case. Raises ValueError if `word` is not hexadecimal or has
+    a wrong number of digits."""
     if not word or not set(word) <= set(string.hexdigits):
         raise ValueError(f"{word!r} is no hexadecimal block hash")
     if not MIN_DIGITS <= len(word) <= MAX_DIGITS:
@@ -69,14 +73,14 @@ def checked(word: str) -> str:
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
-    """Returns the digits of a whole hash in each key space."""
+    """Returns the possible numbers of hexadecimal digits of a whole hash, over the key spaces."""
     return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
 
 
 def _places_of(
     spaces: list[dict[str, Any]], num_digits: int, group_index: int | None
 ) -> Iterator[Place]:
-    """Yields the places that can have a hash of so many digits."""
+    """Yields each (key space id, group index) whose hashes have `num_digits` digits."""
     for one in spaces:
         if 2 * int(one["key_space"]["hash_byte_count"]) == num_digits:
             for group in one["key_space"]["groups"]:
@@ -87,7 +91,8 @@ def _places_of(
 def _blocks(
     client: AdminClient, word: str, key_space_id: int, group_index: int | None
 ) -> list[dict[str, Any]]:
-    """Returns the rows of the blocks of the only hash that begins with `word`."""
+    """Returns the server's rows of the blocks whose hash begins with `word`. Raises ValueError
+    unless exactly one hash does."""
     rows = [
         row
         for row in client.blocks(key_space_id, LOOKED_AT, hash_prefix=word)["blocks"]
@@ -105,7 +110,8 @@ def _blocks(
 
 
 def _near(client: AdminClient, word: str) -> str:
-    """Returns the blocks that share the most first digits with an unknown prefix, for an error."""
+    """Returns the end of an error's text: the blocks whose hashes share the most first digits with
+    a prefix that no block has."""
     for length in range(len(word) - 1, 0, -1):
         rows = client.blocks(0, LOOKED_AT, hash_prefix=word[:length])["blocks"]
         if rows:
@@ -114,7 +120,7 @@ def _near(client: AdminClient, word: str) -> str:
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:
-    """Returns a line for each hash, with as many digits as tell them apart."""
+    """Returns a line for each hash, with enough digits to distinguish the hashes."""
     first = {row["block_hash"]: row for row in reversed(rows)}
     shown = list(first)[::-1][:MAX_CANDIDATES]
     digits = next(

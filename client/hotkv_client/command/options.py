@@ -1,4 +1,4 @@
-"""The options of `hotkv`: those common to all commands, and each command's own."""
+"""The options of `hotkv`: options that all commands have, and options of single commands."""
 
 import argparse
 import os
@@ -28,8 +28,10 @@ CREDENTIAL_FLAGS = {
 def common_options(*, has_defaults: bool) -> CommandParser:
     """Returns a parser of the options common to all commands.
 
-    They may stand before or after the command. The command's parser has no defaults, because these
-    would override options before the command.
+    A user may write these options before or after the command.
+
+    has_defaults: True for the main parser. False for the parsers of commands, because their
+        defaults would override options that the user has written before the command.
     """
 
     def default(value: Any) -> Any:

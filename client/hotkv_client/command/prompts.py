@@ -1,8 +1,8 @@
-"""Prompts as people have them: token ids, block hashes, an answer of vLLM's `/tokenize`, or a chat
-that an engine tokenises.
+"""Reads a prompt that a user names: token ids, block hashes, an answer of vLLM's `/tokenize`, or a
+chat that an engine tokenises.
 
-Always true: a prompt whose block hashes do not follow from its tokens alone is refused, with the
-reason.
+Always true: a prompt is refused, with the reason, if its block hashes depend on more than its
+tokens (images, adapters, salts).
 """
 
 import json
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKEN_ID = 9_999_999
-"""A number above is taken for the first digits of a hash: no model has so many tokens."""
+"""A larger number is read as the first digits of a hash, because no model has so many tokens."""
 MAX_ANSWER_BYTES = 256 << 20
 PASSED_ON = (
     "model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
 )  # fmt: skip
-"""Fields of a request that decide its tokens, by vLLM's names."""
+"""Fields of a vLLM request that change its token ids. They are passed on to `/tokenize`."""
 
 
 def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
     """Parses a prompt into (hashes, packed token ids), of which one is empty. Raises ValueError.
 
-    A word is a token id, a hash or its first digits in hexadecimal, or @FILE or - (standard input)
-    with either, or with the JSON answer of vLLM's `/tokenize`.
+    A word is a token id, or a hash or its first digits in hexadecimal. `@FILE` and `-` (standard
+    input) name a file with such words, or with the JSON answer of vLLM's `/tokenize`.
     """
     items: list[str] = []
     for word in words:
@@ -58,7 +58,7 @@ def packed(token_ids: Any) -> bytes:
 
 
 def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
-    """Returns the packed token ids of a chat or prompt, as an engine tokenises it.
+    """Asks an engine to tokenise a chat or prompt. Returns the packed token ids.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
     engine: the engine's URL, such as `http://127.0.0.1:8000`.
@@ -85,7 +85,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
 
 
 def _said(text: str) -> str:
-    """Returns the message in an engine's error, on a line."""
+    """Returns the message of an engine's error response, in a single line."""
     try:
         found = json.loads(text)
         message = found["error"]["message"] if "error" in found else found["message"]

@@ -1,10 +1,10 @@
-"""Records a trace of engines' requests: one JSON object a line, in the format of Mooncake's traces.
+"""Records a trace of engines' requests: a JSON object per line, in the format of Mooncake's traces.
 
-Fields: `timestamp` (ms since the recording began), `input_length` and `output_length` (tokens; 0 if
-unknown, as here), `hash_ids`. `hash_ids` has a number for each whole block of the prompt, counted
-up in the order of first sight; equal numbers are equal prefixes. The trace contains neither tokens
-nor hashes. A trace holds one key space, because its numbers can't tell key spaces apart, and key
-spaces share no blocks.
+Fields: `timestamp` (ms since the recording began), `input_length` (tokens of the prompt),
+`output_length` (always 0 here, which means unknown), and `hash_ids`. `hash_ids` has a number for
+each whole block of the prompt. The numbers count up in the order in which blocks appear first;
+equal numbers mean equal prefixes. The trace contains neither tokens nor hashes. A trace covers one
+key space, because the numbers do not say to which key space a block belongs.
 """
 
 import json
@@ -21,7 +21,9 @@ from hotkv_proto.errors import HotKVError, Reason
 class TraceWriter:
     """Formats the requests of a key space as lines of a trace.
 
-    block_tokens: tokens of a trace block, rounded up to whole hash blocks.
+    hash_block_tokens: tokens of a block of the engine; each block has a hash of `hash_bytes`.
+    block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
+    start_unix_s: time at which the recording began.
     """
 
     def __init__(

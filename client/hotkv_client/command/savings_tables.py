@@ -1,4 +1,4 @@
-"""Groups and formats the ledger for `hotkv savings`."""
+"""Groups and formats the server's ledger (what requests hit and missed) for `hotkv savings`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,13 +9,13 @@ GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_SINCE_S = 8 * 86_400
 NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine")}
-"""What names a row of each grouping."""
+"""By grouping: the columns that name a row in the table."""
 FIELDS = {
     "tenant": ("tenant",),
     "model": ("tenant", "model_name", "model"),
     "engine": ("model_name", "model", "engine_name", "engine_id"),
 }
-"""The fields of a row of each grouping, in JSON."""
+"""By grouping: the fields that name a row in JSON."""
 SUMS = (
     "request_count",
     "prompt_token_count",
@@ -47,7 +47,7 @@ def seconds(text: str) -> float:
 
 
 def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the sum of rows."""
+    """Returns a row with the sums of the rows' counts."""
     listed = list(rows)
     return {
         **{name: sum(row[name] for row in listed) for name in SUMS},
@@ -62,8 +62,9 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sums rows by tenant, model (and tenant) or engine (and model), by their names for people, in
-    order of first sight. Ids are those of a sum's first row, the one used last."""
+    """Sums the rows that show the same names: by tenant, by model and tenant, or by engine and
+    model. The sums are in the order of their first rows; a sum has the ids of its first row, which
+    is the row that was used last."""
     groups = dict[tuple[str, ...], list[dict[str, Any]]]()
     for row in rows:
         groups.setdefault(_names(row, by), []).append(row)
@@ -74,7 +75,7 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def _names(row: dict[str, Any], by: str) -> tuple[str, ...]:
-    """Returns the names of a row for people."""
+    """Returns the names that a row shows."""
     shown = {"model": model_of, "engine": engine_of}
     return tuple(shown[name](row) if name in shown else row[name] for name in NAMES[by])
 
@@ -132,7 +133,7 @@ def _row(row: dict[str, Any], names: list[str], whole: dict[str, Any]) -> tuple[
 
 
 def _misses(whole: dict[str, Any]) -> str:
-    """Formats why tokens were computed, the most frequent reason first."""
+    """Formats the reasons why tokens missed, the most frequent reason first."""
     prompt = whole["prompt_token_count"]
     reasons = sorted(whole["misses"].items(), key=lambda one: -one[1])
     shares = [f"{why.replace('_', ' ')} {count / prompt:.1%}" for why, count in reasons if count]
@@ -145,7 +146,7 @@ def _misses(whole: dict[str, Any]) -> str:
 
 
 def _outlook(answer: dict[str, Any]) -> list[str]:
-    """Formats the highest possible hit rate, and the gain from more memory."""
+    """Formats the hit rate of an unlimited cache, and the gain from more memory."""
     outlook, whole = answer["outlook"], answer["total"]
     if not outlook["prompt_token_count"]:
         return []

@@ -1,7 +1,8 @@
-"""`hotkv size`: what an arena of a given size would hit of this traffic, and save.
+"""`hotkv size`: computes the hit rate and the saved time that arenas of given sizes would have.
 
-The traffic is a trace, or what a live server's engines report from now on. `hotkv-server simulate`
-replays it. Bytes of a token and the speed of prefill come from the server unless flags name them.
+The traffic is a trace, or the requests that a live server's engines report from now on.
+`hotkv-server simulate` replays it. The KV bytes of a token and the prefill speed come from the
+server unless flags give them.
 """
 
 import argparse
@@ -19,11 +20,12 @@ from hotkv_proto.errors import HotKVError
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
 MAX_BLOCKS = 20_000_000
 RECORDED_TOKENS = 512
-"""Tokens of a block of a recording: rounded up to whole blocks of the engine."""
+"""Tokens of a block in a recorded trace, before the recorder rounds them up to whole blocks of the
+engine."""
 PREFIX_CLOSED = ("full attention", "mla")
-"""Kinds of groups of which a hit needs every block."""
+"""Kinds of groups in which a hit needs every block of the prefix."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)
-"""Sizes that are tried by default, as multiples of the live server's arena."""
+"""Default arena sizes to simulate, as multiples of the live server's arena."""
 
 
 class SizeError(RuntimeError):
@@ -33,16 +35,16 @@ class SizeError(RuntimeError):
 def size(
     connect: Callable[[], AdminClient], options: argparse.Namespace, say: Callable[[str], None]
 ) -> str:
-    """Returns the answer as text, or as JSON with `options.json`. Takes `options.seconds` if there
-    is no trace.
+    """Simulates the arenas and returns the answer as text, or as JSON with `options.json`. Without
+    a trace it first records requests for `options.seconds`.
 
-    Raises HotKVError, SizeError; ValueError if neither flags nor a server tell what is needed.
+    Raises HotKVError, SizeError; ValueError if neither flags nor a server give a needed value.
     """
     for path in options.traces:
         path.open().close()
     bytes_per_token, speed = options.bytes_per_token, options.prefill_tokens_per_s
     if options.traces and bytes_per_token:
-        # Everything is given: no server is asked.
+        # The flags give every value, so no server is needed.
         return _simulated(options.traces, options, bytes_per_token, speed, options.arena)
     try:
         client = connect()
@@ -62,7 +64,7 @@ def size(
             if not traces:
                 traces = [Path(folder) / "this traffic"]
                 _record(client, traces[0], number, options, say)
-            # Asked last: an engine may have measured its speed in the meantime.
+            # Asks after the recording, because an engine may have measured its speed in it.
             speed = speed or prefill_tokens_per_s(client, number)
             return _simulated(traces, options, bytes_per_token, speed, arena)
 
@@ -75,7 +77,8 @@ def _unknown(error: HotKVError) -> ValueError:
 
 
 def token_bytes(space: dict[str, Any]) -> float:
-    """Returns the bytes of a token of a prompt in all layers that keep every token."""
+    """Returns the KV bytes of a prompt's token, over the groups that keep every token (full
+    attention and MLA); without such groups, over the first group."""
     groups = space["groups"]
     whole = [group for group in groups if group["kind"] in PREFIX_CLOSED] or groups[:1]
     return float(
@@ -84,7 +87,8 @@ def token_bytes(space: dict[str, Any]) -> float:
 
 
 def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
-    """Returns the fastest prefill that an engine of a key space has measured; 0 if none has."""
+    """Returns the highest prefill speed that an engine of a key space has measured; 0 if no engine
+    has measured it."""
     speeds = (
         float(one["prefill_tokens_per_s"])
         for one in client.sessions()
@@ -123,7 +127,8 @@ def _simulated(
     tokens_per_s: float,
     arena: str,
 ) -> str:
-    """Runs the simulator. Raises SizeError, or ValueError for what it says of the input."""
+    """Runs the simulator and returns its output. Raises SizeError if it fails, ValueError with its
+    message if it rejects the input."""
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]
     command += ["--trace", *map(str, traces)]
     if tokens_per_s:

@@ -1,4 +1,4 @@
-"""Formats the answers of `AdminClient` as tables and lines for people."""
+"""Formats the answers of `AdminClient` as tables and lines of text."""
 
 import datetime
 from collections.abc import Sequence
@@ -45,12 +45,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def engine_of(row: dict[str, Any]) -> str:
-    """Returns the name of a row's engine for people; its id if an older server tells no name."""
+    """Returns the engine's name to show in a row; its id if the server (an older version) sends no
+    name."""
     return str(row.get("engine_name") or row["engine_id"])
 
 
 def model_of(row: dict[str, Any]) -> str:
-    """Returns the name of a row's model for people."""
+    """Returns the model's name to show in a row."""
     return str(row.get("model_name") or row["model"])
 
 
@@ -418,13 +419,14 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """Returns the server's problems; without any, its state and the progress of its start."""
+    """Returns the server's problems; if it has none, its state and the progress of its start."""
     problems = "; ".join(info["problems"])
     return problems or "; ".join(filter(None, (info["state"], info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
-    """Formats a table of the tiers below host memory and their problems; empty without them."""
+    """Formats a table of the tiers below host memory, and their problems. Returns an empty list if
+    there are no such tiers."""
     rows = []
     for tier in tiers:
         does = tier.get("activity") or {}
@@ -462,7 +464,7 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
-    """Formats a line about residencies; empty if none of their counters is set."""
+    """Formats a line about residencies; an empty list if all of their counters are 0."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []
@@ -503,7 +505,8 @@ def loop_line(counters: dict[str, Any], held_by: str) -> str:
 
 
 def show_residencies(answer: dict[str, Any]) -> str:
-    """Formats the residencies, the bound, and the last refusal of each engine that waits."""
+    """Formats the open residencies, the limit of their total size, and the last refusal of each
+    engine that waits for room."""
     rows = [
         (
             engine_of(r),
@@ -603,8 +606,8 @@ def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
 
 
 def show_session(sessions: list[dict[str, Any]]) -> str:
-    """Formats the receipts of the sessions of a name, where their blocks lie, and the hints for
-    them."""
+    """Formats the answer of `explain_session`: for each session, the receipt of its requests, the
+    places of its blocks, and the hints that named it."""
     if not sessions:
         return "no request has named this session of late"
     parts = []
@@ -619,7 +622,8 @@ def show_session(sessions: list[dict[str, Any]]) -> str:
 
 
 def _receipt(session: dict[str, Any]) -> list[str]:
-    """Returns the line about a session's requests; none from a server that counts none."""
+    """Returns a line with the counts of a session's requests; an empty list if the server (an older
+    version) does not count them."""
     tokens = session.get("prompt_token_count", 0)
     if not tokens:
         return []

@@ -1,9 +1,9 @@
-"""Warm start of a node: exports the hottest blocks' hashes, and promotes blocks before traffic
-comes.
+"""Warm start of a node: exports the hashes of the hottest blocks, and promotes blocks to host
+memory before requests need them.
 
-A file of blocks has one JSON object a line: first the format and the key space, then group index
-and hashes in hexadecimal, the hottest first. It holds neither tokens nor KV. A file of prompts has
-one JSON list of token ids a line.
+A file of blocks has a JSON object per line. The first line has the format and the key space; each
+further line has a group index and hashes in hexadecimal, the hottest first. The file holds neither
+tokens nor KV. A file of prompts has a JSON list of token ids per line.
 """
 
 import json
@@ -17,7 +17,7 @@ from hotkv_client.admin import AdminClient
 
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
-"""Blocks in a call. Calls follow each other, so the hottest blocks come in first."""
+"""Most blocks in a call. Calls run one after the other, so the hottest blocks come first."""
 TOKEN_BYTES = 4
 COUNTS = (
     "present_block_count",
@@ -28,12 +28,12 @@ COUNTS = (
 
 
 def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) -> dict[str, Any]:
-    """Writes the hashes of the hottest blocks to a file, which replaces `path` only when it is
-    complete.
+    """Writes the hashes of the hottest blocks to `path`. An existing file is replaced only when the
+    new file is complete.
 
     Raises HotKVError, OSError.
 
-    byte_count: the blocks take about this many bytes in total; 0: all blocks.
+    byte_count: the total size of the named blocks, approximately; 0: all blocks.
     """
     parts = client.export_blocks(key_space_id, byte_count)
     space = next(parts)

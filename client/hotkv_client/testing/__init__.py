@@ -1,7 +1,8 @@
-"""Test doubles for tests and benchmarks, of this package and of others.
+"""Engines and test doubles for the tests and benchmarks of this and other packages.
 
-`PagedEngine` is an engine that speaks to a real server. `FakeServer` and `FakeSession` double the
-server, with faults on demand. `OddServer` answers with arbitrary bytes.
+`PagedEngine` is an engine that speaks to a real server. `FakeServer` and `FakeSession` stand for a
+server and its sessions, without a process; tests make them fail on demand. `OddServer` is a gRPC
+server that answers with arbitrary bytes.
 """
 
 from hotkv_client.testing.fake import FakeServer, OddServer

@@ -1,27 +1,30 @@
 """A double of the cache: one server state, any number of sessions, faults on demand.
 
-It really copies bytes, through the layout. Ranks join a write lease as with the real server
-(`FakeWrites`): a block is ready when every shard is written. A store whose session is closed, or
-has revoked its stores, can't commit. A cancelled store over a shared fence ends at once for the
-session; the server continues with it and finds it revoked. `residencies`: see `FakeResidencies`.
+The double copies the blocks' bytes, by the engines' layouts. The ranks of an engine store under one
+write lease, as with the real server (`FakeWrites`): a block is ready when every shard is written. A
+store can't commit if its session is closed or has called `revoke_stores`. If a store over a shared
+fence is cancelled, its future resolves at once; the server still ends the store later and finds it
+revoked. `FakeServer.residencies` is a `FakeResidencies`.
 
-Knobs of `FakeServer`:
+Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.
 - `table`: False: `probe` returns None.
-- `hold`: kinds of calls whose answer waits for `settle`.
-- `late`: kinds of calls that reach the server only at `settle`.
+- `hold`: names of calls whose answers are held until `settle`.
+- `late`: names of calls that reach the server only at `settle`.
 - `fail_loads`, `fail_stores`, `fail_flushes`: these calls fail.
 - `pending_tiers`: the pending tiers that flushes report.
-- `spoil_loads`: a load writes rubbish to every second block when it begins, and corrects it only if
-    it succeeds.
-- `grant_limit`: the most blocks that a lease pins.
+- `spoil_loads`: a load writes wrong bytes to every second block when it begins, and the right bytes
+    only if it succeeds.
+- `grant_limit`: a read lease pins blocks only among the first `grant_limit` blocks that it names.
 - `ack_cancels`: False: a cancel has no effect until `settle`.
-- `wants_token_ids`, `order_kind`: as in a session.
-- `has_passed`: whether a transfer's mark has passed. A transfer whose mark has not passed is held.
-- `refuse_workers`: why sessions with memory are refused; empty: they are accepted.
+- `wants_token_ids`, `order_kind`: the values that sessions return.
+- `has_passed`: function that says whether the device has passed a transfer's mark. Until then the
+    transfer is held.
+- `refuse_workers`: the reason with which sessions with memory are refused; empty: they are
+    accepted.
 
-`settle()` resolves the held calls, except those whose mark has not passed. An answer that is held
-when the server dies becomes SessionLostError.
+`settle()` resolves the held calls, except transfers whose mark has not passed. If the server dies
+(`die`), held calls fail with SessionLostError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +55,8 @@ ARENA_BYTES = 64 << 20
 
 
 class FakeServer:
-    """The state that all sessions share. See the module for the knobs."""
+    """The state of the double, which all of its sessions share. The module's docstring lists the
+    attributes that a test may set."""
 
     def __init__(self) -> None:
         self.up = True
@@ -112,7 +116,8 @@ class FakeServer:
         return (space, group, block_hash) in self.blocks
 
     def settle(self, kind: str = "") -> int:
-        """Resolves the held calls, or only the held calls of a kind. Returns their number."""
+        """Resolves the held calls; with `kind`, only the held calls of this name. Calls whose mark
+        has not passed stay held. Returns the number of resolved calls."""
         now = [
             entry
             for entry in self.held
@@ -152,12 +157,11 @@ class FakeServer:
 
 
 class OddServer:
-    """A server whose answers are arbitrary bytes, over real gRPC. It sees and sends packed messages
-    only.
+    """A gRPC server that answers with arbitrary bytes, to test how clients handle answers that a
+    hotkv server never sends.
 
-    It tests faults of a stream that a hotkv server never produces. It answers each message of a
-    session's stream with the messages that `answers` returns for it. An exception of `answers` ends
-    the stream. Use it in a `with` block.
+    For each serialized message of a session's stream it sends the serialized messages that
+    `answers` returns. An exception of `answers` ends the stream. Use it in a `with` block.
     """
 
     def __init__(self, target: str, answers: Callable[[bytes], Iterable[bytes]]) -> None:

@@ -1,4 +1,5 @@
-"""The state of `FakeServer`: memory of engines, residencies, and write leases that ranks join."""
+"""The state of `FakeServer`: memory of engines, residencies, and the write leases under which the
+ranks of an engine store."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from hotkv_proto.keys import Representation
 from hotkv_proto.layout import Layout
 
 Key = tuple[bytes, int, bytes]
-"""Key space, group index or a representation's salt, block hash."""
+"""The key of a block or a representation: its key space, its group index (for a representation its
+salt), and the block hash."""
 LeaseName = tuple[str, str]
 """Engine id, lease id."""
 Shards = dict[int, bytes]
@@ -25,7 +27,8 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """Memory of a session. Without a layout it has no memory, only the groups' shapes."""
+    """The engine memory of a session. Without a layout the session has no memory, and this object
+    knows only the groups."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -38,7 +41,8 @@ class FakeMemory:
         }
 
     def shape(self, group: int) -> GroupSpec | Representation:
-        """Returns the group, or the representation that this session declares after the groups."""
+        """Returns the group of this index. Indices after the last group are the kinds of
+        representation that the session declares."""
         groups = self._config.key_space.groups
         return (
             groups[group]
@@ -47,10 +51,8 @@ class FakeMemory:
         )
 
     def number(self, group: int) -> int:
-        """Returns the number in the server's keys: a group's index, or a representation's salt.
-
-        The salt differs for each version of a representation.
-        """
+        """Returns the number that stands for a group in the server's keys (`Key`): the index of a
+        group, or the salt of a representation, which differs for each of its versions."""
         shape = self.shape(group)
         return (
             self._config.key_space.representation_salt(shape)
@@ -95,17 +97,18 @@ class FakeMemory:
 
 # -------------------------------------------------------------------------------------- residencies
 
-# Residencies of the double: an arena in plain memory, and words that readers check.
+# Residencies of the double: an arena in plain memory, and the validity words that readers check
+# (`hotkv_proto.words`).
 #
-# Always true: a slot has the bytes of the block for which it was allocated, its shards in order. A
-# slot is never reused, so a test finds a reader that reads too long by the words alone.
+# Always true: a slot holds the bytes of the block for which it was allocated, its shards in order.
+# A slot is never reused, so only the words show that a reader has read after its residency ended.
 
 
 SLOT_ALIGN = 4096
 
 
 class FakeArena:
-    """Stands for `hotkv_client.Arena`."""
+    """Stands for `hotkv_client.Arena`, with memory of this process."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)
@@ -119,9 +122,10 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """A residency.
+    """An open residency of the double.
 
-    offsets, names: offset and hash of each block, by group index and position.
+    asked: number of blocks that the engine reserved, by group index.
+    offsets, names: arena offset and hash of each pinned block, by (group index, position).
     """
 
     opened: ResidencyOpened
@@ -133,9 +137,10 @@ class FakeResidency:
 class FakeResidencies:
     """All residencies of a server, by engine id and residency id.
 
-    most, most_blocks: the most that may be open, and the most blocks of all together; what exceeds
-        them fails as NO_ROOM_FOR_RESIDENCY. None: no limit.
-    can_grow: False for a server that reserves no more blocks for an open residency.
+    most: largest number of open residencies; None: no limit.
+    most_blocks: largest number of reserved blocks of all residencies together; None: no limit.
+        `add` fails as NO_ROOM_FOR_RESIDENCY beyond one of these limits.
+    can_grow: whether `add` may reserve more blocks for an open residency.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -144,16 +149,21 @@ class FakeResidencies:
         self.most: int | None = None
         self.most_blocks: int | None = None
         self.can_grow = True
-        # Residency id of each store, in order. The double never evicts blocks, so it pins nothing.
+        # Residency id of each store, in order. The double never evicts blocks, so stores need not
+        # pin their blocks.
         self.stored_into: list[str] = []
         self.generation = 1
         self._next_offset = 0
         self._next_word = 1
 
     def add(self, name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
-        """Opens a residency, or grows it.
+        """Opens a residency, or reserves more blocks for an open residency.
 
-        Raises NO_ROOM_FOR_RESIDENCY, or DUPLICATE_ID if it is open with more blocks.
+        Raises NO_ROOM_FOR_RESIDENCY beyond a limit. Raises DUPLICATE_ID if the residency is open
+        and `asked` has fewer blocks in a group, or has more blocks and `can_grow` is False.
+
+        name: engine id, residency id.
+        asked: number of blocks by group index.
         """
         known = self.open.get(name)
         if known is not None and known.asked != asked:
@@ -182,9 +192,12 @@ class FakeResidencies:
         hashes: Sequence[bytes],
         blocks: Sequence[Shards | None],
     ) -> Int64s:
-        """Returns the offsets of blocks, given their hashes and shards; -1 for None.
+        """Pins blocks in a residency and returns their offsets in the arena; -1 for a block that is
+        not pinned.
 
         Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if another block is pinned at a position.
+
+        blocks: the shards of each block; None if the server does not have the block.
         """
         residency = self.open.get(name)
         if residency is None:
@@ -214,14 +227,16 @@ class FakeResidencies:
         self.open.pop(name, None)
 
     def revoke(self, engine_id: str) -> None:
-        """Revokes all residencies of an engine, as a server does. Readers see it in the words."""
+        """Ends all residencies of an engine without its call, as a server does after a session is
+        lost. Changes their words, so that `Arena.holds` returns False for readers."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
 
     def restart(self) -> None:
-        """Acts as a restarted server: forgets the open residencies and raises the generation.
+        """Acts as a restarted server: forgets the open residencies and raises the generation for
+        new residencies.
 
-        Readers of the old residencies are not interrupted.
+        The words stay as they are, so readers of the old residencies may continue.
         """
         self.open.clear()
         self.generation += 1
@@ -232,9 +247,10 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """The blocks of a run.
+    """The blocks, or the representations, of a run of a store.
 
-    blocks: for representations, the blocks that they belong to; otherwise None.
+    keys: key of each block or representation.
+    blocks: for representations, the key of the block to which each belongs; None for blocks.
     """
 
     keys: Sequence[Key]
@@ -243,10 +259,16 @@ class WriteRun:
 
 @dataclass(slots=True, eq=False)
 class FakeWriteLease:
-    """A write lease.
+    """A write lease, under which all ranks of an engine store their shards of the same blocks.
 
-    listed: the blocks that the first call named.
-    parts: the lease's own blocks that are not ready, with the written shards of each.
+    session: the session whose call opened the lease.
+    listed: keys of the blocks that the first call named.
+    parts: the blocks and representations that the lease has reserved and that are not ready yet,
+        with the written shards of each.
+    aborted: keys of `parts` that can't become ready any more.
+    shards_seen: shards whose store has ended.
+    stores: stores in flight.
+    released: True after `expire`; the lease then ends with its last store in flight.
     """
 
     name: LeaseName
@@ -262,7 +284,8 @@ class FakeWriteLease:
 
 @dataclass(slots=True, eq=False)
 class FakeStore:
-    """A store of a shard that has begun. The blocks that it writes have the result RESERVED."""
+    """A store of one shard, in flight. A block that the store will write has the result RESERVED in
+    `results`, which has a list for each run."""
 
     lease: FakeWriteLease
     shard: int
@@ -281,15 +304,16 @@ class FakeStore:
 
 
 class FakeWrites:
-    """The write side of `FakeServer`: leases that ranks join, with results per block as the server
-    has.
+    """The write leases of `FakeServer`. Each block of a store gets the `BlockResult` that the real
+    server would give.
 
     Always true: a block that is not ready belongs to at most one lease. The first call under a
-    lease id decides which blocks belong to the lease; later calls name no others. A block becomes
-    ready when every shard is written, and never after a copy of it was aborted. Room is unlimited
-    and leases do not expire: `expire` ends leases that ranks have left.
+    lease id decides which blocks belong to the lease; a later call must not name other blocks. A
+    block becomes ready when every shard is written, and never after a copy of it was aborted. Room
+    is unlimited. Leases have no expiry time; a test calls `expire`.
 
-    is_ready, publish: access the blocks of the server.
+    is_ready: returns whether a block of the server is ready.
+    publish: makes a block ready, given all of its shards.
     """
 
     def __init__(
@@ -308,9 +332,12 @@ class FakeWrites:
         shard: int,
         num_shards: int,
     ) -> FakeStore:
-        """Begins a store: reserves the blocks that no earlier call under the lease has.
+        """Begins a store. The first call under a lease opens it and reserves the blocks that are
+        neither ready nor reserved by another lease.
 
         Raises DUPLICATE_ID for blocks that the lease's first call did not name.
+
+        shard: the shard that this store writes, of `num_shards`.
         """
         named = {key for run in runs if run.blocks is None for key in run.keys}
         lease = self.leases.get(name)
@@ -360,9 +387,11 @@ class FakeWrites:
         return BlockResult.WRITTEN if shard in lease.parts[key] else BlockResult.RESERVED
 
     def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
-        """Ends a store once: replaces RESERVED by the final results. Returns the bytes written.
+        """Ends a store: replaces each result RESERVED by the final result. Returns the number of
+        bytes written. A second call for the store does nothing and returns 0.
 
-        read: returns the bytes of a run's block; None: nothing is committed.
+        read: returns the bytes of a block, given the index of the run and the position in the run.
+            None: the store is revoked, and no block is committed.
         """
         if store.ended:
             return 0
@@ -407,9 +436,10 @@ class FakeWrites:
             del lease.parts[key], self._owners[key]
 
     def _settle(self, lease: FakeWriteLease) -> None:
-        """Drops aborted blocks once no store writes to them.
+        """Drops the lease's aborted blocks, unless stores are in flight.
 
-        Ends the lease when every shard was seen and no block is outstanding.
+        Ends the lease if it is released, or if a store of every shard has ended and all blocks are
+        ready or dropped.
         """
         if lease.stores or self.leases.get(lease.name) is not lease:
             return
@@ -424,14 +454,14 @@ class FakeWrites:
             self._settle(lease)
 
     def expire(self, session: object = None) -> None:
-        """Ends the leases of a session, or all leases. A lease with stores in flight ends with
-        them."""
+        """Ends the leases of a session; with None, all leases. A lease with stores in flight ends
+        when the last of them ends."""
         for lease in list(self.leases.values()):
             if session is None or lease.session is session:
                 lease.released = True
                 self._settle(lease)
 
     def forget(self) -> None:
-        """Acts as a dead server: stores that have begun don't commit."""
+        """Acts as a server that died: forgets all leases, so that stores in flight can't commit."""
         self.leases.clear()
         self._owners.clear()

@@ -1,9 +1,9 @@
-"""The double of a session: `hotkv_client.Session` over a `FakeServer`. It really copies bytes.
+"""The double of `hotkv_client.Session`, over a `FakeServer`. Loads and stores copy the bytes.
 
-Always true: a call is recorded in `FakeServer.calls` first. Its future is resolved at once, unless
-a knob of the server holds it. A store whose session is closed, or has revoked its stores, commits
-nothing. If a store over a shared fence is cancelled, it ends at once for the session; the server
-continues with it and finds it revoked.
+Always true: each call is first recorded in `FakeServer.calls`. Its future is resolved at once,
+unless an attribute of the server (such as `hold`) delays the answer. A store commits no block if
+its session is closed or has called `revoke_stores`. If a store over a shared fence is cancelled,
+its future resolves at once; the server still ends the store later and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
-    """Resolves a call with the result or the error of `act`."""
+    """Resolves the future of a call with the result or the error of `act`; if the call was
+    cancelled, with a TransferResult of status CANCELLED."""
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
     except HotKVError as error:
@@ -57,7 +58,7 @@ RUBBISH = b"\x5a"
 
 
 class FakeSession:
-    """Stands for `hotkv_client.Session`."""
+    """Stands for `hotkv_client.Session`. `layout` None: a session without memory."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class FakeSession:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns 0: a double holds no KV."""
+        """Returns 0: the double does not count bytes."""
         return 0
 
     @property
@@ -293,9 +294,13 @@ class FakeSession:
         after: After | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> Future[Any]:
-        """Records a call and resolves or holds it.
+        """Records a call, and resolves its future at once or holds it until `FakeServer.settle`.
 
-        begin: runs when the call reaches the server. An error there is the answer.
+        kind: name of the call.
+        name: id of the call's lease, transfer, residency or sequence; empty without an id.
+        what: the arguments to record.
+        act: computes the answer.
+        begin: runs when the call reaches the server. If it raises HotKVError, that is the answer.
         """
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
@@ -404,7 +409,7 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # Reading and committing are one step here, so checking before the read is equivalent.
+            # The double reads and commits in one step, so it may check before it reads.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (
@@ -423,7 +428,7 @@ class FakeSession:
             )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
-        # However the call ends, a store that has begun commits nothing after that.
+        # Once the future is resolved, also by an error, the store can't commit any more.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return (
             answer
@@ -480,10 +485,10 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """Returns the session's future of a store, which resolves at once if the store is
-        cancelled.
+        """Returns a future for a store over a shared fence. It resolves with `answer`, or at once
+        if the store is cancelled.
 
-        The word stays in use until the server's own answer.
+        The store's word stays in use until `answer`, the server's own future, is resolved.
         """
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown

@@ -1,6 +1,6 @@
 """An engine without vLLM, for tests and benchmarks that speak to a real server.
 
-Its memory is a shared file.
+Its KV memory is a file that the server maps.
 """
 
 import mmap
@@ -19,10 +19,9 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 class PagedEngine:
     """A CPU engine's KV cache, layout LBHNC, and its worker session.
 
-    windows: one group for each. A group has sliding-window attention over this many tokens; 0: full
-        attention. All groups use the same memory, as in vLLM, so a block belongs to one group at a
-        time.
-    layers: layers of each group.
+    windows: for each group, the tokens of its sliding window; 0: full attention. All groups use the
+        same memory, as in vLLM, so a block belongs to one group at a time.
+    layers: number of layers of each group.
     kv: uint8 [layers, blocks, page bytes], shared with the server.
     """
 

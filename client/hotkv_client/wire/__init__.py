@@ -1,1 +1,1 @@
-"""The wire of the client: the only modules that see its messages."""
+"""Builds and reads the client's protobuf messages. No other module of the client handles them."""

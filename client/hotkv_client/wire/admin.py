@@ -1,4 +1,5 @@
-"""AdminService, EventService, HintService and WarmStartService: plain values in and out."""
+"""Makes the calls of AdminService, EventService, HintService and WarmStartService. Functions accept
+and return plain Python values, never protobuf messages."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,8 @@ SERVING = b"\x08\x01"
 
 
 class Stubs:
-    """Stubs of a channel. Make them while it is open: gRPC crashes the process otherwise."""
+    """The admin and event stubs of a channel. Make them while the channel is open: for a closed
+    channel gRPC crashes the process."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
@@ -77,10 +79,12 @@ def tell(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """Asks gRPC's health service whether a service serves; "" is the server. Raises HotKVError.
+    """Asks gRPC's health service whether a service serves. Raises HotKVError.
 
-    The service's two messages have one field each, so this module encodes them itself. The client
-    thereby needs no package for them.
+    service: name of the service; "" asks about the whole server.
+
+    The two messages of the health service have one field each. This function encodes them itself,
+    so the client does not depend on the package `grpcio-health-checking`.
     """
     name = service.encode()
     check: Any = channel.unary_unary(HEALTH_CHECK)
@@ -94,9 +98,11 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 
 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
-    """Yields the answers of a server stream until its time is up.
+    """Yields the answers of a server stream until its deadline.
 
-    Raises HotKVError if the server ends it.
+    Raises HotKVError if the stream fails earlier.
+
+    seconds: the stream's deadline, as it was given to the call; 0: no deadline.
     """
     try:
         yield from call
@@ -110,9 +116,10 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Yields reported requests as they arrive, and the number missed after them.
+    """Yields pairs: requests that engines have reported, and the number of requests that the stream
+    missed after them.
 
-    The first answer is empty.
+    The first pair is empty. Raises HotKVError if the stream fails.
 
     seconds: time until the stream ends; 0: never.
     """
@@ -136,13 +143,14 @@ def watch_requests(
 def subscribe(
     stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, state: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yields events as they happen, as plain values, and the number missed after them.
+    """Yields pairs: cache events as plain values, and the number of events that the stream missed
+    after them.
 
-    The first answer is empty.
+    The first pair is empty. Raises HotKVError if the stream fails.
 
     seconds: time until the stream ends; 0: never.
-    tiers: include events of blocks in lower tiers.
-    state: begin with the blocks that are cached.
+    tiers: include events of blocks in tiers below host memory.
+    state: begin with events for the blocks that are cached.
     """
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers, state=state)
     stream = stubs.events.Subscribe(request, timeout=seconds or None, metadata=metadata)
@@ -154,7 +162,7 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     kind = str(event.WhichOneof("body"))
     fields = plain(getattr(event, kind))
     if "medium" in fields:
-        # Servers without tiers name no medium.
+        # Servers without tiers leave `medium` unset.
         fields["medium"] = str(fields["medium"]).upper() or "CPU"
     if kind == "stored":
         fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
@@ -176,9 +184,10 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Returns a message as nested dicts and lists, with every field.
+    """Converts a message to nested dicts and lists. Unset fields have their default values.
 
-    Enums become words; a value that this client does not know stays a number.
+    Bytes become hexadecimal text. An enum becomes a word; a number that this client does not know
+    stays a number.
     """
 
     def value(field: Any, item: Any) -> Any:
@@ -215,7 +224,8 @@ def send_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> list[dict[str, Any]]:
-    """Sends an envelope without a request; returns the outcomes so far. Raises HotKVError."""
+    """Sends an envelope of hints outside a request. Returns the outcomes that are known so far.
+    Raises HotKVError."""
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -241,7 +251,8 @@ def poll_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Returns the outcomes that have changed, and the next cursor. Raises HotKVError."""
+    """Returns the hints' outcomes that have changed since `cursor`, and the next cursor. Raises
+    HotKVError."""
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
@@ -263,9 +274,10 @@ NamedGroups = Sequence[tuple[int, bytes]]
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """Yields the key space in the form of JSON, then its hottest blocks in parts.
+    """Yields the key space as a dict, then the names of its hottest blocks in lists of (group
+    index, packed hashes). Raises HotKVError.
 
-    Raises HotKVError.
+    byte_count: the total size of the named blocks, approximately; 0: all blocks.
     """
     request = warm_pb2.ExportBlocksRequest(key_space_id=key_space_id, byte_count=byte_count)
     try:
@@ -287,11 +299,12 @@ def prefetch(
     timeout_s: float,
     metadata: Metadata,
 ) -> dict[str, Any]:
-    """Asks the server to promote the named blocks. Makes one call.
+    """Asks the server, in one call, to promote the named blocks to host memory. Returns the counts
+    of the answer.
 
     Raises HotKVError; ValueError if `key_space` does not describe a key space.
 
-    key_space: as `export` yielded it, as operators see it, or an id.
+    key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
     prompts: pairs of packed hashes and packed token ids.
     """
     request = warm_pb2.PrefetchBlocksRequest(
@@ -315,10 +328,8 @@ def prefetch(
 
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
-    """Returns the key space with the kinds of its groups as numbers.
-
-    `plain` shows these kinds as words.
-    """
+    """Returns a copy of the key space in which the kind of each group is a number. `plain` has
+    written these kinds as words."""
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [

@@ -1,4 +1,5 @@
-"""Answers to sessions: messages in, typed values out. A refusal becomes a HotKVError."""
+"""Reads the server's messages to a session and returns typed values. A refusal becomes a
+HotKVError."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -33,16 +34,22 @@ from hotkv_proto.v1 import events_pb2, session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
-"""Names of the answers that differ from the name of their call."""
+"""By call: the name of its answer, for calls whose answer has another name than the call."""
 
 Response = session_pb2.ConnectResponse
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session as the server opened it.
+    """The server's answer to the opening of a session.
 
-    salts: salts of the block table, by group index.
+    epoch: number that changes when the server loses the cache's contents.
+    has_descriptor_socket: whether the session can open a link (exchange descriptors).
+    wants_token_ids: whether stores should carry token ids, for events.
+    salts: by group index, the 64-bit salt that the block table mixes into the hashes of the group.
+    has_residency, has_tiers, has_events, grows_residencies: features of the server (`Feature`).
+    stored_bytes: bytes of the session's key space that are in the server's host memory.
+    takes_batches: whether the server accepts several requests in a message.
     """
 
     session_id: str
@@ -63,7 +70,7 @@ NOT_OPENED = Opened("", 0, 0, False, False, (), False, False, False, 0, False, F
 
 
 def opened(response: Response | None) -> Opened:
-    """Reads the first answer of a stream.
+    """Reads the first message of a stream, with which the server opens the session.
 
     Raises SessionLostError if the server did not open the session.
     """
@@ -88,7 +95,7 @@ def opened(response: Response | None) -> Opened:
 
 
 def each(responses: Iterable[Response]) -> Iterator[Response]:
-    """Yields the answers and notices of a stream, in order."""
+    """Yields the answers and notices of a stream in order, also those inside batches."""
     for response in responses:
         if response.WhichOneof("body") == "batch":
             yield from response.batch.responses
@@ -99,10 +106,11 @@ def each(responses: Iterable[Response]) -> Iterator[Response]:
 def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -> Any:
     """Reads the answer to a call and returns its typed value.
 
-    Raises HotKVError for a refusal, and whatever reading a malformed answer raises.
+    Raises HotKVError if the server refused the call. A malformed answer may raise any exception.
 
     call: name of the call, as in `ConnectRequest.body`.
-    hash_bytes: of the session's key space.
+    hash_bytes: length of a block hash in the session's key space.
+    lease_id: the lease that the call asked for; used only for `acquire_lease`.
     """
     body = response.WhichOneof("body")
     if body == "error":
@@ -125,7 +133,8 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
             extended = response.extend_residency
             found = fields.int64s(extended.offsets)
             rows = fields.int64s(extended.representation_offsets)
-            # If a server sends no offsets of representations, the engine builds these anew.
+            # If a server sends no offsets of representations, the engine builds the representations
+            # again.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
@@ -184,7 +193,7 @@ def _event(
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:
-    """Reads an eviction notice."""
+    """Reads a notice that the server has dropped blocks."""
     groups = response.eviction_notice.groups
     return Evicted(
         tuple(GroupHashes(g.group_index, cache.unpack(g.hashes, hash_bytes)) for g in groups)
@@ -200,12 +209,12 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
 
 @dataclass(frozen=True, slots=True)
 class LinkSizes:
-    """Sizes of the files whose descriptors a link provides, in bytes; 0 if this session may not map
-    one.
+    """Sizes of the arena's file and the block table's file, whose descriptors the server sent.
 
-    num_words: number of 64-bit words, by which a reader of the arena sees that blocks were pinned
-        while it read them (`hotkv_proto.words`). They start at `words_offset_bytes` of the arena's
-        file.
+    arena_bytes, table_bytes: 0 if the server does not let this session map the file.
+    num_words: number of 64-bit validity words (`hotkv_proto.words`), by which a reader of the arena
+        checks that the blocks it read were still pinned. They start at byte `words_offset_bytes` of
+        the arena's file.
     """
 
     arena_bytes: int
@@ -215,7 +224,7 @@ class LinkSizes:
 
 
 def link_sizes(packet: bytes) -> LinkSizes:
-    """Reads the sizes from a link's answer. Raises HotKVError if the link was refused."""
+    """Reads the server's answer to a link request. Raises HotKVError if the server refused."""
     response = _link_response(packet)
     return LinkSizes(
         response.arena_byte_count,
@@ -226,13 +235,13 @@ def link_sizes(packet: bytes) -> LinkSizes:
 
 
 def ticket(packet: bytes) -> bytes:
-    """Reads the ticket. Raises HotKVError if it was refused."""
+    """Reads the ticket from the server's answer. Raises HotKVError if the server refused."""
     return _link_response(packet).ticket
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """Returns a failed call as a HotKVError, with the server's reason if it sent a readable
-    reason."""
+    """Converts gRPC's error of a failed call to a HotKVError. The reason is the server's, or
+    OVERLOADED or INTERNAL if the server sent no readable reason."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
         packed = trailers.get(STATUS_KEY, b"")

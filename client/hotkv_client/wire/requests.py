@@ -1,4 +1,4 @@
-"""Requests of sessions: builds the message of each call. `answers` reads the answers."""
+"""Builds the message of each call of a session. The module `answers` reads the answers."""
 
 import queue
 import time
@@ -41,11 +41,14 @@ from hotkv_proto.versions import FEATURES, MAX_BATCH_BYTES, NEWEST_VERSION, OLDE
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
-"""Make it while its channel is open."""
+"""Make a stub while its channel is open: for a closed channel gRPC crashes the process."""
 
 
 def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
-    """Builds the first message of a stream."""
+    """Builds the first message of a stream, which opens the session.
+
+    ticket: proves which user this process runs as; empty without a ticket.
+    """
     return Request(
         open_session=session_pb2.OpenSession(
             protocol_version=OLDEST_VERSION,
@@ -65,7 +68,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
 
 
 def register_memory(layout: Layout, order: DeviceOrder) -> Request:
-    """Builds the request that registers memory."""
+    """Builds the request that registers the engine's memory with the server."""
     return Request(
         register_memory=session_pb2.RegisterMemory(
             layout=layout_message(layout),
@@ -75,12 +78,12 @@ def register_memory(layout: Layout, order: DeviceOrder) -> Request:
 
 
 def read_events(most: int) -> Request:
-    """Builds the request for the next events."""
+    """Builds the request for the next events, at most `most`; 0: the server's limit."""
     return Request(read_events=events_pb2.ReadEventsRequest(max_event_count=most))
 
 
 def ping() -> Request:
-    """Builds a request for an empty answer."""
+    """Builds a request to which the server sends an empty answer."""
     return Request(ping=session_pb2.Ping())
 
 
@@ -110,7 +113,7 @@ def acquire(
     wants_offsets: bool = False,
     traceparent: str | None = None,
 ) -> Request:
-    """Builds the request that pins ready blocks."""
+    """Builds the request for a read lease, which pins ready blocks."""
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
@@ -125,7 +128,7 @@ def acquire(
 def reserve(
     lease_id: str, runs: Sequence[BlockRun], ttl_s: float, retention: Retention, hash_bytes: int
 ) -> Request:
-    """Builds the request that reserves slots."""
+    """Builds the request for a write lease, which reserves slots."""
     return Request(
         reserve_blocks=cache_pb2.ReserveBlocksRequest(
             lease_id=lease_id,
@@ -220,7 +223,7 @@ def store(
 
 
 def cancel(transfer_id: str) -> Request:
-    """Builds the request that ends a transfer early."""
+    """Builds the request that asks the server to end a transfer early."""
     return Request(cancel_transfer=cache_pb2.CancelTransferRequest(transfer_id=transfer_id))
 
 
@@ -230,7 +233,7 @@ def flush() -> Request:
 
 
 def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Builds the report of hits in the device cache."""
+    """Builds the report of blocks that the engine used from its own device cache."""
     named = cache.group_messages(groups, hash_bytes)
     return Request(report_use=session_pb2.ReportUse(groups=named))
 
@@ -242,10 +245,8 @@ def report_requests(
     ended: Iterable[EndedRequest[Sequence[bytes]]] = (),
     loads: Iterable[LoadEnd] = (),
 ) -> Iterator[Request]:
-    """Yields the report of scheduled requests, ended requests and ended loads.
-
-    Several messages if a single message would be too large.
-    """
+    """Yields the report of scheduled requests, ended requests and ended loads: one message, or
+    several if one would be too large."""
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]
     ends = [load_end_message(end) for end in loads]
@@ -264,16 +265,18 @@ def report_requests(
 
 
 DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_residency"})
-"""Calls without an answer that may wait DEFER_S for the next call, to go in one message with it."""
+"""Calls without an answer. They may wait DEFER_S for the next call, so that one message holds both.
+"""
 DEFER_S = 0.005
 
 
 def batched(
     outbox: "queue.SimpleQueue[Request | None]", takes_batches: Callable[[], bool]
 ) -> Iterator[Request]:
-    """Yields the requests of an outbox, in order, until it holds None. Blocks.
+    """Yields the requests of an outbox in order. Blocks while the outbox is empty; ends at None.
 
-    takes_batches: while it returns True, requests that wait are combined, up to MAX_BATCH_BYTES.
+    takes_batches: returns True if the server accepts batches. Then several waiting requests become
+        one message of at most MAX_BATCH_BYTES.
     """
     waiting: Request | None = None
     has_ended = False
@@ -305,15 +308,17 @@ def connect(
     requests: Iterator[Request],
     metadata: Sequence[tuple[str, str | bytes]] = (),
 ) -> Any:
-    """Opens the session stream; iterate over it for responses."""
+    """Opens the stream of a session. Returns the gRPC call, which is an iterator over the server's
+    messages."""
     return stub.Connect(requests, metadata=tuple(metadata))
 
 
 def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
-    """Builds the first packet on the descriptor socket."""
+    """Builds the first packet of a link (the connection to the descriptor socket). The descriptors
+    of `handle_ids` are sent with it."""
     return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
 
 
 def ticket_request() -> bytes:
-    """Builds the packet that asks for a ticket."""
+    """Builds the packet that asks the descriptor socket for a ticket."""
     return session_pb2.LinkRequest(wants_ticket=True).SerializeToString()

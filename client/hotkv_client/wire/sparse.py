@@ -1,4 +1,4 @@
-"""Sparse decode: builds the message of each call, and reads selections."""
+"""Builds the messages of the calls about sparse decode, and reads the server's selections."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub
-"""Make it while its channel is open."""
+"""Make a stub while its channel is open: for a closed channel gRPC crashes the process."""
 
 
 def _read_int32s(packed: bytes) -> Int32s:
@@ -52,7 +52,8 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
 
 
 def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
-    """Returns the centres of the layers for which the server selects."""
+    """Builds the messages of the centres (each layer's mean key), for the layers in
+    `value.layer_indices` that have a centre."""
     centres = value.centres
     if centres is None:
         return []
@@ -171,5 +172,6 @@ def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
 
 
 def select_blocks(stub: Stub, requests: Iterator[SelectRequest]) -> Any:
-    """Opens a stream of selections; iterate over it for responses."""
+    """Opens a stream of selections. Returns the gRPC call, which is an iterator over the server's
+    responses."""
     return stub.SelectBlocks(requests)

@@ -2,7 +2,7 @@
 
 `x_message` makes the message of a value; `read_x` reads the value of a message. Messages may come
 from an untrusted sender: a wrong field raises HotKVError, whose sentence names the field and the
-fix. These modules check only what the message alone can show; the caller checks the value against
-its state. Values that only one side makes or reads (events, pages, admin) are converted in that
-side's code.
+fix. These modules check a message only by itself; the caller checks the value against its state
+(for example that a group exists). Values that only the client or only the server converts (events,
+pages, admin) are converted in the code of that side.
 """

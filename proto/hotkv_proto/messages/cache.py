@@ -1,7 +1,8 @@
 """Calls on blocks (cache.proto): hashes, runs to store or load, and the answer for each block.
 
-Engines hold hashes as bytes, the server as words [n, 8]. A session numbers groups with its own
-indexes; a `GroupIndex` maps them to the server's. It raises HotKVError for an unknown group.
+Engines hold hashes as bytes, the server as uint32 [n, 8]. A session numbers groups with indices of
+its own; a `GroupIndex` is a function that maps such an index to the server's index. It raises
+HotKVError for an unknown group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ MAX_STORED_BLOCKS = 1 << 16
 """Most blocks that a call may reserve or store: half of MAX_LOADED_BLOCKS, because making room
 takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
-"""Most blocks of a load: as many as a single lease call finds."""
+"""Most blocks of a load, which is also the most blocks of a lease call."""
 
 # ---------------------------------------------------------------------------------------- hashes
 
@@ -54,8 +55,8 @@ def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
 
 
 def pack_quickly(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for a lookup, whose answer is a hint. Checks only their total length; raises
-    INVALID_HASH if it is wrong."""
+    """Joins hashes for a lookup. Faster than `pack`, because it checks only the total length, which
+    suffices for an answer that is a hint. Raises INVALID_HASH if the total length is wrong."""
     packed = b"".join(hashes)
     if len(packed) != len(hashes) * hash_bytes:
         raise HotKVError(
@@ -83,7 +84,7 @@ def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
 
 
 def packed_words(words: Words, hash_bytes: int) -> bytes:
-    """Packs words [n, 8] as hashes."""
+    """Joins hashes that are uint32 [n, 8] for the wire, each cut to `hash_bytes`."""
     return np.ascontiguousarray(words).view(np.uint8).reshape(-1, 32)[:, :hash_bytes].tobytes()
 
 
@@ -161,8 +162,8 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Reads token ids and extra keys of a run whose group and hashes were checked before. Returns
-    no content for representations.
+    """Reads the token ids and extra keys of a run, whose group and hashes the caller has already
+    checked. For representations the result is empty.
 
     Raises INVALID_FIELD if a count does not match the run's blocks, or a group or key is wrong.
     """
@@ -314,8 +315,11 @@ def read_load_runs(
 def flag_messages(
     messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[BoolMask]
 ) -> list[cache_pb2.GroupFlags]:
-    """Makes the messages of masks: one mask for each list of hashes asked for, one byte per
-    hash."""
+    """Makes the messages of masks.
+
+    messages: the lists of hashes in the request.
+    masks: for each list a mask with a flag (one byte) per hash.
+    """
     return [
         cache_pb2.GroupFlags(group_index=m.group_index, flags=mask.tobytes())
         for m, mask in zip(messages, masks, strict=True)
@@ -323,7 +327,7 @@ def flag_messages(
 
 
 def read_masks(messages: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
-    """Reads the mask of each list, in the order asked."""
+    """Reads the mask of each list of hashes, in the order of the request."""
     return tuple(np.frombuffer(group.flags, np.bool_) for group in messages)
 
 
@@ -362,7 +366,7 @@ def result_messages(
 
 
 def read_results(messages: Iterable[cache_pb2.RunResults]) -> tuple[Uint8s, ...]:
-    """Reads the BlockResult values of each run, in the order asked."""
+    """Reads the BlockResult values of each run, in the order of the request."""
     return tuple(np.frombuffer(run.results, np.uint8) for run in messages)
 
 

@@ -1,4 +1,5 @@
-"""Refusals (errors.proto): in answers, and as a google.rpc.Status in trailers of failed calls."""
+"""Converts refusals (errors.proto): in answers of a stream, and as a google.rpc.Status in the
+trailers of failed calls."""
 
 import re
 from functools import cache
@@ -19,14 +20,14 @@ from hotkv_proto.v1 import (
 )
 
 STATUS_KEY = "grpc-status-details-bin"
-"""The trailer: a google.rpc.Status with one google.rpc.ErrorInfo."""
+"""Name of the trailer that holds a google.rpc.Status with a google.rpc.ErrorInfo."""
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 ERROR_DOMAIN = "hotkv"
 _PATH = re.compile(r"[a-z][a-z0-9_]*(\[\d+\])?(\.[a-z][a-z0-9_]*(\[\d+\])?)*(?![\w'])")
 
 
 def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
-    """Makes the message of a refusal for an answer."""
+    """Makes the message of a refusal, which takes the place of an answer in a stream."""
     return errors_pb2.ErrorDetail(
         reason=errors_pb2.ErrorReason.ValueType(int(error.reason)),
         message=error.message,
@@ -37,7 +38,7 @@ def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
 
 @cache
 def _field_names() -> frozenset[str]:
-    """Returns the names of all fields and oneofs of the wire."""
+    """Returns the names of all fields and oneofs of hotkv's messages."""
     files = (
         admin_pb2,
         cache_pb2,
@@ -71,13 +72,13 @@ def read_error_detail(detail: errors_pb2.ErrorDetail) -> HotKVError:
 
 
 def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
-    """Makes a refusal. An unknown reason (of a newer server) becomes OVERLOADED if a retry helps,
-    else INTERNAL."""
+    """Makes the error of a refusal. If the reason is unknown (None, from a newer server), it is
+    OVERLOADED for a retryable refusal, otherwise INTERNAL."""
     return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
 
 
 def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
-    """Makes the google.rpc.Status of a refusal. `code`: the canonical code of its reason."""
+    """Makes the google.rpc.Status of a refusal. `code`: the gRPC status code of its reason."""
     told = error_detail(error)
     metadata = {"retryable": str(told.retryable).lower()}
     if told.field:

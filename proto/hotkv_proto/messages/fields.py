@@ -1,4 +1,5 @@
-"""Fields that many messages have: ids and names, durations, rates, packed numbers, enums."""
+"""Converts and checks fields that many messages have: ids and names, durations, rates, packed
+numbers, enums."""
 
 import math
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ def identifier(field: str, text: str) -> str:
 
 
 def name(field: str, text: str) -> str:
-    """Returns an identifier that is logged, unchanged. Raises INVALID_FIELD if it could fake a log
-    line, TOO_LARGE as `identifier`."""
+    """Returns an identifier that may be logged, unchanged. Raises INVALID_FIELD if it has
+    characters that can't be printed (they could fake a log line), TOO_LARGE if it is too long."""
     check_printable(field, text)
     return identifier(field, text)
 
@@ -60,7 +61,8 @@ def seconds(field: str, milliseconds: int) -> float:
 
 
 def whole_ms(duration_s: float) -> int:
-    """Returns a duration in milliseconds. A shorter duration becomes 1, because 0 means unset."""
+    """Returns a duration in whole milliseconds. A duration above 0 becomes at least 1, because 0
+    means unset."""
     return int(duration_s * 1000) or int(duration_s > 0)
 
 
@@ -109,8 +111,9 @@ def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
 
 @cache
 def enum_word(kind: EnumDescriptor, number: int) -> str:
-    """Returns an enum's value as people read it: "never stored" for BLOCK_VERDICT_NEVER_STORED,
-    empty for the unspecified value. Raises KeyError for an unknown number."""
+    """Returns the words that are shown for an enum's number: "never stored" for
+    BLOCK_VERDICT_NEVER_STORED, empty for the unspecified value. Raises KeyError for an unknown
+    number."""
     names = kind.values_by_number
     prefix = str(names[0].name).removesuffix("UNSPECIFIED")
     word = str(names[number].name).removeprefix(prefix).removesuffix("UNSPECIFIED")

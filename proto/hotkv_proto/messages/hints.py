@@ -1,5 +1,5 @@
-"""Hints that an engine has read for a request, and envelopes sent without a request
-(hints.proto)."""
+"""Converts the hints that an engine has read from a request, and the envelopes that routers send
+outside a request (hints.proto)."""
 
 import json
 from typing import Any
@@ -104,7 +104,8 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
 
 
 def _shown(text: str, most: int) -> str:
-    """Makes a client's text safe for operators' terminals: short and printable."""
+    """Returns a client's text with at most `most` printable characters, so that operators may see
+    it in a terminal."""
     text = text[:most]
     return text if text.isprintable() else repr(text)[:most]
 

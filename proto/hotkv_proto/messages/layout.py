@@ -1,7 +1,7 @@
-"""Key spaces, representations, engine memory and its device order (layout.proto).
+"""Converts key spaces, representations, engine memory and its device order (layout.proto).
 
-`Layout.validate` and the registration of memory check a layout and an order against the key space
-and against each other.
+The functions here do not check a layout or an order against the key space; `Layout.validate` and
+the registration of memory do.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 
 MAX_TENSORS = 1 << 16
 MAX_KEY_SPACE_BYTES = 32 << 10
-"""Most bytes of a key space on the wire; layer names are most of it."""
+"""Most bytes of a key space on the wire. Most of them are layer names."""
 KEY_SPACE_TEXTS = (
     "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed",
     "parallel_shape", "page_format",
@@ -79,8 +79,8 @@ def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
 
 
 def _check_texts(message: layout_pb2.KeySpace) -> None:
-    """Raises INVALID_FIELD for a text that could be misread in a log, in an operator's list or as a
-    topic of events."""
+    """Raises INVALID_FIELD if a text has characters that can't be printed. Logs, operators' lists
+    and topics of events show these texts."""
     for field in KEY_SPACE_TEXTS:
         fields.check_printable(f"key_space.{field}", getattr(message, field))
     for index, text in enumerate(message.extra):
@@ -270,8 +270,8 @@ def device_mark_message(value: DeviceMark | None) -> layout_pb2.DeviceMark | Non
 
 
 def read_device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
-    """Reads the mark after which a transfer may begin; None if it may begin at once. The start of
-    the transfer checks that the session has such a mark."""
+    """Reads the mark after which a transfer may begin; None if it may begin at once. Does not check
+    that the session has such a mark; the start of the transfer does."""
     return (
         DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
     )

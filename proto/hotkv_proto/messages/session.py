@@ -1,4 +1,4 @@
-"""Reports of engines, and the answer to the registration of memory (session.proto)."""
+"""Converts the reports of engines, and the answer to the registration of memory (session.proto)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 
 MAX_REPORTED_S = 86_400.0
-"""Longer times in a client's report count as a day."""
+"""Longest time that a client's report may state; a longer time is reduced to this."""
 
 
 def report_message(
@@ -59,7 +59,7 @@ def read_reports(
 
 
 def _said(reason: int) -> Miss:
-    """Returns a reason that engines may report; UNKNOWN for any other number."""
+    """Returns the reason with this number if engines may report it, otherwise UNKNOWN."""
     return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
 
 
@@ -100,12 +100,12 @@ def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
 
 
 def memory_registered_message(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
-    """Makes the answer that names the chosen kind of marks. `message`: why no better kind was
-    chosen."""
+    """Makes the answer to the registration of memory, with the kind of device marks that the server
+    has chosen. `message`: why the server chose no better kind."""
     return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
 
 
 def read_memory_registered(message: session_pb2.MemoryRegistered) -> tuple[OrderKind, str]:
-    """Reads the chosen kind of marks, and why no better kind was chosen. Raises ValueError for an
-    unknown kind (of a newer protocol)."""
+    """Reads the kind of device marks that the server has chosen, and why it chose no better kind.
+    Raises ValueError for an unknown kind (of a newer protocol)."""
     return OrderKind(message.order or OrderKind.HOST), message.message

@@ -1,17 +1,16 @@
-"""Makes the server's arena readable for kernels: host memory that this process maps.
+"""Makes the server's arena, host memory that this process maps, readable for CUDA kernels.
 
-This module never writes the arena.
+This module never writes the arena. Always true: `MappedArena.addresses` returns an address for a
+block only if the device may read the whole block. Memory is registered with CUDA piece by piece
+from the arena's start, and `close` unregisters it before the mapping is dropped. There are three
+ways in which a device can read the arena:
 
-Always true: a block has an address here only when a device may read all of it. Memory is registered
-in pieces from the start, and `close` unregisters it before the mapping may go. There are three
-ways:
-
-- Registered with CUDA, if the mapping is writable. The server provides such mappings to users that
-    it trusts with the whole arena (`security.arena_writers`).
-- Registered with CUDA as read-only, if the device reports that it can. Many can't, and CUDA refuses
-    to register a read-only mapping in any other way.
-- Not registered, if the device reads pageable memory (HMM, or one page table with the host, as on
-    Grace).
+- The memory is registered with CUDA, if the mapping is writable. The server provides writable
+    mappings to the users in its setting `security.arena_writers`.
+- The memory is registered with CUDA as read-only, if the device supports this. Many devices do not,
+    and CUDA refuses to register a read-only mapping in any other way.
+- The memory is not registered, if the device can read pageable memory (HMM, or a page table shared
+    with the host, as on Grace).
 """
 
 import enum
@@ -31,14 +30,12 @@ I64 = npt.NDArray[np.int64]
 
 DEFAULT_PIECE_BYTES = 1 << 30
 WRITABLE_FLAGS = 1 | 2
-"""cudaHostRegister's Portable and Mapped."""
+"""Flags of cudaHostRegister for a writable mapping: Portable and Mapped."""
 REGISTER_FLAGS = WRITABLE_FLAGS | 8
-"""The same with ReadOnly."""
+"""Flags of cudaHostRegister for a read-only mapping: also ReadOnly."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
-"""Attributes of a device, by CUDA's numbers.
-
-cudaDevAttrPageableMemoryAccess, CanUseHostPointerForRegisteredMem, HostRegisterReadOnlySupported.
-"""
+"""CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
+cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
 
 
 class Access(enum.Enum):
@@ -49,13 +46,14 @@ class Access(enum.Enum):
 
 
 class MappedArena:
-    """The mapped arena as a device reads it. See the module.
+    """The server's arena, mapped into this process and made readable for a device.
 
-    `start` registers in the background, `wait` waits for it. Wait before a CUDA graph is captured:
-    CUDA may forbid registration during a capture.
+    `start` registers the memory with CUDA in the background, `wait` waits until all is registered.
+    Call `wait` before a CUDA graph is captured, because CUDA may forbid registration during a
+    capture.
 
-    memory: uint8 [bytes], the mapping (`hotkv_client`'s `Session.arena().memory`); referenced until
-        `close`.
+    memory: uint8 [bytes], the mapping (`hotkv_client`'s `Session.arena().memory`). This object
+        keeps a reference to it until `close`.
     """
 
     def __init__(
@@ -65,8 +63,8 @@ class MappedArena:
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         is_writable: bool = False,
     ) -> None:
-        """Chooses the way to read the memory. Raises HotKVError, NOT_ALLOWED if the device has no
-        way.
+        """Chooses how the device will read the memory (see the module). Raises HotKVError, with the
+        reason NOT_ALLOWED if the device supports none of the ways.
 
         is_writable: whether the mapping behind `memory` is writable.
         """
@@ -88,7 +86,7 @@ class MappedArena:
         self._flags = WRITABLE_FLAGS if is_writable else REGISTER_FLAGS
         self.access = self._find_access(is_writable)
         self.error = ""
-        """Why the arena is not readable beyond `readable_bytes`."""
+        """Why the device can't read the arena beyond `readable_bytes`; empty without an error."""
         self.readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
         """Bytes that the device may read, from the arena's start; it only grows until `close`."""
         self._stop = threading.Event()
@@ -108,21 +106,22 @@ class MappedArena:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until all is readable, registering failed (`error`), or the time is up.
+        """Blocks until the device can read the whole arena, the registration has failed (`error`),
+        or `timeout_s` has passed.
 
-        Returns whether all is readable.
+        Returns whether the device can read the whole arena.
         """
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return self._memory is not None and self.readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
-        """Returns the addresses of slots by their offsets (`LeaseGrant.offsets`), for
-        `Workspace.set_blocks`.
+        """Returns the device addresses of slots, given their offsets in the arena
+        (`LeaseGrant.offsets`), for `Workspace.set_blocks`.
 
-        The address is 0, which means no copy, if an offset is negative or the slot is not readable
-        yet. Raises HotKVError for slots outside the arena. The bytes are the block's only while its
-        lease lasts: write other addresses before it ends.
+        An address is 0, which `set_blocks` reads as "no copy", if the offset is negative or the
+        device can't read the slot yet. Raises HotKVError for slots outside the arena. The server
+        reuses a slot after the block's lease has ended, so replace the addresses before it ends.
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"
@@ -139,8 +138,8 @@ class MappedArena:
     def close(self) -> None:
         """Waits for the device, unregisters all memory, and drops the mapping. Blocks.
 
-        After this call no step that pulls from the arena may be queued. No CUDA graph may be
-        captured during the call.
+        After this call the caller must not queue steps that read the arena. During the call no
+        CUDA graph may be captured.
         """
         self._stop.set()
         if self._thread.ident is not None:

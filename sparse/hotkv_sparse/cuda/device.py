@@ -1,8 +1,9 @@
-"""A device's arrays and launches of the kernels beside this file: a protocol, and CuPy behind it.
+"""Allocates device arrays and launches the CUDA kernels of this folder: the protocol `Device`, and
+its implementation with CuPy.
 
-A launch is queued on a stream and returns at once. Kernels are compiled when first used (NVRTC,
-cached on disk by CuPy). `CupyDevice.compile` compiles them ahead, because a CUDA graph can't be
-captured during a compilation.
+A launch is queued on a stream and returns at once. A kernel is compiled by NVRTC at its first
+launch, and CuPy caches it on disk. `CupyDevice.compile` compiles all kernels in advance, because a
+CUDA graph can't be captured during a compilation.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FOLDER = Path(__file__).parent
 TOKEN_KERNELS = {(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
-"""(bits, groups of lines) for which `score_tokens` is compiled."""
+"""The pairs (bits of a code, groups of four lines) for which `score_tokens` is compiled."""
 SOURCES: dict[str, tuple[str, ...]] = {
     "build.cu": ("build_tokens",),
     "score.cu": (
@@ -31,7 +32,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "attend.cu": ("attend",),
     "resident.cu": ("find_states", "locate_keys", "stage_pages"),
 }
-"""The kernels of each source file."""
+"""Names of the kernels in each source file."""
 OPTIONS = ("--std=c++17",)
 
 Scalar = np.int32 | np.int64 | np.uint32 | np.float32 | np.float64
@@ -39,9 +40,8 @@ Host = npt.NDArray[np.generic]
 
 
 class Array(Protocol):
-    """Device memory that another object owns, such as CuPy's arrays and torch's tensors.
-
-    numpy's arrays too, if the CPU plays the device.
+    """Device memory that another object owns, such as an array of CuPy or a tensor of torch. In
+    tests without a GPU it is an array of numpy.
     """
 
     @property
@@ -60,13 +60,14 @@ class Device(Protocol):
         """Allocates memory, filled with 0."""
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Sets target[start : start + values.shape] = values, in the order of the stream.
+        """Copies host memory to the device: sets target[start : start + values.shape] = values,
+        after the work that is already queued on the stream.
 
-        Waits until `values` may be changed.
+        Blocks until the caller may change `values`.
         """
 
     def read(self, source: Array) -> Host:
-        """Returns a copy in host memory; waits for the stream."""
+        """Blocks until the stream's work is done, and returns a copy in host memory."""
 
     def launch(
         self,
@@ -76,7 +77,14 @@ class Device(Protocol):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Queues a kernel on the stream. Numbers have the kernel's types."""
+        """Queues a kernel on the stream.
+
+        grid: number of thread blocks along each axis.
+        threads: number of threads of a thread block.
+        args: the kernel's arguments. Numbers must be numpy scalars of the types that the kernel
+            declares.
+        shared_bytes: dynamic shared memory of a thread block.
+        """
 
 
 def source_of(kernel: str) -> str:
@@ -85,9 +93,10 @@ def source_of(kernel: str) -> str:
 
 
 def source_text(source: str) -> str:
-    """Returns a source with its header included.
+    """Returns the text of a source file, with the text of its header in place of the include.
 
-    CuPy's cache is keyed by the compiled text, not by the files that the text includes.
+    CuPy's cache finds compiled code by the source text, so it would not notice changes of an
+    included file.
     """
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
     return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
@@ -150,7 +159,7 @@ class CupyDevice:
         return f"CupyDevice({self._number}, {len(self._kernels)} kernels loaded)"
 
     def use_stream(self, stream: int) -> None:
-        """Queues later calls on this stream of the device."""
+        """Sets the stream of the device on which later calls are queued."""
         self._stream = self._cupy.cuda.ExternalStream(stream, self._number)
 
     def compile(self) -> None:

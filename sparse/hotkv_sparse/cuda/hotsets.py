@@ -1,13 +1,15 @@
-"""The hot sets of a layer on CUDA: tables by slot and by block, corrections, table for attention.
+"""The hot sets of a layer on CUDA: for each sequence the blocks in the layer's hot slots, to which
+a step attends.
 
-    hot_sets.grow()      before the layer writes the step's keys and values to `pages` of the slots
-    hot_sets.correct()   after the choice, before attention
+In each step and layer the engine calls:
+    hot_sets.grow()      before the layer writes the step's keys and values to the slots' `pages`
+    hot_sets.correct()   after the selection, before attention
 
-Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru` or `none`. `grow` and
-`correct` queue work on one stream, allocate nothing and never wait.
+Always true: the hot sets are the same as those of `hotkv_sparse.hotset` with the policy `lru` or
+`none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
 
-Shapes: R rows of a step, Z states (sequences with hot sets), B blocks a sequence may have, K hot
-slots of a sequence, L most blocks that a step loads, S blocks selected at most.
+Shapes: R rows of a step, Z states (sequences with hot sets), B most blocks of a sequence, K hot
+slots of a sequence, L most blocks that a step loads, S most blocks of a selection.
 """
 
 from collections.abc import Sequence
@@ -27,15 +29,16 @@ I32 = npt.NDArray[np.int32]
 
 STEP_WORDS = 8
 LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
-"""Columns of a step's counts."""
+"""Columns of `CudaHotSets.counts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of a block in a layer.
+    """Contiguous bytes of a block in a layer, to copy from the arena to the engine's cache.
 
-    offset_bytes: start of the piece in the block's slot in the arena.
-    address: the piece's place in page 0 of the cache.
+    offset_bytes: start of the bytes in the block's slot in the arena.
+    address: device address of the bytes in page 0 of the cache.
+    num_bytes: length.
     """
 
     offset_bytes: int
@@ -44,18 +47,20 @@ class Fragment:
 
 
 class CudaHotSets:
-    """The hot sets of a layer's sequences.
+    """The hot sets of a layer, of all sequences.
 
-    fragments, page_bytes: how to pull a block from the arena into a page of the layer's cache.
-    table: int32 [R, K], the block table for attention: pages of the cache, with the context's last
-        block at the end.
-    slots: the same as hot slots, which are numbered from 0 in each sequence.
-    lengths: int32 [R], tokens in `table`. In a workspace with residents `table` and `lengths`
-        belong to the residents, and all layers share them.
-    counts: int32 [R, 8]; see LOADED and the following names.
-    loads: int32 [R, 2, L], blocks and slots.
-    victims: int32 [R, K].
-    prefetch: int32 [R, max_prefetch], blocks wanted beyond the corrections, heaviest first.
+    fragments: the pieces of a block that `correct` copies from the arena to a page of the cache.
+    page_bytes: distance between two pages of the layer's cache.
+    table: int32 [R, K], the block table for attention: the pages of each row's hot set, with the
+        last block of the context at the end. In a workspace with `Residents`, all layers share
+        their `table` and `lengths`.
+    slots: int32 [R, K], the hot slots of the same blocks, numbered from 0 in each sequence.
+    lengths: int32 [R], number of tokens in the blocks of `table`.
+    counts: int32 [R, 8], counts of the last step; LOADED and the names after it are its columns.
+    loads: int32 [R, 2, L], the blocks that the last step loaded, and their slots.
+    victims: int32 [R, K], the blocks that the last step evicted.
+    prefetch: int32 [R, max_prefetch], selected blocks that the last step did not load, heaviest
+        first.
     """
 
     def __init__(
@@ -100,10 +105,12 @@ class CudaHotSets:
         return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
 
     def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
-        """Sets up a new sequence. Call it at a step boundary. Waits for the copies to the device.
+        """Sets up the hot set of a new sequence. Call it between two steps. Blocks until the tables
+        are copied to the device.
 
-        blocks: most recently used first; they are in the slots 0, 1, … of `sequence`.
-        num_known: number of the context's blocks that exist; `grow` assigns slots to later blocks.
+        sequence: the state (index in the tables) of the sequence.
+        blocks: the blocks that the slots 0, 1, … already contain, most recently used first.
+        num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
         """
         shape = self._workspace.shape
         if not 0 <= len(blocks) <= capacity_blocks <= shape.num_slots or len(
@@ -144,13 +151,14 @@ class CudaHotSets:
             self._device.write(target, (sequence,), np.array([value], np.int32))
 
     def _has_copy(self) -> Array | None:
-        """Returns which blocks have a copy; None if every complete block has one."""
+        """Returns the array of the blocks that have a copy in the arena; None in a workspace with
+        `Residents`, where every complete block has a copy."""
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:
         """Assigns slots to the blocks that contexts have gained since the last call.
 
-        `workspace.faults[0]` counts sequences that found no room.
+        `workspace.faults[0]` counts the sequences that had no slot for a new block.
         """
         work, shape = self._workspace, self._workspace.shape
         self._device.launch(
@@ -167,13 +175,14 @@ class CudaHotSets:
         )  # fmt: skip
 
     def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
-        """Makes the hot sets' step over a selection, pulls blocks, and writes the table.
+        """Queues the step of the hot sets: adds selected blocks, evicts others, copies the added
+        blocks from the arena to the cache, and writes `table`.
 
-        `workspace.faults[1]` counts blocks that had no copy to pull.
+        `workspace.faults[1]` counts blocks that had no copy in the arena.
 
-        blocks: int32 [R, S].
-        weights: float32 [R, S]; inf: always kept.
-        numbers: int32 [R].
+        blocks: int32 [R, S], the selected blocks of each row.
+        weights: float32 [R, S], their weights; inf for always kept blocks.
+        numbers: int32 [R], number of selected blocks of each row.
         """
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, slots = np.int32(shape.max_blocks), np.int32(shape.num_slots)

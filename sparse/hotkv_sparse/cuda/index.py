@@ -1,8 +1,9 @@
-"""A layer's representations in device memory: a pool of rows, built from the engine's pages.
+"""A layer's representations in device memory: a pool with a row per block, which a kernel builds
+from the engine's keys.
 
-`CudaSelector` scores them. The bytes are those of `hotkv_sparse.representations`, so rows may be
-stored with their blocks and loaded on any engine. Float rounding may change a channel that lies
-between two levels, and the last bit of a sigma.
+`CudaSelector` scores the rows. The bytes are those of `hotkv_sparse.representations`, so the server
+may store rows with their blocks, and any engine may load them. Because of float rounding the code
+of a channel halfway between two levels, and the last bit of a sigma, may differ from the CPU's.
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
 """
@@ -21,7 +22,7 @@ from hotkv_sparse.formats import Format
 from hotkv_sparse.rotation import factors
 
 FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""Numbers of float types in kernels."""
+"""By name of a float type: the number by which kernels identify it."""
 MAX_HEAD_SIZE = 256
 _LINE_CHANNELS = {2: 16, 3: 32}
 _BUILD_THREADS = 512
@@ -39,14 +40,15 @@ def float_kind(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Keys or values in device memory.
+    """The keys, or the values, of a layer in device memory.
 
-    vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND order,
-    are two of these, with the strides of `cache[0]` and `cache[1]` (or `cache[:, 0]` and `cache[:,
-    1]`).
+    For vLLM's CUDA caches [2, pages, tokens, heads, channels] or [pages, 2, …], in NHD or HND
+    order, make one object of `cache[0]` (or `cache[:, 0]`) and one of `cache[1]` (or `cache[:, 1]`)
+    with the strides of these views.
 
-    data: a tensor, or the address of page 0, token 0, head 0. Strides are in elements; channels are
-        contiguous.
+    data: a tensor, or the address of page 0, token 0, head 0.
+    dtype: name of the float type, a key of FLOAT_KINDS.
+    page_stride, token_stride, head_stride: distances in elements. Channels are contiguous.
     """
 
     data: Array | int
@@ -104,8 +106,8 @@ class IndexShape:
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of a block: H * N rounded up to a multiple of 32, the memory's
-        sector."""
+        """Returns the bytes of a row: H * N rounded up to a multiple of 32, the size of a sector of
+        device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
@@ -124,7 +126,8 @@ class IndexShape:
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
-        """Returns the levels of the codes 0 to 3 and 4 to 7, a signed byte each."""
+        """Returns two words for kernels: the levels of the codes 0 to 3 and of the codes 4 to 7, as
+        a signed byte each."""
         levels = np.zeros(8, np.int8)
         levels[: len(self.form.levels)] = self.form.levels
         low, high = levels.view(np.uint32)
@@ -132,11 +135,11 @@ class IndexShape:
 
 
 class Index:
-    """The pool of a layer.
+    """The representations of a layer in device memory.
 
-    pool: uint8 [R, row_bytes].
-    mu_HD: the centre; None: 0.
-    bias: in nats; None: the format's bias.
+    pool: uint8 [R, row_bytes], a row per block.
+    mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
+    bias: by how much scores overestimate a block's log mass, in nats; None: the format's bias.
     """
 
     def __init__(
@@ -165,8 +168,8 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Returns the levels, then the thresholds halfway between neighbours, in units of the
-        rms."""
+        """Returns in one array the levels, then the thresholds halfway between adjacent levels, in
+        units of the key's rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))
@@ -182,14 +185,15 @@ class Index:
     ) -> None:
         """Builds the representations of blocks from the engine's cache.
 
-        Queued on the stream; the keys must not change until it is done. Raises INVALID_FIELD for
-        summaries: `hotkv_sparse.representations` or torch builds these from the same keys.
+        The work is queued on the stream; the keys must not change until it is done. Raises
+        INVALID_FIELD for summary formats, for which there is no kernel here; use
+        `hotkv_sparse.representations`.
 
-        pages: int32 [num_blocks], the blocks' pages.
-        rows: int32, rows to write to; negative: skip the block.
-        num_tokens: int32, valid tokens of each block; None: all.
-        addresses: int64 [num_blocks], addresses of the pages, used instead of `pages`; 0: skip the
-            block.
+        pages: int32 [num_blocks], page of each block; not used if `addresses` is given.
+        rows: int32 [num_blocks], row of the pool for each block; a negative row skips the block.
+        num_tokens: int32 [num_blocks], valid tokens of each block; None: all.
+        addresses: int64 [num_blocks], address of each block's page; 0 skips the block. None: use
+            `pages`.
         """
         shape, form = self.shape, self.shape.form
         if not form.bits:
@@ -224,6 +228,6 @@ def upload(device: Device, values: npt.NDArray[np.generic]) -> Array:
 
 
 def check_length(name: str, shape: Sequence[int], needed: Sequence[int]) -> None:
-    """Raises INVALID_FIELD if an array does not have the shape that kernels will index."""
+    """Raises INVALID_FIELD if the shape of the array `name` is not `needed`."""
     if tuple(shape) != tuple(needed):
         raise HotKVError(Reason.INVALID_FIELD, f"{name} is {list(shape)}; pass {list(needed)}")

@@ -1,21 +1,22 @@
-"""State that a step's layers share if an engine owns pages and block tables.
+"""Tables on the device for contexts beyond device memory, whose old blocks are in host memory only.
+All layers of a step share the tables.
 
-Old blocks of a context are then in host memory only (*away*).
-
-    residents.name_rows({block: row})   the host, between steps, as it hears of requests
+Such a block is called *away*. The engine (vLLM) owns the pages and the block tables. It calls:
+    residents.name_rows({block: row})   on the host, between two steps
     residents.find(batch, …)            once a step, before the forward pass
 
 Always true:
-- The host identifies a request by its *state*. The device finds the state's row in the batch: the
-    block that a row writes last identifies it. The host reads nothing back, so it may run ahead.
-- A row attends sparsely only if the host named it so (`NamedRow`); no kernel decides that.
-- Blocks [sinks, `freed`) of a state are away and have an address in `arena`. All other blocks are
-    in the page that the engine's block table names. `freed` is raised after the addresses are
-    written.
-- A state starts anew, in all layers, when its `epoch` changes.
+- The host identifies a request by its *state*, an index in the tables. A kernel finds the batch row
+    of each state by the block that the row writes last. The host never waits for results of the
+    device, so it may plan further steps in the meantime.
+- A row attends sparsely only if the host says so (`NamedRow`); kernels never decide it.
+- Blocks [sinks, `freed`) of a state are away and have an address in the arena. All other blocks are
+    in the pages that the engine's block table names. `freed` is raised only after the addresses
+    are written.
+- When `epochs` of a state changes, its hot sets in all layers are made again from the start.
 
-Shapes: R rows of a batch, S states, B blocks a sequence may have, K hot slots of a sequence, P
-pages of the engine's pool.
+Shapes: R rows of a batch, S states, B most blocks of a sequence, K hot slots of a sequence, P pages
+of the engine's pool.
 """
 
 from dataclasses import dataclass
@@ -30,17 +31,18 @@ from hotkv_sparse.cuda.index import upload
 
 NO_ROW = np.int32(-1)
 PIECES = 2
-"""Thread blocks that copy a page."""
+"""Number of thread blocks that copy a page together."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """A step's batch in device memory.
+    """The engine's batch of a step, in device memory.
 
-    context_tokens: int32 [R], including the step's own tokens.
-    starts: int32 [R + 1], starts of the rows' queries.
-    table: int32 [R, ≥ B], the engine's block table.
-    table_stride: elements between two rows of `table`.
+    context_tokens: int32 [R], tokens in the context of each row, including the step's tokens.
+    starts: int32 [R + 1], index of each row's first query among the step's tokens.
+    table: int32 [R, ≥ B], the engine's block table: the page of each block of a row.
+    table_stride: number of elements between two rows of `table`.
+    num_rows, num_tokens: rows and tokens of the step.
     """
 
     context_tokens: Array
@@ -52,22 +54,27 @@ class EngineBatch:
 
 
 class NamedRow(NamedTuple):
-    """A row of the next step: its state, and whether it attends sparsely."""
+    """What the host says about a row of the next step.
+
+    state: index of the request in the tables.
+    is_sparse: whether the row attends to its hot set; False: to its whole context.
+    """
 
     state: int
     is_sparse: bool
 
     @property
     def word(self) -> np.int32:
-        """Returns the word that kernels read; -1 would mean that there is no row."""
+        """Returns the number by which kernels read this value: 2 * state + is_sparse. (NO_ROW means
+        that the host has named no row.)"""
         return np.int32(2 * self.state + self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """The places of a layer's pages.
+    """Where the pages of a layer are, in the engine's cache and in the arena.
 
-    cache: address of page 0.
+    cache: device address of page 0.
     page_bytes: bytes of a page.
     layer_offset: bytes from the start of a block's slot in the arena to the layer's page.
     """
@@ -78,12 +85,13 @@ class PagePlaces:
 
 
 class Residents:
-    """State that a step's layers share; see the module. One thread of the host.
+    """The tables for contexts beyond device memory (see the module). Used by one host thread.
 
-    Every call queues work on the device's stream.
+    Methods queue work on the device's stream.
 
-    table, lengths: int32 [R, B] and int32 [R], contiguous, the input of attention. For rows that
-        decode sparsely, the last layer's result; for other rows, the engine's own values.
+    table: int32 [R, B], contiguous, the block table for attention. Each layer replaces the rows
+        that attend sparsely; the other rows are the engine's.
+    lengths: int32 [R], number of tokens in the blocks of each row of `table`.
     """
 
     def __init__(
@@ -126,30 +134,34 @@ class Residents:
         return f"Residents({self.num_states} states, {len(self._named)} in the step)"
 
     def num_complete(self, num_rows: int, num_tokens: int) -> int:
-        """Returns the most blocks that a step of this many rows and tokens completes."""
+        """Returns an upper bound of the blocks that become full in a step with this many rows and
+        tokens."""
         return num_tokens // self.block_tokens + num_rows
 
     # ------------------------------------------------------------------------- between two steps
 
     def begin_anew(self, state: int) -> None:
-        """Makes the state's hot sets start anew, in all layers, with its next step."""
+        """Makes the next step build the hot sets of this state again, in all layers, with no block
+        away. Call it when another request gets the state."""
         self._epochs[state] += 1
         self._freed[state] = 0
         self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks the blocks from the sinks up to `num_freed` as away. Their addresses are already
-        written."""
+        """Marks the state's blocks [sinks, `num_freed`) as away (in host memory only). The caller
+        must already have written their addresses."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Names the rows of the next step by the block that each row writes last.
+        """Tells kernels which rows of the next step belong to which states.
 
-        Rows without a name attend to the blocks of the engine's table. Raises INVALID_FIELD if a
-        block or state is out of range.
+        Raises INVALID_FIELD if a block or state is out of range.
+
+        rows: the named rows, by the id of the block (page) that each row writes last. Other rows
+            attend to the blocks of the engine's table.
         """
         for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
@@ -168,10 +180,11 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Finds the state of each row. Writes it to `own_of`, and to `state_of` for rows that
-        attend sparsely.
+        """Finds the state of each row of the batch. Writes it to `own_of`, and, for rows
+        that attend sparsely, to `state_of`.
 
-        rows: int32 [S, B], the blocks' rows in the pools of representations.
+        rows: int32 [S, B], for each block of a state the row of its representation in the pools.
+        state_of: int32 [R], output.
         """
         if batch.num_rows > self.num_rows:
             raise HotKVError(
@@ -195,7 +208,12 @@ class Residents:
     def locate_keys(
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
-        """Fills `addresses` and `found_rows` for the state's blocks [0, count) in a layer."""
+        """Writes, for the state's blocks [0, count), the address of each block's page of a layer to
+        `addresses` (in the cache, or in the arena if the block is away), and the row of its
+        representation to `found_rows`.
+
+        arena: addresses of the blocks' slots. rows: as in `find`.
+        """
         batch = self._batch()
         self.device.launch(
             "locate_keys",
@@ -221,10 +239,13 @@ class Residents:
         table: Array | int,
         faults: Array,
     ) -> None:
-        """Copies the first `count` pages of a batch row side by side to `target`.
+        """Copies a layer's first `count` pages of a batch row, from the cache or, if a
+        block is away, from the arena, to contiguous memory.
 
-        first_page: page of `target` to start at.
-        table: int32 [count], gets the pages' numbers.
+        target: address of the contiguous memory.
+        first_page: page of `target` that receives the first page.
+        table: int32 [count], output: the page of `target` that received each block.
+        faults: counts of blocks without an address, as in `Workspace.faults`.
         """
         batch = self._batch()
         self.device.launch(

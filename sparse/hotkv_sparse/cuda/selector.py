@@ -1,21 +1,22 @@
-"""A layer's step on CUDA: scores, choice, corrections and the table for attention, without the
-host.
+"""A layer's sparse decode step on CUDA: scores the blocks, selects the best, updates the hot sets
+and writes the block table for attention. All of it runs on the device.
 
-    workspace.begin(context_tokens)   once a step, before the forward pass
-    selector.hot.grow()               each layer, before it writes the step's keys and values to
-                                      `pages` of `slot_of`'s slots
-    selector.step(query)              each layer, with the step's query (after RoPE), before
+In each step the engine calls, in this order:
+    workspace.begin(context_tokens)   once, before the forward pass
+    selector.hot.grow()               in each layer, before it writes the step's keys and values to
+                                      the `pages` of the new blocks' hot slots
+    selector.step(query)              in each layer, with the step's query (after RoPE), before
                                       attention
-    … attention over hot.table, with sequence lengths hot.lengths …
+    … then attention over the block table hot.table, with the lengths hot.lengths …
 
 Always true:
 - All work is queued on one stream. Shapes, buffers and grids are fixed when objects are made. A
-    step allocates nothing and never waits, so a CUDA graph may capture and replay it (compile the
-    kernels first: `CupyDevice.compile`).
-- Selections are those of `hotkv_sparse.selection.select_layer`.
+    step allocates no memory and never waits, so a CUDA graph may capture and replay it; call
+    `CupyDevice.compile` before the capture.
+- Selections are the same as those of `hotkv_sparse.selection.select_layer`.
 
-Shapes: R sequences, Q query heads, H KV heads, D channels, B blocks a sequence may have, K hot
-slots of a sequence, S blocks selected at most.
+Shapes: R sequences, Q query heads, H KV heads, D channels, B most blocks of a sequence, K hot slots
+of a sequence, S most blocks of a selection.
 """
 
 import math
@@ -36,7 +37,8 @@ _ITEMS_PER_WARP = 8
 class Queries:
     """A step's queries in device memory, [R, Q, D].
 
-    Strides are in elements; channels are contiguous.
+    data: a tensor, or the address of the first query.
+    sequence_stride, head_stride: distances in elements. Channels are contiguous.
     """
 
     data: Array | int
@@ -46,14 +48,17 @@ class Queries:
 
 
 class CudaSelector:
-    """A layer's step on CUDA; see the module.
+    """The sparse decode of a layer on CUDA (see the module).
 
-    index: its representations.
-    keys, values: its cache.
-    hot: its hot sets.
+    index: the layer's representations.
+    keys, values: the layer's cache.
+    hot: the layer's hot sets.
 
-    The selection of a step: `blocks` int32 and `chosen` float32 [R, S] (weights, inf for always
-    kept blocks), `numbers` int32 [R], `mass` float32 [R].
+    A step writes its selection to these arrays:
+    blocks: int32 [R, S], the selected blocks of each sequence.
+    chosen: float32 [R, S], their weights; inf for always kept blocks.
+    numbers: int32 [R], number of selected blocks.
+    mass: float32 [R], estimated share of the attention mass of the selected blocks.
     """
 
     def __init__(
@@ -106,8 +111,8 @@ class CudaSelector:
 
     @property
     def _tile_bytes(self) -> int:
-        """Returns the bytes of a tile of prepared queries. Summaries store the parts of all heads
-        side by side."""
+        """Returns the bytes of a tile of prepared queries. For a summary format a tile holds the
+        parts of 8 heads one after the other."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
@@ -118,7 +123,8 @@ class CudaSelector:
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 
     def step(self, query: Queries, scale: float | None = None) -> None:
-        """Computes scores, selection, corrections and the table, for all sequences.
+        """Queues the step of all sequences: scores, selection, changes of the hot sets, and the
+        block table.
 
         scale: scale of attention; None: 1 / sqrt(D).
         """
@@ -129,7 +135,7 @@ class CudaSelector:
         self.hot.correct(self.blocks, self.chosen, self.numbers)
 
     def score(self, query: Queries, scale: float) -> None:
-        """Computes `Workspace.scores` of the candidates."""
+        """Computes the scores of the candidates into `Workspace.scores`."""
         work, shape, index = self._workspace, self._workspace.shape, self.index.shape
         form = index.form
         unit = form.level_unit if form.bits else 1.0
@@ -196,8 +202,8 @@ class CudaSelector:
         )
 
     def choose(self) -> None:
-        """Computes the selection: `blocks`, `chosen` [R, S] (weights, inf if always kept),
-        `numbers` [R], `mass` [R]."""
+        """Computes the selection from the scores into `blocks`, `chosen`, `numbers` and
+        `mass`."""
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, pieces = np.int32(shape.max_blocks), np.int32(work.num_pieces)
         launch, sequences = self._device.launch, work.num_rows
@@ -244,10 +250,12 @@ class CudaSelector:
         log_mass: Array | None = None,
         always: bool = False,
     ) -> None:
-        """Computes reference attention over the hot set into `out` float32 [R, Q, D].
+        """Computes attention over the hot set, with a simple kernel.
 
-        log_mass: float32 [R, Q], gets the log mass.
-        always: attend only to the blocks that are always kept.
+        out: float32 [R, Q, D], output: the attention; None: not needed.
+        scale: scale of attention; None: 1 / sqrt(D).
+        log_mass: float32 [R, Q], output: the log of the attention mass; None: not needed.
+        always: attend only to the always kept blocks.
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale

@@ -1,18 +1,19 @@
-"""State that the layers of a step on CUDA share: the step's plan, scratch memory, places of blocks.
+"""Device memory that all layers of a step on CUDA share: the step's plan (lengths and candidates),
+scratch memory, and the places of blocks.
 
-    workspace.begin(context_tokens)   once a step, before the forward pass
+The engine calls `workspace.begin(context_tokens)` once a step, before the forward pass.
 
 Always true:
-- Shapes and buffers are fixed when the workspace is made. `begin` allocates nothing and never
+- Shapes and buffers are fixed when the workspace is made. `begin` allocates no memory and never
     waits, so a CUDA graph may capture it.
-- A sequence of 0 tokens is absent, or stays dense (shorter than `min_context_tokens`: the caller
-    decides), and costs almost nothing.
+- A sequence whose `context_tokens` is 0 is skipped at almost no cost. The caller passes 0 if the
+    row is empty, or if its request attends to its whole context.
 
-Hot sets, rows and addresses belong to states; a step's results belong to its rows. `state_of` maps
-rows to states.
+A *state* is a sequence with hot sets; its tables stay for many steps. A *row* is a sequence of the
+current step. `state_of` maps rows to states.
 
-Shapes: R sequences of a step, S states, Q query heads, B blocks a sequence may have, K hot slots of
-a sequence.
+Shapes: R rows of a step, S states, Q query heads, B most blocks of a sequence, K hot slots of a
+sequence.
 """
 
 from dataclasses import dataclass
@@ -37,11 +38,13 @@ _PIECE_BLOCKS = 2048
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Sizes that do not change.
+    """The sizes of a workspace, which are fixed.
 
+    num_sequences: most sequences (rows) of a step.
     max_blocks: most blocks of a sequence.
-    num_slots: hot slots of a sequence and layer (capacity and spare slots together).
-    num_states: 0: the same as `num_sequences`.
+    num_slots: hot slots of a sequence and layer, including spare slots.
+    max_prefetch: most blocks that a step names for prefetch.
+    num_states: most sequences with hot sets; 0: the same as `num_sequences`.
     """
 
     num_sequences: int
@@ -56,8 +59,8 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Returns the number of sequences that may have hot sets at a time; `num_sequences` of them
-        are in a step."""
+        """Returns the most sequences that may have hot sets at the same time. At most
+        `num_sequences` of them are in a step."""
         return self.num_states or self.num_sequences
 
     @property
@@ -67,14 +70,15 @@ class StepShape:
 
 
 class Workspace:
-    """State that the layers of a step share: the plan, scratch memory, places of blocks.
+    """Device memory that all layers of a step share (see the module).
 
     pages: int32 [S, K], the page of the engine's cache for each hot slot of a state, in all layers;
-        initially numbered in order.
-    state_of: int32 [R], the state of each row, -1 without a state; initially in order.
-    residents: set if an engine owns pages and block tables; then `begin_batch` begins a step.
-    faults: int32 [3], counts that only grow: sequences without room for new blocks, blocks without
-        an address, and (no fault) pages that came from the arena.
+        at first the numbers 0, 1, ….
+    state_of: int32 [R], the state of each row, -1 without a state; at first the numbers 0, 1, ….
+    residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
+        None, `begin` does.
+    faults: int32 [3], counts that only grow: sequences that had no slot for a new block; blocks
+        that had no copy in the arena; and (not faults) pages that were copied from the arena.
     """
 
     def __init__(
@@ -123,11 +127,13 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets the rows in the index pools and the arena addresses of blocks from `first` on.
+        """Sets where the representations and the copies of a sequence's blocks are, for consecutive
+        blocks from position `first` on.
 
-        Call it at a step boundary: it waits for the copy to the device.
+        Call it between two steps. Blocks until the values are copied to the device.
 
-        addresses: addresses of the blocks' slots in the mapped arena; 0: no copy yet.
+        rows: for each block the row of its representation in the pools.
+        addresses: for each block the device address of its slot in the mapped arena; 0: no copy.
         """
         if (
             not 0 <= first <= first + len(rows) <= self.shape.max_blocks
@@ -144,16 +150,17 @@ class Workspace:
         self.device.write(self.has_copy, (sequence, first), (addresses != 0).astype(np.uint8)[None])
 
     def begin(self, context_tokens: Array) -> None:
-        """Begins a step.
+        """Begins a step, in a workspace without `residents`.
 
-        context_tokens: int32 [R], including the step's own tokens; 0: the sequence is absent.
+        context_tokens: int32 [R], tokens of each context, including the step's tokens; 0: skip the
+            row.
         """
         check_length("context_tokens", context_tokens.shape, (self.shape.num_sequences,))
         self._plan(context_tokens, self.shape.num_sequences)
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows in the step. Grids have this size."""
+        """Returns the number of rows in the step, which is the size of kernel grids."""
         residents = self.residents
         batch = None if residents is None else residents.batch
         return self.shape.num_sequences if batch is None else batch.num_rows
@@ -168,11 +175,12 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """Begins a step over an engine's batch, which uses the first rows."""
+        """Begins a step with an engine's batch, in a workspace with `residents`. The batch uses the
+        first rows."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
-        # Plan all rows: a graph that was captured with more rows then finds the remaining rows
-        # empty.
+        # Plans all rows, because a graph that was captured with more rows must find the further
+        # rows empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:

@@ -1,7 +1,7 @@
-"""Estimates hardware sizes on paper: `python -m hotkv_sparse.estimate`.
+"""Estimates how much memory sparse decode needs: `python -m hotkv_sparse.estimate`.
 
-It computes the device and host memory of a context, and how many contexts fit. It estimates memory,
-not time: no GPU has been measured. Every figure carries its formula. It runs no model.
+The estimate computes the device and host memory of a request, and how many requests fit. It does
+not run a model and does not estimate times. The report shows each figure with its formula.
 """
 
 from hotkv_sparse.estimate.memory import Figure, Memory, memory

@@ -1,7 +1,7 @@
 """The command line of the estimate: `python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens
 1000000 --device h200`.
 
-The report is text, every figure with its formula, or JSON.
+It prints the figures and their formulas, as text or as JSON.
 """
 
 import argparse
@@ -147,7 +147,8 @@ def model_of(chosen: argparse.Namespace) -> Model:
 
 
 def device_of(chosen: argparse.Namespace) -> Device:
-    """Returns the chosen device, with the memory of the command line. Raises INVALID_FIELD."""
+    """Returns the chosen device; a memory size on the command line replaces the device's own.
+    Raises INVALID_FIELD."""
     device = device_named(chosen.device)
     if chosen.device_memory is None:
         return device
@@ -161,7 +162,7 @@ def _bytes(name: str, gib: float) -> int:
 
 
 def plan_of(chosen: argparse.Namespace) -> Plan:
-    """Returns the chosen case. Raises INVALID_FIELD."""
+    """Returns the plan (the case to estimate) that the flags describe. Raises INVALID_FIELD."""
     host = chosen.host_memory
     return Plan(
         tokens=chosen.tokens,
@@ -250,7 +251,7 @@ def _fits(taken: Memory) -> bool:
 
 
 def _figures(found: dict[str, Figure]) -> Iterator[str]:
-    """Formats the figures that are not zero."""
+    """Yields a line with value and formula for each figure that is not zero."""
     for name, figure in found.items():
         if figure.value:
             yield f"  {name:24}{figure!s:>16}  = {figure.formula}"
@@ -259,7 +260,7 @@ def _figures(found: dict[str, Figure]) -> Iterator[str]:
 def as_json(
     model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]
 ) -> dict[str, object]:
-    """Returns the report for programs: plain numbers in the units of the text, with formulas."""
+    """Returns the report as a dict for JSON: numbers, units and formulas."""
     return {
         "model": dataclasses.asdict(model) | {"parameters": model.parameters},
         "device": dataclasses.asdict(device),

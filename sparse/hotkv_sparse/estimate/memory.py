@@ -1,7 +1,8 @@
-"""Device and host memory of a plan, each figure with its formula.
+"""Computes the device and host memory of a plan. Each figure has its formula.
 
-A device holds weights, activations and staging once. It holds the keys, values and representations
-of each request. The memory left beside weights, activations and staging limits the batch.
+A device holds weights, activations and a staging area once, and the keys, values and
+representations of each request. The memory that weights, activations and staging area leave free
+limits the batch.
 """
 
 from dataclasses import dataclass, fields
@@ -22,8 +23,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class Figure:
     """A figure of the report.
 
-    unit: bytes, or a plural noun that is counted.
-    formula: how `value` is computed, with the numbers filled in.
+    unit: "bytes", or the plural noun of the things that are counted, such as "requests".
+    formula: text of the computation of `value`, with its numbers.
     """
 
     value: float
@@ -37,7 +38,7 @@ class Figure:
 
 
 def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
-    """Returns the figures among a dataclass's fields, by name."""
+    """Returns those fields of a dataclass that are figures, by name."""
     found = {item.name: getattr(owner, item.name) for item in fields(owner)}
     return {name: value for name, value in found.items() if isinstance(value, Figure)}
 
@@ -56,9 +57,15 @@ def human_bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a device, except `host_…`: bytes of all ranks together.
+    """The memory of a plan in one mode. Figures are bytes of a device; `host_request` and `host`
+    are bytes of host memory for all ranks together.
 
-    largest_batch: requests of this context that fit in device and host memory.
+    staging: area in which a prefill assembles pages of its context (mode RESIDENT).
+    room: device memory that is left for requests.
+    kv_token: keys and values of a token in all layers.
+    request_kv, request_representations: the parts of `request`, the device memory of a request.
+    device: device memory of the whole batch; the batch fits if this is at most `device_limit`.
+    largest_batch: number of requests of this context that fit in device and host memory.
     """
 
     weights: Figure
@@ -133,10 +140,8 @@ def _over(parallel: int) -> str:
 
 
 def _activations(model: Model, plan: Plan) -> Figure:
-    """Estimates activations: a step's tokens at the widest place of a layer, and the logits.
-
-    A rough upper bound.
-    """
+    """Estimates the memory of activations, as a rough upper bound: the widest activations of a
+    layer for the tokens of a step, and the logits."""
     parallel = plan.tensor_parallel
     tokens = max(plan.chunk_tokens, plan.batch)
     wide = 6 * model.hidden + 3 * model.intermediate / parallel
@@ -150,10 +155,10 @@ def _activations(model: Model, plan: Plan) -> Figure:
 
 
 def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the memory that a single prefill needs beside its request's own memory.
+    """Computes the device memory that a prefill needs in addition to its request's own memory.
 
-    It is the context of a layer, or of two layers to overlap, and a step's new blocks until they
-    are stored.
+    It holds the context of `staging_layers` layers, and the new blocks of a step until they are
+    stored.
     """
     layer_bytes = plan.layer_token_bytes(model)
     if mode is not Mode.RESIDENT:

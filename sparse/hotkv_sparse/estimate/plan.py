@@ -1,7 +1,8 @@
-"""The case to estimate: context, batch, budget and placement; the model and the device.
+"""Describes the case to estimate: a plan (context, batch, budget, place of the KV), a model and a
+device.
 
-A `Plan` is checked when it is made, and against the model by `check`. Every refusal names the field
-and the fix. This module also counts the blocks that a request has on the device.
+A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every refusal
+names the field and the fix. This module also counts the blocks that a request has on the device.
 """
 
 import dataclasses
@@ -56,9 +57,9 @@ def check_number(
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device. Raises INVALID_FIELD if its values make no sense.
+    """A kind of device. Raises INVALID_FIELD if its memory is not positive.
 
-    source: where `memory_bytes` is from.
+    source: text that says where the value of `memory_bytes` is from.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Device:
         return dataclasses.replace(self, source=source, memory_bytes=memory_bytes)
 
 
-# Memory is the size that nvidia-smi shows, not the name's decimal gigabytes.
+# The memory is the size that nvidia-smi shows, not the decimal gigabytes in the product's name.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -92,7 +93,8 @@ DEVICES: dict[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """Returns the table's device, or this machine for HERE. Raises INVALID_FIELD."""
+    """Returns the device with this name, or this machine's device for HERE. Raises INVALID_FIELD if
+    the name is unknown."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(HERE, "this machine's own memory", memory_bytes)
@@ -106,10 +108,10 @@ def device_named(name: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of a decoder. Raises INVALID_FIELD if a size makes no sense.
+    """Sizes of a decoder model. Raises INVALID_FIELD if a size is invalid.
 
-    tied: the output matrix is the embedding.
-    qkv_bias: the projections of query, key and value have biases.
+    tied: whether the output matrix is the embedding matrix.
+    qkv_bias: whether the projections of query, key and value have biases.
     """
 
     name: str
@@ -152,8 +154,7 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Returns the number of parameters of the embedding. The output matrix has the same
-        number."""
+        """Returns the number of parameters of the embedding. The output matrix has as many."""
         return self.vocab * self.hidden
 
     @property
@@ -195,7 +196,7 @@ _REFUSED = {
 
 
 def model_named(name: str) -> Model:
-    """Returns the table's model. Raises INVALID_FIELD."""
+    """Returns the model of `MODELS` with this name. Raises INVALID_FIELD."""
     if name not in MODELS:
         raise refuse("model", name, f"use one of {', '.join(MODELS)}, or --config with a file")
     return MODELS[name]
@@ -204,7 +205,7 @@ def model_named(name: str) -> Model:
 def read_config(path: Path) -> Model:
     """Returns the model of a Hugging Face config.json, or of the folder that contains it.
 
-    Raises OSError if it can't be read, INVALID_FIELD if it is no model of this kind.
+    Raises OSError if the file can't be read, INVALID_FIELD if its model can't be estimated.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -264,35 +265,34 @@ class Mode(enum.Enum):
     """How a request is decoded."""
 
     DENSE = "dense"
-    """All KV on the device; attends to all of it."""
+    """All KV is on the device, and decode attends to all of it."""
     SPARSE = "sparse"
-    """All KV on the device; attends to the hot set."""
+    """All KV is on the device, and decode attends to the hot set."""
     RESIDENT = "resident"
-    """All KV in host memory; sinks, recent window and hot slots on the device."""
+    """All KV is in host memory. The device holds sinks, recent window and hot slots."""
 
 
 def default_sparse() -> SparseConfig:
-    """Returns settings with 2048 tokens in all layers.
-
-    That is the budget of the publications that RESIDENCY.md compares with.
-    """
+    """Returns settings in which all layers are sparse with a budget of 2048 tokens, as in the
+    publications that RESIDENCY.md compares with."""
     return SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A case to estimate. Raises INVALID_FIELD if a value makes no sense.
+    """A case to estimate. Raises INVALID_FIELD if a value is invalid.
 
-    tokens: context of a request.
-    batch: requests that decode together.
-    sparse: budget, scorer, sinks, recent window and dense layers, as operators set them.
+    tokens: tokens in the context of a request.
+    batch: number of requests that decode together.
+    sparse: the settings of sparse decode, as operators write them.
     hot_sets: blocks of the hot set divided by blocks of the budget.
-    representations_on_host: representations use no device memory.
+    representations_on_host: whether representations are in host memory and use no device memory.
     chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
-    staging_layers: layers of context that a prefill of mode `RESIDENT` assembles at a time; two
-        overlap copy and attention.
-    memory_ratio: share of the device that vLLM may use (gpu_memory_utilization).
-    host_memory_bytes: None: unlimited.
+    staging_layers: number of layers whose context a prefill in mode `RESIDENT` has in the staging
+        area at the same time; with 2 the next layer is copied while a layer attends.
+    weight_bits: bits of a weight; 0: as many as `dtype` has.
+    memory_ratio: share of the device's memory that vLLM may use (gpu_memory_utilization).
+    host_memory_bytes: host memory for requests; None: unlimited.
     """
 
     tokens: int
@@ -338,14 +338,15 @@ class Plan:
             )
 
     def with_(self, **changes: object) -> "Plan":
-        """Returns the plan with some fields replaced, checked again."""
+        """Returns a copy of the plan with some fields replaced. Raises INVALID_FIELD like the
+        constructor."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     # --------------------------------------------------------------------------- counts of a layer
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of a number in keys and values."""
+        """Returns the bytes of one number in the keys and values."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -378,12 +379,12 @@ class Plan:
     # ------------------------------------------------------------------------- share of a device
 
     def sparse_layers(self, model: Model) -> int:
-        """Returns the number of layers that select."""
+        """Returns the number of sparse layers."""
         return model.layers - len(set(self.sparse.dense_layers))
 
     def rank_kv_heads(self, model: Model) -> int:
-        """Returns the KV heads of a device. Heads are replicated if there are more devices than
-        heads."""
+        """Returns the number of KV heads on a device, at least 1: if there are more devices than
+        heads, several devices hold the same head."""
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:

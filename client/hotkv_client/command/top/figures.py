@@ -18,17 +18,19 @@ from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 
 RECENT_S = 600.0
-"""Length of "the last minutes", seconds."""
+"""Length, in seconds, of the period that this module calls "the last minutes"."""
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The server's answers at a moment.
+    """The server's answers to `AdminClient` calls, all asked at about the same time.
 
     at_s: monotonic time when `info` arrived.
-    ledger: counts since the ledger began.
-    recent: counts of the requests of the last RECENT_S seconds.
+    info, tiers, sessions: answers of the calls of these names.
+    layers: counters of sparse decode by engine and layer.
+    ledger: sums of the ledger (what requests hit and missed) since it began.
+    recent: sums of the ledger over the requests of the last RECENT_S seconds.
     """
 
     at_s: float
@@ -59,9 +61,9 @@ def read(client: AdminClient) -> Reading:
 
 HOST = "host"
 JITTER_S = 1.0
-"""How late an answer may be."""
+"""Tolerance for the delay of an answer, when ages of two readings are compared."""
 LATE_S = 0.05
-"""An event loop that is later than this delays engines."""
+"""If callbacks of the server's event loop run later than this, engines wait noticeably."""
 TROUBLES = {
     "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
     "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
@@ -73,7 +75,7 @@ TROUBLES = {
 
 @dataclass(frozen=True, slots=True)
 class TierRates:
-    """A tier.
+    """A tier's figures over the interval between two readings.
 
     used_bytes: part of `capacity_bytes` in use. A capacity of 0 is unknown.
     hit_ratio: share of the prompt tokens in the interval that hit this tier; None without prompts.
@@ -91,7 +93,8 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """An engine, with all its sessions together. `name` and `model` are for people."""
+    """An engine's figures over the interval between two readings: the sums of its sessions. `name`
+    and `model` are the names that the screen shows."""
 
     engine_id: str
     name: str
@@ -109,11 +112,12 @@ class EngineRates:
     saved_s: float
     waited_s: float
     selects_per_s: float
-    """Rate of sparse decode, like the hot set's hits and the swaps."""
+    """Selections of sparse decode per second, summed over layers. The two fields after it also
+    belong to sparse decode."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
     weights: "Weights"
-    """What its ratios are shares of."""
+    """The denominators of the ratios, by which the means of several engines are weighted."""
 
     @property
     def key(self) -> str:
@@ -122,7 +126,12 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tokens of prompts since the last reading and in the last minutes, and selections."""
+    """The denominators of an engine's ratios.
+
+    prompt_tokens: prompt tokens between the two readings.
+    recent_prompt_tokens: prompt tokens in the last RECENT_S seconds.
+    selects: selections of sparse decode between the two readings.
+    """
 
     prompt_tokens: float
     recent_prompt_tokens: float
@@ -131,7 +140,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelRates:
-    """All engines of a model together."""
+    """The sums of the figures of all engines of a model; ratios are weighted means."""
 
     name: str
     num_engines: int
@@ -152,7 +161,8 @@ class ModelRates:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A server between two readings. Ratios are of prompt tokens; None without prompts."""
+    """A server's figures over the interval between two readings. Ratios are shares of prompt
+    tokens; None without prompts."""
 
     version: str
     state: str
@@ -169,8 +179,9 @@ class Figures:
     lag_p99_s: float
     lag_longest_s: float
     saved_s: float
-    """Time saved in the last minutes. `waited_s` likewise."""
+    """Prefill time that hits saved in the last minutes."""
     waited_s: float
+    """Time that requests waited for the cache in the last minutes."""
     tiers: list[TierRates] = field(default_factory=list)
     engines: list[EngineRates] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -180,10 +191,10 @@ class Figures:
 
 
 class _Between:
-    """The growth between two readings.
+    """Computes the growth of counters between two readings.
 
-    It is 0 for a first reading, and after a reading of another process, whose counters started
-    anew.
+    The growth is 0 for a first reading, and if the server's process is another than at the reading
+    before, because its counters began at 0 again.
     """
 
     def __init__(self, before: Reading | None, after: Reading) -> None:
@@ -222,7 +233,8 @@ class _Between:
 def is_same_server(before: Reading, after: Reading) -> bool:
     """Returns True if both readings come from the same process.
 
-    In a container the next process may have the same process id, so its age counts too.
+    Compares the process ids and the uptimes, because in a container a restarted server may have the
+    same process id.
     """
     aged_s = after.info["uptime_s"] - before.info["uptime_s"]
     return bool(
@@ -350,7 +362,8 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
         return [s for s in reading.sessions if s["engine_id"] == engine_id] if reading else []
 
     def grew(field_name: str) -> float:
-        """Returns the growth of a count over the engine's sessions. New sessions count whole."""
+        """Returns the growth of a count, summed over the engine's sessions. A session that began
+        after the first reading adds its whole count."""
         then = {s["session_number"]: s[field_name] for s in sessions(between.before)}
         return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
 

@@ -50,7 +50,8 @@ def named_keys(sent: str) -> list[str]:
 
 @contextlib.contextmanager
 def raw_keys(terminal: int) -> Iterator[None]:
-    """Makes keys arrive at once and without echo; restores the terminal at the end."""
+    """Sets the terminal so that each key can be read at once and is not echoed. Restores the
+    terminal at the end of the `with` block."""
     before = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
@@ -60,19 +61,19 @@ def raw_keys(terminal: int) -> Iterator[None]:
 
 
 def pressed_keys(terminal: int, seconds: float) -> list[str]:
-    """Waits up to `seconds` for keys and returns the first that arrive. `q` if the terminal is
-    gone."""
+    """Waits up to `seconds` for keys and returns the names of those that have arrived. Returns `q`
+    if the terminal is closed."""
     if not select.select([terminal], [], [], max(0.0, seconds))[0]:
         return []
     sent = os.read(terminal, MAX_BYTES)
     return named_keys(sent.decode(errors="replace")) if sent else ["q"]
 
 
-# --------------------------------------------------------------------------------- views that go on
+# -------------------------------------------------------------------------- views that are repeated
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05
-"""Time between two looks for an answer while the server is asked."""
+"""Interval at which the screen checks whether the server's answer has arrived."""
 
 
 def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
@@ -114,7 +115,8 @@ def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: b
 
 
 def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Figures]:
-    """Yields figures, each over an interval."""
+    """Yields figures every `interval_s`, `count` times (0: for ever). Their rates are over the
+    interval."""
     before, number = read(client), 0
     while not count or number < count:
         time.sleep(interval_s)
@@ -126,8 +128,8 @@ def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Fig
 def show_screen(client: AdminClient, interval_s: float) -> None:
     """Draws figures on the terminal until `q`.
 
-    A thread asks the server, so that keys work while it is slow to answer. Raises HotKVError if the
-    server does not answer at the start.
+    A thread asks the server, so that keys also work while the server has not answered. Raises
+    HotKVError if the server does not answer the first time.
     """
     from rich.console import Console
 
@@ -172,9 +174,10 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
 
 
 class _Asking:
-    """Takes readings in a thread, one at a time. The constructor asks for the first.
+    """Takes readings in a thread, one at a time. The constructor starts the first reading.
 
-    A thread that still waits at the end ends when the client's channel is closed.
+    The exit does not wait for a reading in progress, which ends when the client's channel is
+    closed.
     """
 
     def __init__(self, client: AdminClient) -> None:

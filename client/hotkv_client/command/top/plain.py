@@ -21,7 +21,7 @@ def per_s(num_bytes: float) -> str:
 
 
 def head(figures: Figures) -> list[str]:
-    """Formats two lines on the server as a whole."""
+    """Formats two lines with the figures of the whole server."""
     return [
         f"hotkv-server {figures.version}  {figures.state}  up {human_seconds(figures.uptime_s)}  "
         f"event loop late by {figures.lag_p99_s * 1e3:.1f} ms (p99), "
@@ -77,7 +77,7 @@ def sparse_row(engine: EngineRates | ModelRates) -> tuple[str, ...]:
 
 
 def misses(engine: EngineRates) -> str:
-    """Formats why tokens of the last minutes were computed."""
+    """Formats the reasons why prompt tokens of the last minutes missed, with their shares."""
     all_missed = sum(engine.misses.values())
     shares = (f"{why.replace('_', ' ')} {n / all_missed:.0%}" for why, n in engine.misses.items())
     return ", ".join(shares) if all_missed else "nothing missed"

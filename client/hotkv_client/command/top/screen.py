@@ -23,11 +23,11 @@ FULL, EMPTY = "█", "░"
 BAR_WIDTH, TIER_BAR_WIDTH, HEAD_BAR_WIDTH = 10, 8, 30
 MAX_HISTORY = 60
 WIDE = 110
-"""Columns from which on rows have more figures."""
+"""Width of the terminal, in columns, from which rows show more figures."""
 FIGURES_WIDTH, WIDE_FIGURES_WIDTH = 63, 76
-"""Columns that the figures of a row take."""
+"""Width of a row's figures, without its name, in columns."""
 ENGINES_WIDTH = 9
-"""Columns of the number of a model's engines."""
+"""Width of the column that shows how many engines a model has."""
 MIN_NAME, MAX_NAME = 12, 40
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 QUIT = ("q", "ctrl-c")
@@ -65,12 +65,18 @@ RowRates = ModelRates | EngineRates
 
 @dataclass
 class View:
-    """The user's view.
+    """What the user has chosen to see. Keys change it.
 
-    rows: MODEL or ENGINE.
+    interval_s: time between two readings.
+    sort: name of a sort order, a key of `SORTS`.
+    rows: whether a row is a MODEL or an ENGINE.
     model: show only the engines of this model; empty: all.
     chosen: key of the row under the cursor.
-    inside: show only the chosen engine.
+    inside: show only the chosen engine, with its details.
+    paused: the screen keeps the figures of the last reading.
+    helps: show the help of the keys.
+    problem: why the last reading failed; empty if it did not.
+    hit_ratios: hit ratios of the last readings, oldest first.
     """
 
     interval_s: float
@@ -124,7 +130,8 @@ class View:
         return True
 
     def _enter(self, row: RowRates, engines: Sequence[EngineRates]) -> None:
-        """Goes into a model, and on into its engine if it has only one."""
+        """Shows the engines of a model, or the details of an engine. A model with a single engine
+        shows this engine at once."""
         if isinstance(row, EngineRates):
             self.chosen, self.inside = row.key, True
             return
@@ -132,7 +139,8 @@ class View:
         self.model, self.chosen, self.inside = row.name, own[0].key, len(own) == 1
 
     def _back(self, num_rows: int) -> None:
-        """Goes back a step: from an engine to the list that it was in, from there to the models."""
+        """Goes back a step: from an engine's details to the list of engines, from that list to the
+        models."""
         if self.inside:
             self.inside = False
             if self.rows == ENGINE or num_rows > 1:
@@ -165,7 +173,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def draw(figures: Figures, view: View, console: Console) -> RenderableType:
-    """Draws the whole screen. Of many rows it shows those around the chosen row that fit."""
+    """Draws the whole screen. If the rows do not fit, it shows the rows around the chosen row."""
     if view.helps:
         return Group(_help(), Text("any key: back   q quit", style="dim"))
     rows = view.listed(figures.engines)
@@ -201,7 +209,7 @@ def _line(*parts: tuple[str, str] | str) -> Text:
 
 
 def _head(figures: Figures, view: View) -> list[Text]:
-    """Draws the lines on the server as a whole."""
+    """Draws the lines with the figures of the whole server."""
     fine = figures.state == "ready" and not view.problem
     lines = [
         _line(
