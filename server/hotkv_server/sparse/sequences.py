@@ -146,7 +146,7 @@ class SequenceBook:
         return f"SequenceBook({len(self)} sequences, {self.num_blocks} blocks)"
 
     def find(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Returns the session's sequence with this id."""
+        """Returns the session's sequence with this id; None if it is unknown."""
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:

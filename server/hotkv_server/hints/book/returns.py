@@ -35,7 +35,7 @@ class SessionGaps:
 
 
 class ReturnTimes:
-    """See the module."""
+    """Predicts the pauses of a tenant's sessions (see the module)."""
 
     def __init__(self) -> None:
         self._all_s: deque[float] = deque(maxlen=SHARED_GAPS)
