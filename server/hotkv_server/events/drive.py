@@ -99,8 +99,8 @@ class BlocksRemoved:
 class KeySpaceCleared:
     """Tells that all blocks of a key space were removed, from every medium.
 
-    removed: the same removal as single events, for host memory and the disk tier. They are sent to
-        readers that can't clear a key space alone.
+    removed: the same removal as single events, for host memory and the disk tier. On a topic with
+        several key spaces they are sent in place of the clear.
     """
 
     key_space_id: int

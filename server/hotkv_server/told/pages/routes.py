@@ -52,7 +52,7 @@ PRIVATE: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of all answers except probes and metrics."""
+"""Headers of the answers of the status page and its API."""
 
 
 @dataclass(frozen=True, slots=True)
