@@ -1,5 +1,5 @@
 """Reads and writes the ledger's file in the arena's directory. The file is not part of the cache:
-it stays when the cache is recreated.
+it stays when the cache is recreated, and is deleted only with the directory.
 
 Always true: the file is replaced as a whole.
 """
