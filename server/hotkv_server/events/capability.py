@@ -1,4 +1,5 @@
-"""Events, as a capability of the node. ZMQ is imported only if the settings ask for it."""
+"""Registers events as a capability of the node. Imports ZMQ only if the settings name an
+endpoint for events."""
 
 import asyncio
 import importlib
@@ -62,19 +63,21 @@ TOPICS = {
     "pool": "kv@pool:{pool}@{model}",
     "engine": "",
 }
-"""Topics by identity, as llm-d-router#2586 spells them."""
+"""Default topic for each value of the setting `events.identity`, in the form of llm-d-router#2586.
+With `engine`, the engines publish the events."""
 MOST_NAMES = 16
-"""Most names of a key space's model: clients choose them."""
+"""Most names of a key space's model under which events are published. Clients choose the names, so
+their number must be bounded."""
 
 
 def check(settings: Settings) -> None:
-    """Raises StartError if events are wanted and can't be published."""
+    """Raises StartError if the settings name an endpoint for events and ZMQ is not installed."""
     if settings.events.endpoint:
         _zmq()
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
-    """Returns the events of this node. Raises StartError."""
+    """Returns the events capability of this node. Raises StartError."""
     return EventsCapability(node, settings.events)
 
 
@@ -126,8 +129,9 @@ def _publisher(
 
 
 def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
-    """Returns the group that a router asks about: the first that attends to all tokens and has
-    blocks of this size."""
+    """Returns the index of the group that a router's question is about: the first group that
+    attends to all tokens and has blocks of `block_tokens` tokens (0: of any size). None if there is
+    no such group."""
     kinds = (GroupKind.FULL_ATTENTION, GroupKind.MLA)
     for at, group in enumerate(key_space.groups):
         if group.kind in kinds and block_tokens in (0, group.block_tokens):
@@ -136,10 +140,12 @@ def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
 
 
 class EventsCapability(Capability):
-    """See the folder's README. Raises StartError if the publisher can't start, or if the file of
-    contents can't be used.
+    """Connects events to the node: makes events when the node reports stores, moves and removals,
+    and serves the calls of readers.
 
-    hub: where events go; None makes it by the settings.
+    Raises StartError if the publisher can't start, or if the file for the blocks' token ids can't
+    be used.
+    hub: sends the events to readers; None makes a hub from the settings.
     """
 
     def __init__(self, node: Node, settings: EventSettings, hub: EventHub | None = None) -> None:
@@ -174,7 +180,7 @@ class EventsCapability(Capability):
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
             if not self._has_announced and self._contents.num_blocks:
-                # What an earlier server left; readers have been told to forget all of it.
+                # Sends the blocks that a restart has restored: readers were told to drop them.
                 self.hub.publisher.announce()
             self._has_announced = True
             self.hub.publisher.settle()
@@ -255,26 +261,26 @@ class EventsCapability(Capability):
         return self._contents.find(self._fingerprints[key_space_id], group_index, block_hash)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
-        """Returns which blocks are cached in host memory or on this node's disk."""
+        """Returns which blocks [n] are cached in host memory or on this node's disk."""
         masks = self._lying(fingerprint, group_index, hashes)
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Returns which blocks are ready in each space; none if the key space is not known. Reads
-        the tables as clients do, on any thread."""
+        """Returns, for host memory and then for the disk if there is one, which blocks [n] are
+        ready. Returns an empty list if the key space is not known. May run on any thread."""
         number = self._numbers.get(fingerprint)
         if number is None:
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
     def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored]:
-        """Yields the blocks that are cached and whose tokens are known, on any thread. Of a chain,
-        earlier blocks come first.
+        """Yields the present state: the cached blocks whose token ids are known. May run on any
+        thread. Of a sequence, earlier blocks come first.
 
-        fingerprint: only of this key space; None: of all.
+        fingerprint: key space whose blocks are yielded; None: of all key spaces.
 
-        A block that is stored or removed meanwhile may be in the state or not. An event that comes
-        later tells.
+        A block that is stored or removed during the iteration may be yielded or not. Its event is
+        sent in either case.
         """
         media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
         for known in self._contents.runs():

@@ -1,18 +1,21 @@
-"""Contents of stored blocks (token ids, parent, adapter): what an event needs beyond a hash.
+"""Keeps the contents of stored blocks (token ids, parent, adapter, extra keys) for later events.
 
-A tier's event, the state for a late reader and the events after a restart come long after the store
-that named the tokens. A router that matches tokens can't use an event without them.
+An engine sends a block's token ids only with its store. But the server also sends events about the
+block later: when a tier moves it, when a new reader asks for the present state, and after a
+restart. A router that matches prompts by tokens can't use these events without token ids.
 
-The contents lie in a ring: a file beside the arena, so that the next server has them. Positions in
-the ring only grow; a record never wraps around the end.
+The contents are records in a ring buffer. It is a file beside the arena, so that the next server
+can read it. Positions are counted from the first record ever written, so they only grow; a record
+never wraps around the end of the ring.
 
-A store only queues its contents. A thread writes them into the ring some milliseconds later, so
-that the event loop does not wait. Whoever asks for contents writes those in the queue first.
+A store only queues its contents, so the event loop does not wait. A thread writes them into the
+ring some milliseconds later. A method that reads contents writes the queued contents first.
 
-Always true: the ring and the queue are bounded, and the ring has memory before it is written. If
-the ring is full, the oldest records are overwritten; blocks in them that are still cached move to
-the front first, as far as that takes a short time. A record that a kill leaves unfinished is not
-read, and contents that are queued at a kill are lost. Thread-safe.
+Always true: the ring and the queue are bounded, and the ring's file space is allocated before it is
+written. If the ring is full, the oldest records are overwritten. Before that, blocks in them that
+are still cached are appended again as newest records, but only a limited number per store. A record
+that a kill leaves unfinished is not read, and contents that are queued at a kill are lost.
+Thread-safe.
 """
 
 import contextlib
@@ -43,33 +46,49 @@ MAGIC: Final = b"HOTKVEC1"
 START: Final = 4096
 """Offset of the ring in the file; the header precedes it."""
 HEADER: Final = struct.Struct("<8sqqq")
-"""Magic, size of the ring, positions of the oldest record and behind the newest."""
+"""Header of the file: magic, size of the ring, position of the oldest record, and position behind
+the newest record."""
 PREFIX: Final = struct.Struct("<III")
-"""Of a record: CRC-32 of all that follows it, length in bytes, kind."""
+"""Beginning of each record: CRC-32 of the rest of the record, length of the whole record in bytes,
+kind (FILLER, BLOCKS or NAME)."""
 RUN: Final = struct.Struct("<32sIIIIII")
-"""Of a run: key space's fingerprint, group, depth, blocks, tokens, length of the adapter's name,
-length of the extra keys. Then parent, hashes, tokens, name and keys."""
+"""Beginning of a record of kind BLOCKS, after PREFIX: fingerprint of the key space, group, depth,
+number of blocks, number of tokens, bytes of the adapter's name, bytes of the extra keys. Then
+follow the parent's hash, the hashes, the token ids, the name and the keys."""
 ALIGN: Final = 16
+"""Lengths of records are multiples of this many bytes."""
 GROWTH_BYTES: Final = 4 << 20
+"""The ring's size grows in steps of this many bytes."""
 FILLER, BLOCKS, NAME = 0, 1, 2
+"""Kinds of records: unused bytes up to the end of the ring, a run of blocks, a name of a model."""
 MOST_MOVES = 64
-"""Most records that one store moves to the front. If these were too few, nothing moves until an
-eighth of the ring has been overwritten: it is full of blocks that are cached."""
+"""Limit for the records that one addition appends again because their blocks are still cached. If
+the limit is reached, most of the ring is about cached blocks; then no records of blocks are
+appended again until an eighth of the ring has been overwritten."""
 AT_BITS = 17
-"""Bits of a block's position in its run, in the index."""
+"""Number of low bits of a value in the index that hold the block's place in its run; the higher
+bits hold the position of the run's record."""
 NO_PARENT = bytes(32)
+"""Parent's hash in the record of a run whose first block has no parent."""
 
 GATHER_S = 0.02
-"""Time between the first contents in the queue and their write."""
+"""Time that the thread waits, after contents were queued, before it writes them."""
 MAX_QUEUED_BYTES = 8 << 20
+"""If the queue holds more, the store itself writes the queue."""
 
 Present = Callable[[bytes, int, Words], BoolMask]
-"""Returns which blocks are cached, by key space's fingerprint, group and hashes [n, 8]."""
+"""Returns which blocks are cached [n]. Arguments: fingerprint of the key space, group, hashes as
+uint32 words [n, 8]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record in the ring. `name`: of a model; empty for a run of blocks."""
+    """A record in the ring.
+
+    fingerprint: of its key space.
+    group_index, depth: of a run of blocks; 0 for a name.
+    name: name of a model; empty for a run of blocks.
+    """
 
     position: int
     fingerprint: bytes
@@ -80,7 +99,11 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """A run as it was stored, and which of its blocks have their newest content here [n]."""
+    """A run of blocks as it was stored.
+
+    fingerprint: of its key space.
+    is_newest: for each block [n], False if a later record has the same block.
+    """
 
     fingerprint: bytes
     run: BlocksStored
@@ -88,11 +111,11 @@ class KnownRun:
 
 
 class Contents:
-    """The contents of blocks, by block.
+    """Keeps and finds the contents of blocks (see the module).
 
-    path: the file; None keeps them in memory of this process.
-    max_bytes: most bytes of the ring. The index takes some 200 bytes more for each block.
-    present: tells which old contents are still of use.
+    path: the ring's file; None keeps the ring in private memory of the process.
+    max_bytes: most bytes of the ring. The index takes about 200 further bytes for each block.
+    present: returns which blocks are still cached, so that their contents are worth keeping.
     """
 
     def __init__(self, path: Path | None, max_bytes: int, present: Present) -> None:
@@ -109,7 +132,7 @@ class Contents:
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self.unknown_blocks = 0
-        """Blocks that were asked for in vain."""
+        """Number of times that `find` was asked for a block whose content is not known."""
         self._fd = (
             -1 if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         )
@@ -121,7 +144,7 @@ class Contents:
         return f"Contents({len(self._records)} runs, {self._head - self._tail} bytes)"
 
     def close(self) -> None:
-        """Writes the queue and closes the file. Later contents are dropped."""
+        """Stops the thread, writes the queue and closes the file. `keep` then ignores contents."""
         self._is_closed = True
         self._has_work.set()
         if self._thread is not None:
@@ -134,7 +157,8 @@ class Contents:
     # Contents
 
     def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
-        """Adds a run that was stored, if the engine has sent its tokens."""
+        """Queues the content of a run that was stored. Does nothing if the engine sent no token
+        ids."""
         if not len(run.content.token_ids) or self._is_closed:
             return
         self._put_bytes += run.num_bytes
@@ -153,7 +177,8 @@ class Contents:
         return self._thread is None or self._thread.is_alive()
 
     def find(self, fingerprint: bytes, group_index: int, block_hash: bytes) -> Content:
-        """Returns the content of a block, as far as it is known. `block_hash`: 32 bytes."""
+        """Returns the content of a block; UNKNOWN if the ring does not have it. `block_hash`: 32
+        bytes."""
         with self._written():
             place = self._index.get((fingerprint, group_index), {}).get(block_hash)
             if place is None:
@@ -165,7 +190,8 @@ class Contents:
         return Content(part.parent, part.content)
 
     def add_name(self, fingerprint: bytes, name: str) -> bool:
-        """Adds a name by which requests address the model. Returns False if it is known."""
+        """Adds a name by which requests address the key space's model. Returns False if the name is
+        already recorded."""
         with self._written():
             if name in self._names.get(fingerprint, ()):
                 return False
@@ -173,27 +199,27 @@ class Contents:
             return True
 
     def names(self, fingerprint: bytes) -> list[str]:
-        """Returns the names by which requests address the model."""
+        """Returns the recorded names by which requests address the key space's model."""
         with self._written():
             return list(self._names.get(fingerprint, ()))
 
     @property
     def num_blocks(self) -> int:
-        """Returns how many blocks have a content."""
+        """Number of blocks whose content is known."""
         with self._written():
             return sum(map(len, self._index.values()))
 
     @property
     def head(self) -> int:
-        """Returns the position behind the newest record. It only grows."""
+        """Position behind the newest record. It only grows."""
         with self._written():
             return self._head
 
     def runs(self, begin: int = 0) -> Iterator[KnownRun]:
-        """Yields the runs from a position on. Of a chain, earlier blocks come first as far as they
-        were stored first.
+        """Yields the runs whose records begin at or behind a position. Of a sequence, earlier
+        blocks come first, unless their record was added during the iteration.
 
-        Others may add runs between two steps; these come too.
+        Runs that are added during the iteration are yielded too.
         """
         upto = begin
         while True:
@@ -218,11 +244,11 @@ class Contents:
             self._has_work.clear()
             time.sleep(GATHER_S)
             while self._write_one():
-                # Lets the event loop have the interpreter between two records.
+                # Releases Python's global lock between two records, for the event loop.
                 time.sleep(0)
 
     def _write_one(self) -> bool:
-        """Writes the oldest of the queue; returns False if the queue is empty."""
+        """Writes the oldest queued contents. Returns False if the queue is then empty."""
         with self._lock:
             if self._queue:
                 self._write_next()
@@ -230,7 +256,7 @@ class Contents:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Takes the lock and writes the queue."""
+        """Holds the lock during the `with` block, after writing all queued contents."""
         with self._lock:
             while self._queue:
                 self._write_next()
@@ -244,8 +270,8 @@ class Contents:
     # The ring
 
     def _add(self, packed: bytes) -> None:
-        """Appends a record; makes room for it. Drops it if it is larger than a quarter of the
-        ring."""
+        """Appends a record, after dropping old records if the ring is full. Ignores a record larger
+        than a quarter of `max_bytes`."""
         if len(packed) > self._max_bytes // 4:
             return
         moved: list[bytes] = []
@@ -261,7 +287,8 @@ class Contents:
             self._append(one)
 
     def _fit(self, packed: list[bytes]) -> bool:
-        """Returns whether the records fit behind the newest. Lets the ring grow, if it can."""
+        """Returns True if the records fit into the ring without dropping old records. Grows the
+        ring if needed and possible."""
         head = self._head
         for one in packed:
             if head <= self._size < head + len(one):
@@ -273,7 +300,8 @@ class Contents:
         return head - self._tail <= self._size
 
     def _grow(self, end: int) -> None:
-        """Lets the ring grow to `end` bytes or more, before it has wrapped for the first time."""
+        """Grows the ring to at least `end` bytes, or to its largest size. Call it only while the
+        ring has not wrapped."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -306,11 +334,13 @@ class Contents:
         self._note()
 
     def _note(self) -> None:
-        """Publishes the positions, after what they refer to."""
+        """Writes the size and the positions into the header. Called after the records to which they
+        refer are written."""
         HEADER.pack_into(self._map, 0, MAGIC, self._size, self._tail, self._head)
 
     def _list(self, position: int, packed: bytes) -> None:
-        """Adds a record to what is known. Does nothing for a filler."""
+        """Adds a record to the index, the list of records and the names. Does nothing for a
+        filler."""
         kind = PREFIX.unpack_from(packed)[2]
         if kind == BLOCKS:
             fingerprint, group_index, depth, *_ = RUN.unpack_from(packed, PREFIX.size)
@@ -338,8 +368,9 @@ class Contents:
         self._note()
 
     def _still_of_use(self, record: _Record) -> list[bytes]:
-        """Returns records to move to the front: a name, and the blocks that are still cached and
-        have no newer content."""
+        """Returns the records to append again before this record is dropped: the same record if it
+        is a name, otherwise a record for each run of its blocks that are still cached and have no
+        newer content."""
         if record.name:
             return [self._bytes_at(record.position)]
         if self._head < self._moves_from:
@@ -371,7 +402,7 @@ class Contents:
 
     def _mapped(self) -> mmap.mmap:
         if self._fd < 0:
-            # The whole ring at once: pages that are not touched take no memory.
+            # Map the whole ring at once: pages that are not touched use no memory.
             self._size = self._max_bytes
             return mmap.mmap(-1, START + self._size)
         if not self._size:
@@ -379,14 +410,14 @@ class Contents:
         return mmap.mmap(self._fd, START + self._size)
 
     def _read(self) -> None:
-        """Reads the records of an earlier server, up to the first that is damaged."""
+        """Reads the records that an earlier server wrote, up to the first damaged record."""
         magic, size, tail, head = HEADER.unpack_from(self._map)
         num_bytes = os.fstat(self._fd).st_size - START
         if magic != MAGIC or not (0 < size <= num_bytes and 0 <= tail <= head <= tail + size):
             self._note()
             return
         self._size = size
-        # A smaller limit than before holds from the next time on that the file is made anew.
+        # A lower limit than before applies only once the file is created anew.
         self._max_bytes = max(size, self._max_bytes) if head <= size else size
         self._map.close()
         self._map = self._mapped()
@@ -417,7 +448,8 @@ class Contents:
 
 
 def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
-    """Returns a record; its length is a multiple of ALIGN."""
+    """Returns the bytes of a record. length: of the record; 0: the shortest multiple of ALIGN that
+    holds the body."""
     length = length or -(-(PREFIX.size + len(body)) // ALIGN) * ALIGN
     padding = b"" if kind == FILLER else bytes(length - PREFIX.size - len(body))
     head = struct.pack("<II", length, kind)
@@ -455,7 +487,7 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
-    """Returns the run of a record. Its key space id is 0."""
+    """Returns the run of a record. Its `key_space_id` is 0, because records have fingerprints."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )
@@ -479,7 +511,7 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
 
 
 def _keys(packed: bytes) -> list[bytes]:
-    """Returns the hashes of a run's record, 32 bytes each."""
+    """Returns the hashes of the blocks in a run's record, 32 bytes each."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     keys: list[bytes] = np.frombuffer(packed, "V32", count, PREFIX.size + RUN.size + 32).tolist()
     return keys

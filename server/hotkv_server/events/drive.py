@@ -1,13 +1,14 @@
-"""Events for routers and tools: blocks that became ready, and blocks that were removed, each in a
-medium.
+"""Makes events for routers and tools: that blocks became ready or were removed, in a medium (host
+memory, the disk tier, or a store that nodes share).
 
 Always true:
 
-- `BlocksStored` comes after the block is ready, `BlocksRemoved` after it can no longer be found in
-  that medium. Events of the same block and medium come in the order of stores and removals;
-- the blocks of a `BlocksStored` are an unbroken run of a chain, so its token ids belong exactly to
-  them;
-- publishing never waits: a reader that is too slow loses events and is notified.
+- `BlocksStored` is sent after the blocks are ready, `BlocksRemoved` after they can no longer be
+  found in that medium. Events of the same block and medium are sent in the order of its stores and
+  removals;
+- the blocks of a `BlocksStored` follow each other in a sequence without a gap, and its token ids
+  are exactly the tokens of these blocks;
+- publishing never waits: a reader that is too slow loses events and is told so.
 """
 
 import time
@@ -31,11 +32,14 @@ STORED = bytes((BlockResult.STORED,))
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """An unbroken run of blocks became ready.
+    """Tells that consecutive blocks of a sequence became ready in a medium.
 
-    `parent`: hash words [8]; None at the root, and after a move between tiers if it is not known.
-    `depth`: of the first block.
-    `tier`: its name; empty for host memory.
+    hashes: the blocks' hashes, uint32 words [n, 8].
+    parent: hash of the block before the first, words [8]; None if the first block has no parent,
+        and for blocks that a tier moved if the parent is not known.
+    depth: number of blocks before the first in its sequence.
+    content: token ids, adapter and extra keys of the blocks; without token ids if not known.
+    tier: name of the tier that has the blocks; empty for host memory.
     """
 
     key_space_id: int
@@ -52,8 +56,8 @@ class BlocksStored:
         return int(self.hashes.nbytes) + self.content.num_bytes
 
     def part(self, first: int, end: int) -> "BlocksStored":
-        """Returns the blocks from `first` to `end` of this run, as copies: a view would keep all of
-        the run's arrays in memory."""
+        """Returns an event for the blocks from `first` up to `end` (exclusive) of this event.
+        Copies the arrays, because views would keep the whole arrays in memory."""
         whole, block_tokens = self.content, len(self.content.token_ids) // len(self.hashes)
         content = RunContent(
             whole.token_ids[first * block_tokens : end * block_tokens].copy(),
@@ -74,10 +78,10 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks were removed.
+    """Tells that blocks were removed from a medium.
 
-    `hashes`: words [n, 8], in no order.
-    `tier`: as in `BlocksStored`.
+    hashes: the blocks' hashes, uint32 words [n, 8], in no particular order.
+    tier: name of the tier that had the blocks; empty for host memory.
     """
 
     key_space_id: int
@@ -93,8 +97,11 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """All blocks of the key space were removed, in every medium. `removed`: the blocks that were in
-    host memory or below it."""
+    """Tells that all blocks of a key space were removed, from every medium.
+
+    removed: the same removal as single events, for host memory and the disk tier. On a topic with
+        several key spaces they are sent in place of the clear.
+    """
 
     key_space_id: int
     removed: tuple[BlocksRemoved, ...] = ()
@@ -109,8 +116,8 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time, seconds since 1970, and its key space. The server may have forgotten
-    the key space when the event is read."""
+    """An event with its time (seconds since 1970) and its key space. It includes the key space
+    because the server may have forgotten the key space by the time a reader reads the event."""
 
     unix_time_s: float
     event: Event
@@ -122,8 +129,8 @@ class TimedEvent:
 
 
 class EventPublisher(Protocol):
-    """Publishes the events of a node. Called on the event loop; its methods, except `close`, don't
-    block."""
+    """Publishes the events of a node. Call its methods on the event loop; all except `close` return
+    without blocking."""
 
     published_events: int
     """Events sent since the start."""
@@ -135,39 +142,41 @@ class EventPublisher(Protocol):
         """Bytes of events that wait to be sent."""
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Declares a key space, before its first event. `names`: of its model; without any, the key
-        space has its name."""
+        """Declares a key space, before its first event. `names`: names by which requests address
+        its model; if empty, the key space's own model name is used."""
 
     def add_name(self, number: int, name: str) -> None:
-        """Publishes the events of a key space under another name of its model, too."""
+        """Publishes the events of a key space also under another name of its model."""
 
     def announce(self) -> None:
-        """Sends the present state, after all events that are queued."""
+        """Queues the present state (which blocks are cached), behind all queued events."""
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. It may be declared again under another number."""
+        """Ends a key space, after its last event. The same key space may later be declared again
+        under another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order. Drops them if the queue is full."""
 
     def settle(self) -> None:
-        """Notifies readers of losses that they don't know of yet. Called from time to time."""
+        """Notifies readers of lost events of which they have not yet been notified. Called about
+        once per tick of the node."""
 
     def is_alive(self) -> bool:
-        """Returns whether its thread lives."""
+        """Returns False if its thread has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long its thread has been stuck; 0 if it works."""
+        """Returns how long ago its thread last made progress, in seconds."""
 
     def close(self) -> None:
-        """Sends queued events for a short time and ends. Blocks."""
+        """Sends queued events for a short time, then stops the thread. Blocks."""
 
 
 class EventHub:
-    """Sends events to feeds, and to the publisher if the server has a publisher.
+    """Sends events to feeds (readers over gRPC), and to the publisher if there is one.
 
-    of_pool: the publisher tells only of stores that nodes share, in the name of all of these nodes.
-        A node that starts then clears nothing.
+    of_pool: several nodes share a store and publish as one pool. The publisher then sends only
+        events of that store and flushes of key spaces, and no clear when a node starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
@@ -181,11 +190,11 @@ class EventHub:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody would receive an event."""
+        """Returns True if there is a publisher or a reader, so that events must be made."""
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space the first time it is seen, and tells subscribers to drop blocks
+        """Registers a key space that is new to this server, and tells readers to drop blocks of it
         that they remember from an earlier server."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
@@ -193,23 +202,24 @@ class EventHub:
         self.publish([KeySpaceCleared(number)], is_first=True)
 
     def add_name(self, number: int, name: str) -> None:
-        """Adds a name under which requests know the model of a key space."""
+        """Adds a name by which requests address the model of a key space."""
         if self.publisher is not None:
             self.publisher.add_name(number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space that the server has forgotten; it has no blocks. Does nothing if the key
-        space was never announced."""
+        """Ends a key space that the server has forgotten because it has no blocks. Does nothing if
+        the key space was never added."""
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
     def timed(self, event: Event) -> TimedEvent | None:
-        """Returns an event as of now; None if its key space has been forgotten."""
+        """Returns an event with the present time; None if its key space has been forgotten."""
         key_space = self._key_spaces.get(event.key_space_id)
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def publish(self, events: Sequence[Event], *, is_first: bool = False) -> None:
-        """Sends events out, in order. `is_first`: of a key space that was not known."""
+        """Sends events to all readers, in order. `is_first`: the events are the clear that opens a
+        key space new to this server."""
         if not (events and self.is_heard):
             return
         now_s = time.time()
@@ -230,7 +240,7 @@ def _is_of_pool(event: Event) -> bool:
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
-    """Returns the unbroken runs of True: pairs of the first position and the position behind."""
+    """Returns the first and the end (exclusive) position of each unbroken run of True values."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))
@@ -242,8 +252,12 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[BlocksStored]:
-    """Returns an event for each unbroken run of blocks that a store has made ready, except
-    representations."""
+    """Returns an event for each unbroken run of blocks that a store has made ready. Runs of
+    representations have no events.
+
+    runs: the store's runs of blocks. contents, results: for each run, its content and the
+        `BlockResult` of each of its blocks [n].
+    """
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):
         num_stored = values.tobytes().count(STORED)
@@ -261,9 +275,10 @@ def stored_events(
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The parent and the content of a block, as its store named them.
+    """The parent and the content of a block, as the engine sent them with its store.
 
-    parent: hash words [8]; None at the root.
+    parent: hash of the block before it, words [8]; None if it has no parent or if the parent is not
+        known.
     """
 
     parent: Words | None
@@ -280,11 +295,13 @@ def moved_events(
     tier: str,
     content_of: Callable[[int, int, bytes], Content],
 ) -> Iterator[BlocksStored]:
-    """Yields an event for each of these entries, which a tier has moved. Of a chain, earlier blocks
-    come first. An event has a single block.
+    """Yields an event of a single block for each of these entries, which a tier has moved. Of a
+    sequence, earlier blocks come first.
 
-    content_of: returns what is known of a block by key space, group and hash (32 bytes). The link
-        to the block before is only a hint (`cache.table.index`), so it names no parent.
+    medium, tier: where the blocks now are.
+    content_of: returns the content and parent of a block, given the number of its key space, its
+        group and its hash (32 bytes). The parent is not read from the index, whose links between
+        blocks are only hints (`cache.table.index`).
     """
     entries = entries[np.argsort(index.depths(entries), kind="stable")]
     key_spaces, groups, hashes = index.keys(entries)
@@ -302,8 +319,12 @@ def removed_events(
     flushed_key_space_id: int,
     below: Sequence[EvictionNotice] = (),
 ) -> list[Event]:
-    """Returns the events of evictions from host memory and from the disk tier; a single event for a
-    flushed key space."""
+    """Returns the events of removed blocks. The blocks of a flushed key space become one
+    `KeySpaceCleared`, after the other events.
+
+    notices: blocks removed from host memory. below: blocks removed from the disk tier.
+    flushed_key_space_id: key space that was flushed; 0 if none was.
+    """
     removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
     removed += [
         BlocksRemoved(one.key_space_id, one.group_index, one.hashes, Medium.DISK, DISK_TIER)

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernel of `wire`: integers in MessagePack. Load it by `hotkv_proto.native.require`.
+"""Encodes integers in MessagePack, for `wire` (numba kernel). Load it with
+`hotkv_proto.native.require`.
 
 The kernel releases Python's global lock, so the event loop runs at the same time. An encoder in
 Python would hold the lock for a tenth of a millisecond per 4,096 integers.
@@ -11,15 +12,17 @@ import numba
 from numba import types
 
 MOST_BYTES = 5
-"""Of an encoded int32."""
+"""Most bytes of an encoded int32."""
 _INPUT = types.Array(types.int32, 1, "C", readonly=True)
 
 
 @numba.njit(types.int64(_INPUT, types.uint8[::1]), nogil=True, cache=True)
 def pack_int32s(values: Any, out: Any) -> int:
-    """Writes the shortest form of each value, one after the other. Returns the bytes written.
+    """Writes the shortest MessagePack form of each value, one after the other. Returns the number
+    of bytes written.
 
-    out: room for MOST_BYTES per value.
+    values: int32 [n].
+    out: uint8, with room for MOST_BYTES per value.
     Source: https://github.com/msgpack/msgpack/blob/master/spec.md#int-format-family
     """
     at = 0

@@ -3,16 +3,17 @@ messages that a reader has missed.
 
 Always true:
 
-- numbers begin at the clock, in microseconds, so that they grow over restarts: a router drops
-  messages whose numbers go back;
-- each topic looks like an engine's publisher, with an unbroken sequence of numbers; or all topics
-  of the endpoint together do, if `per_endpoint`;
-- the event loop only queues; a thread translates, encodes and sends;
+- the first sequence number is the clock at the start, in microseconds, so that numbers also grow
+  over restarts: a router drops messages whose numbers go back;
+- the numbers of each topic form a sequence without gaps, as if the topic were an engine's
+  publisher. With `per_endpoint`, the numbers of all topics together form one such sequence;
+- the event loop only queues events; a thread translates, encodes and sends them;
 - the queue and the messages kept for replay are bounded in bytes;
-- if the queue is full, new events are lost. If a lost event was a removal, the topic's next message
-  begins with AllBlocksCleared, so that readers don't count on blocks that are gone;
-- a reader that asks for messages of which some are no longer kept gets the present state in their
-  place: AllBlocksCleared and the blocks that are cached, in messages with the last numbers sent.
+- if the queue is full, new events are lost. If a lost event was a removal or a clear, the topic's
+  next message begins with AllBlocksCleared, so that readers don't count on removed blocks;
+- if a reader asks for a replay and some of the messages are no longer kept, it gets the present
+  state in place of the topic's messages: AllBlocksCleared and then the cached blocks, in messages
+  that carry the last numbers sent.
 """
 
 import itertools
@@ -40,37 +41,39 @@ SEQUENCE_BYTES = 8
 POLL_S = 0.05
 GATHER_S = 0.01
 MOST_AT_ONCE = 1000
-"""Most items between two looks at the replay socket."""
+"""Most queued items to send before the thread checks for replay requests."""
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
-"""Messages that ZMQ keeps for a reader that does not read. Beyond that it drops new messages for
+"""Most messages that ZMQ queues for a slow reader. If its queue is full, ZMQ drops new messages for
 this reader, as in vLLM's publisher."""
 STATE_BYTES = 1 << 20
-"""Bytes of events in a message of the state."""
+"""Approximate bytes of events in each message that sends the present state."""
 MESSAGE_BYTES = 1 << 20
-"""Most bytes of events that were queued apart in one message."""
+"""Most bytes of events that are merged into one message if they were queued separately."""
 EVENT_BYTES = 64
-"""Added for each event to the bytes of its arrays."""
+"""Estimated memory of an event, without its arrays."""
 
 
 def binds(endpoint: str) -> bool:
-    """Returns True if an endpoint is bound, False if it is connected to. The rule is vLLM's: bound
-    with a wildcard, or ipc."""
+    """Returns True if the publisher must bind the endpoint, False if it must connect to it. As in
+    vLLM, it binds an endpoint with a wildcard address, `ipc://` or `inproc://`."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """A topic's state.
+    """The state of a ZMQ topic.
 
-    `must_clear`: a loss must still be announced to readers.
-    `key_spaces`: whose events it has.
-    `sequence`: None before its first message.
-    `last_sent`: number of the newest message; -1 for none.
-    `last_forgotten`: number of the newest message that is no longer kept for replay; -1 for none.
+    key_spaces: numbers of the key spaces whose events are sent under it.
+    must_clear: a removal was lost, so its next message must begin with AllBlocksCleared.
+    sequence: counter of its sequence numbers; None before its first message.
+    last_sent: number of its newest message; -1 if it has sent no message.
+    last_forgotten: number of the newest message no longer kept for replay; -1 if all are kept.
+    sent: number and payload of each message kept for replay, oldest first.
+    sent_bytes: bytes of these payloads.
 
-    `must_clear` and `key_spaces` belong to the event loop, the other fields to the thread.
+    Only the event loop changes `key_spaces` and `must_clear`, only the thread the other fields.
     """
 
     name: bytes
@@ -85,7 +88,12 @@ class _Topic:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """The events of a message."""
+    """Events of one key space, queued for a topic.
+
+    clears_first: AllBlocksCleared must precede the events.
+    is_alone: a clear of the key space may be sent as AllBlocksCleared (see `_is_alone`).
+    num_bytes: estimated memory of the events.
+    """
 
     topic: _Topic
     unix_time_s: float
@@ -97,7 +105,8 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Ends a key space, after all events queued before. `topics`: those that had no other."""
+    """Queued to end a key space. number: of the key space. topics: its topics that have no other
+    key space and so end too."""
 
     number: int
     topics: tuple[_Topic, ...]
@@ -105,7 +114,7 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    """The present state, for all readers of these topics, after all events queued before."""
+    """Queued to send the present state (the cached blocks) to all readers of these topics."""
 
     topics: tuple[_Topic, ...]
 
@@ -114,10 +123,16 @@ class ZmqPublisher:
     """Publishes events; see the module. Raises zmq.ZMQError if an endpoint can't be bound or
     connected to. Must be closed.
 
-    topic_of: returns the topic of a key space, given a name of its model.
-    per_endpoint: a message has the next number of the endpoint, not of its topic.
-    state: yields the blocks that are cached, of all key spaces. Runs on the thread, while events
-        that come later wait. None: the state is not known, and a replay has what is kept.
+    endpoint, replay_endpoint: ZMQ addresses for events and for replay; an empty `replay_endpoint`
+        turns replay off.
+    topic_of: returns the topic of a key space, given its number and a name of its model.
+    buffer_steps: most messages of a topic to keep for replay.
+    buffer_bytes: most bytes of the queue, and most bytes of all messages kept for replay.
+    int_hashes: sends the last 8 bytes of each hash as a number, instead of all bytes.
+    per_endpoint: numbers messages in one sequence for the endpoint, not in one for each topic.
+    state: yields the cached blocks of all key spaces. Runs on the thread; events queued meanwhile
+        are sent afterwards. None if the state is not known: a replay then sends only the messages
+        that are kept.
     """
 
     def __init__(
@@ -148,9 +163,10 @@ class ZmqPublisher:
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
-        # Topics of which messages are kept for replay.
+        # Topics that have messages kept for replay.
         self._kept: dict[_Topic, None] = {}
-        # First sequence number of new topics: a topic that returns must not seem to go back.
+        # First sequence number of new topics: the numbers of a topic that ends and is made again
+        # must not go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
         self._last_sent = -1
@@ -193,7 +209,7 @@ class ZmqPublisher:
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Declares a key space, before its first event.
 
-        names: those of its model; without any, the key space's own name of it.
+        names: names by which requests address its model; if empty, the key space's own model name.
         """
         self._key_spaces[number] = key_space
         self._by_key_space[number] = []
@@ -201,13 +217,14 @@ class ZmqPublisher:
             self._add_topic(number, name)
 
     def add_name(self, number: int, name: str) -> None:
-        """Publishes the events of a key space under another name of its model, too. The new topic
+        """Publishes the events of a key space also under another name of its model. The new topic
         begins with the present state."""
         if (topic := self._add_topic(number, name)) is not None:
             self._queue.put(_Announcement((topic,)))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Returns the key space's topic under a name of its model; None if it has it already."""
+        """Adds the key space to the topic for a name of its model. Returns the topic; None if the
+        topic had this key space already."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -218,8 +235,8 @@ class ZmqPublisher:
         return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. A topic and its replay end with its last key
-        space."""
+        """Ends a key space, after its last event. A topic without any other key space ends too, and
+        its messages are no longer kept for replay."""
         ended = []
         for topic in self._by_key_space.pop(number):
             topic.key_spaces.remove(number)
@@ -236,11 +253,11 @@ class ZmqPublisher:
                 self._put(topic, unix_time_s, of_key_space)
 
     def announce(self) -> None:
-        """Sends the present state, after all events that are queued."""
+        """Queues the present state (the cached blocks) for all topics, behind all queued events."""
         self._queue.put(_Announcement(tuple(self._topics.values())))
 
     def settle(self) -> None:
-        """Queues clears for topics that have lost a removal, as far as there is room."""
+        """Queues a clear for each topic that has lost a removal, if the queue has room."""
         for topic in self._topics.values():
             if topic.must_clear:
                 self._put(topic, time.time(), ())
@@ -263,8 +280,9 @@ class ZmqPublisher:
         topic.must_clear = False
 
     def _is_alone(self, topic: _Topic) -> bool:
-        """Returns True if clearing the topic's only key space may clear all that its readers know.
-        A reader that counts the endpoint's messages takes a clear for all of its topics."""
+        """Returns True if a clear of the topic's key space may be sent as AllBlocksCleared: the
+        topic must have no other key space. With `per_endpoint` the endpoint must have no other key
+        space either, because readers then apply a clear to all of its topics."""
         others = self._by_key_space if self._of_endpoint is not None else ()
         return len(topic.key_spaces) == 1 and len(others) <= 1
 
@@ -363,7 +381,7 @@ class ZmqPublisher:
             log.exception("events of topic %s could not be sent", topic.name.decode())
 
     def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
-        """Sends a message under the next number, and keeps it for replay."""
+        """Sends a message with the next sequence number, and keeps it for replay."""
         if topic.sequence is None:
             topic.sequence = self._of_endpoint or itertools.count(self._first_number)
         topic.last_sent = next(topic.sequence)
@@ -383,8 +401,12 @@ class ZmqPublisher:
                 self._first_number = max(self._first_number, next(topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
-        """Keeps a message for replay. If all topics together exceed the limit, the topic with the
-        most bytes drops its oldest. Clients choose the names of models, and so of topics."""
+        """Keeps a message for replay, and drops old messages beyond the limits.
+
+        If all topics together exceed the limit in bytes, this topic drops its oldest messages if
+        it has more than an equal share, otherwise the topic with the most bytes does. The number of
+        topics is not bounded here, because clients choose the names of models.
+        """
         self._kept[topic] = None
         topic.sent.append((number, payload))
         topic.sent_bytes += len(payload)
@@ -404,8 +426,8 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Answers a request. Its frames: an empty frame, the first sequence number wanted, and
-        optionally the name of a single topic."""
+        """Answers a request for replay. The request's frames: an empty frame, the first sequence
+        number wanted, and optionally the name of a topic; without a name, all topics are sent."""
         client, *frames = socket.recv_multipart()
         if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
             log.warning(
@@ -416,7 +438,7 @@ class ZmqPublisher:
             return
         first = int.from_bytes(frames[1], "big")
         topics = [one for one in self._kept if len(frames) == 2 or frames[2] == one.name]
-        # A reader that counts the endpoint's messages knows no topics: one state for all of them.
+        # With `per_endpoint` readers don't tell topics apart, so all topics get their state.
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
         stale = topics if partial and self._of_endpoint is not None else partial
         answers = [
@@ -442,7 +464,8 @@ class ZmqPublisher:
     # The state
 
     def _send_state(self, topics: Sequence[_Topic]) -> None:
-        """Sends the present state to all readers of the topics, without a clear."""
+        """Sends the present state (the cached blocks) to all readers of these topics, without an
+        AllBlocksCleared before it."""
         try:
             for topic, events in self._encoded_state(topics):
                 for part in _parts(events, len(events)):
@@ -454,8 +477,11 @@ class ZmqPublisher:
     def _answer_state(
         self, socket: "zmq.Socket[bytes]", client: bytes, topics: Sequence[_Topic], first: int
     ) -> None:
-        """Answers with the present state, in messages with the last numbers sent, none below
-        `first`. What is sent later has higher numbers."""
+        """Answers a replay request with a clear and the present state of these topics.
+
+        The messages carry the last numbers that were sent, from `first` on if that gives enough
+        numbers. So messages that are sent later have higher numbers.
+        """
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]
         if self._of_endpoint is None:
@@ -464,7 +490,7 @@ class ZmqPublisher:
             state[0] = (state[0][0], clear + state[0][1])
             series = [(self._last_sent, state)]
         for last, of_topics in series:
-            # At least a message for each topic, even if these numbers are too few.
+            # At least one message per topic, even if there are fewer numbers from `first` on.
             most = max(1, (last - first + 1) // len(of_topics))
             messages = [
                 (topic, part) for topic, events in of_topics for part in _parts(events, most)
@@ -476,8 +502,8 @@ class ZmqPublisher:
         return self._encoder.encode([time.time(), events, RANK])
 
     def _encoded_state(self, topics: Sequence[_Topic]) -> list[tuple[_Topic, list[msgspec.Raw]]]:
-        """Returns the stores that describe the present state, by topic. Of a chain, earlier blocks
-        come first."""
+        """Returns, for each topic, encoded BlockStored events for all cached blocks. Of a sequence,
+        earlier blocks come first."""
         by_key_space = {
             number: [topic for topic in topics if number in topic.key_spaces]
             for number in list(self._key_spaces)
@@ -497,8 +523,8 @@ _key_space_id = operator.attrgetter("key_space_id")
 
 
 def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:
-    """Splits events into at most `most` messages of some STATE_BYTES each, or more if these would
-    be too many."""
+    """Splits events into messages of about STATE_BYTES each. If that makes more than `most`
+    messages, splits them into `most` larger messages."""
     num_bytes = sum(len(bytes(event)) for event in events)
     count = max(1, min(most, -(-num_bytes // STATE_BYTES)))
     step = max(1, -(-len(events) // count))

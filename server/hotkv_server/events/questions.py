@@ -1,8 +1,11 @@
-"""Questions of routers: which blocks of a prompt are cached, asked by hashes of Dynamo's router.
+"""Translates the block hashes of Dynamo's router into the engine's, so that a router can ask which
+blocks of a prompt are cached.
 
-Such a question has a hash for each block, XXH3-64 of the block's tokens alone. The names of the
-blocks here are the engine's. `PromptIndex` leads from one to the other by the contents of stored
-blocks: it chains the hashes as that router does, and notes the chain of each stored block.
+The router asks with one 64-bit hash for each block, XXH3-64 of the block's tokens (seeded with the
+adapter, if there is one). It does not depend on the blocks before. The server knows blocks only by
+the engine's hashes. `PromptIndex` reads the token ids of stored blocks (`contents`), computes the
+router's hashes from them, chains these as the router does, and so finds the engine's hash of each
+block.
 
 Source of the hashes: `compute_block_hash_for_seq` and `compute_next_sequence_hash` of Dynamo 1.6.
 """
@@ -25,7 +28,8 @@ MASK = (1 << 64) - 1
 
 
 def block_hashes(content: RunContent, count: int) -> list[int]:
-    """Returns the hash of each of the run's `count` blocks by its tokens and the adapter's name."""
+    """Returns the router's 64-bit hash of each of the `count` blocks of a run, computed from the
+    block's tokens and the adapter's name."""
     adapter = xxhash.xxh3_64_intdigest(content.lora_name.encode()) if content.lora_name else 0
     packed = content.token_ids.astype("<u4").tobytes()
     size = len(packed) // count
@@ -36,8 +40,11 @@ def block_hashes(content: RunContent, count: int) -> list[int]:
 
 
 def chained(parent: int | None, block_hash: int) -> int:
-    """Returns the hash of a prefix that ends with this block. `parent`: of the prefix before it;
-    None at the root."""
+    """Returns the router's hash of the prompt's prefix up to and including a block.
+
+    parent: hash of the prefix before the block; None for a prompt's first block.
+    block_hash: the router's hash of the block.
+    """
     if parent is None:
         return block_hash
     return xxhash.xxh3_64_intdigest(array("Q", (parent, block_hash)).tobytes(), SEED)
@@ -45,7 +52,11 @@ def chained(parent: int | None, block_hash: int) -> int:
 
 @dataclass(slots=True)
 class _Prefixes:
-    """The prefixes of a group: by block, and the block by prefix."""
+    """The stored blocks of a group, with the router's prefix hash of each.
+
+    of_block: prefix hash by the engine's 32-byte block hash.
+    blocks: the engine's block hash by prefix hash.
+    """
 
     of_block: dict[bytes, int] = field(default_factory=dict)
     blocks: dict[int, bytes] = field(default_factory=dict)
@@ -55,8 +66,9 @@ class PromptIndex:
     """Finds stored blocks by the router's hashes of a prompt.
 
     Always true: a block with extra keys other than its adapter's name (a salt, an image) is not
-    found, because the router's hash does not name it. The index reads contents only when it is
-    asked; it costs stores nothing. Thread-safe; may block for some time.
+    found, because the router's hash does not include these keys. `find` reads the contents that
+    were stored since the last call, so stores do no work for the index. Thread-safe; may block for
+    some time.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -92,7 +104,7 @@ class PromptIndex:
     def _update(self) -> None:
         num_known = sum(len(one.blocks) for one in self._prefixes.values())
         if num_known > 2 * self._contents.num_blocks + 1000:
-            # Most of it is of blocks that have left the ring.
+            # Most of the index is about blocks whose contents have been overwritten: start anew.
             self._prefixes, self._read_to = {}, 0
         begin, self._read_to = self._read_to, self._contents.head
         for known in self._contents.runs(begin):

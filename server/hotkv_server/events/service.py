@@ -1,4 +1,5 @@
-"""EventService: events for tools, and events as messages."""
+"""Serves events over gRPC: to tools (EventService) and to engines (EngineReader). Converts events
+into protobuf messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,14 +30,17 @@ MEDIA = {
 MOST_EVENTS = 256
 """Most events in an answer to an engine."""
 STATE_STEPS = 32
-"""Events of a state between two turns of the event loop."""
+"""Most events of the present state that are made before the event loop runs other tasks."""
 
 State = Callable[[bytes | None], Iterator[BlocksStored]]
-"""Yields the blocks that are cached, of a key space by its fingerprint; None: of all."""
+"""Yields the cached blocks of the key space with this fingerprint; None: of all key spaces."""
 
 
 class EventService(events_pb2_grpc.EventServiceServicer):
-    """See events.proto."""
+    """Sends events to tools over gRPC. events.proto describes the call.
+
+    state: yields the cached blocks, for subscribers that ask for the present state first.
+    """
 
     def __init__(self, node: Node, hub: EventHub, state: State) -> None:
         self._node = node
@@ -83,12 +87,13 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 
 
 class EngineReader:
-    """Reads the events of a key space for an engine: the present state, then each event.
+    """Reads the events of a key space for an engine: first the present state (the cached blocks),
+    then each event.
 
-    state: yields the blocks that are cached.
+    state: yields the cached blocks of the key space.
 
-    Always true: a block's event after the state is later than the state's word on it. If events are
-    lost, the state comes again.
+    Always true: an event that follows the state tells a newer fact about its block than the state.
+    If events are lost, the state is sent again.
     """
 
     def __init__(
@@ -107,14 +112,15 @@ class EngineReader:
         self._begins = True
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Closes the reader's feed, so that it no longer receives events."""
         self._stack.close()
 
     def read(self, most: int) -> session_pb2.ConnectResponse:
-        """Returns the next events, at most `most` of them; 0 for the limit.
+        """Returns the next events, at most `most` of them and at most MOST_EVENTS; `most` = 0 asks
+        for MOST_EVENTS.
 
-        It is the whole message of the stream: a message that is put into another is copied, which
-        cost the event loop more than all else of long prompts' events.
+        Returns the outermost message of the stream. If this method returned only the part with the
+        events, protobuf would copy it into that message, which takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most) if self._present is None else ([], 0)
@@ -144,7 +150,7 @@ class EngineReader:
 
 
 def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
-    """Writes an event into its message, which is empty."""
+    """Writes an event into an empty message."""
     value, key_space = item.event, item.key_space
     message.key_space_id = value.key_space_id
     message.unix_time_ms = int(item.unix_time_s * 1000)
@@ -170,6 +176,6 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
 
 
 def _is_of_host(item: TimedEvent) -> bool:
-    """Returns whether the event is about blocks in host memory, and so also for subscribers that
-    don't know tiers."""
+    """Returns True if the event is about blocks in host memory or clears a key space, so that
+    subscribers who did not ask for tiers receive it."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

@@ -1,13 +1,14 @@
-"""vLLM's event classes as they are on the wire, and the conversion of our events.
+"""Converts hotkv's events into vLLM's event classes, which msgspec encodes for ZMQ.
 
 The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the encoded bytes
-are the same as an engine's. The server does not import vLLM; a test compares them. Host memory is
-the medium that vLLM names "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
-disk and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk
-has none: Dynamo's indexer credits a worker only with blocks that have no other owner.
+are the same as an engine's. The server does not import vLLM; a test compares the structs. Host
+memory has vLLM's medium "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a disk
+and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk has no
+`ownership`, because Dynamo's indexer credits a worker only with blocks that have no other owner.
 
-A run without token ids has no tokens and block size 0, as when vLLM publishes a run that it can't
-describe. A router that matches prompts by tokens skips it; a router that uses hashes can use it.
+If the token ids of a run are not known, its event has no tokens and block size 0, as when vLLM
+publishes a run that it can't describe. A router that matches prompts by tokens skips the event; a
+router that matches hashes can use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,9 +29,9 @@ MEDIA = {
     Medium.DISK: ("STORAGE", "LOCAL"),
     Medium.REMOTE: ("STORAGE", "REMOTE"),
 }
-"""vLLM's medium and locality for each of our media."""
+"""vLLM's medium and locality for each of the server's media."""
 RANK = 0
-"""Data parallel rank of the publisher: the server has no rank."""
+"""Data parallel rank in each message. The server has no rank, so it sends 0."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -38,17 +39,17 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""vLLM's `KVCacheSpecKind` of each kind of group; a test proves it total."""
+"""vLLM's `KVCacheSpecKind` for each kind of group; a test proves that no kind is missing."""
 
 ExternalHash = bytes | int
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Any event; a map whose `type` is the name of the class."""
+    """Base of all events; encoded as a map whose key `type` has the name of the class."""
 
 
 class BlockStored(KVCacheEvent):
-    """Blocks became ready."""
+    """Tells that consecutive blocks of a sequence became ready in a medium."""
 
     block_hashes: list[ExternalHash]
     parent_block_hash: ExternalHash | None
@@ -67,7 +68,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks were removed."""
+    """Tells that blocks were removed from a medium."""
 
     block_hashes: list[ExternalHash]
     medium: str | None
@@ -77,7 +78,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """All blocks were removed."""
+    """Tells that all blocks of the publisher were removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -89,8 +90,13 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
-    """Returns hashes as vLLM's events have them: the last 8 bytes as a number, or all bytes.
-    Source: `maybe_convert_block_hash` in vLLM 0.32."""
+    """Returns hashes in the form of vLLM's events.
+
+    words: uint32 words [n, 8] or [8].
+    hash_bytes: length of the key space's hashes; the rest of the 32 bytes is padding.
+    as_ints: returns the last 8 bytes of each hash as an integer; otherwise all bytes.
+    Source: `maybe_convert_block_hash` in vLLM 0.32.
+    """
     rows = words.reshape(-1, 8).view(np.uint8)
     first = hash_bytes - 8 if as_ints else 0
     packed = np.ascontiguousarray(rows[:, first:hash_bytes])
@@ -101,11 +107,12 @@ def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> l
 
 
 LONGEST_HEAD = 5
+"""Most bytes that `_array_head` returns."""
 
 
 def _array_head(count: int) -> bytes:
-    """Returns the beginning of an array in MessagePack. Source: the format's specification, "array
-    format family"."""
+    """Returns the bytes that begin a MessagePack array of `count` elements. Source: the format's
+    specification, "array format family"."""
     if count < 16:
         return bytes((0x90 | count,))
     if count < 1 << 16:
@@ -118,7 +125,7 @@ def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
 
 
 class Translator:
-    """Converts our events to vLLM's classes. `as_ints`: hashes are numbers."""
+    """Converts the server's events into vLLM's classes. `as_ints`: as in `external_hashes`."""
 
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
@@ -128,8 +135,11 @@ class Translator:
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
     ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Converts events of a topic. `is_alone`: no other key space shares the topic, so clearing
-        the key space may clear the topic."""
+        """Converts events of a topic.
+
+        is_alone: True if no other key space shares the topic. A clear of the key space then becomes
+            AllBlocksCleared, otherwise the removal of its blocks.
+        """
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
             match event:
@@ -172,7 +182,7 @@ class Translator:
         )
 
     def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
-        """Returns a list of token ids, encoded."""
+        """Returns token ids as an encoded MessagePack array."""
         count = len(token_ids)
         packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
         head = _array_head(count)

@@ -1,1 +1,1 @@
-"""Hints of routers: the actions they request, and the outcomes."""
+"""Performs the hints of routers, and records the outcomes of their actions."""

@@ -1,4 +1,4 @@
-"""Hints, as a capability of the node."""
+"""Registers hints as a capability of the node."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -23,7 +23,7 @@ def attach(settings: Settings, node: Node) -> "HintsCapability":
 
 
 class HintsCapability(Capability):
-    """See the folder's README."""
+    """Connects hints to the node: passes on requests and their ends, and returns figures."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

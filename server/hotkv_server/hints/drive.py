@@ -1,8 +1,8 @@
-"""Hints of routers as they arrive: with a request, at its end, and without one.
+"""Receives hints of routers: with a scheduled request, at a request's end, and without a request.
 
 Always true: an action that can't be done has an outcome with a reason. A tenant's actions are
-within its budget and touch only blocks of its own key spaces. A session of another tenant counts as
-missing, like a session that never existed. On the event loop only.
+within its budget and affect only blocks of its own key spaces. If an action names a session of
+another tenant, its outcome is the same as if the session did not exist. Use on the event loop only.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.removals import Effects
 
 END_DELAY_S = 1.0
-"""Delay of actions at the end of a request: its last blocks are stored by then."""
+"""Delay of actions after the end of a request, so that its last blocks are stored first."""
 MAX_WAITING_BYTES = 32 << 20
 """Most bytes of chains (block hashes) of ended requests that wait for END_DELAY_S, over all
 tenants. Above it, their actions are rejected."""
 GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
+"""Actions after which the blocks may be evicted first."""
 BYTES_OF_ENDED = 8 << 10
 """Approximate bytes of an ended request that waits, in addition to its chain."""
 
@@ -33,7 +34,7 @@ BYTES_OF_ENDED = 8 << 10
 class HintDesk:
     """Receives hints and records their outcomes (see the module).
 
-    `num_actions`: actions since the start, by their first status.
+    num_actions: number of actions since the start, by the status that they had first.
     """
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None, effects: Effects) -> None:
@@ -63,8 +64,11 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt and hits of a scheduled request, and the earlier actions whose blocks
-        it hit. Ignores tenants that have never named a session or sent hints."""
+        """Records the prompt and hits of a scheduled request, and counts its hits for earlier
+        actions on the same blocks. Ignores tenants that have never named a session or sent hints.
+
+        tokens_per_s: the engine's prefill speed; 0 if unknown.
+        """
         if origin.hashes is None or not len(origin.hashes):
             return
         now_s = time.monotonic()
@@ -97,9 +101,12 @@ class HintDesk:
     async def act(
         self, origin: Origin, hints: Hints, *, has_ended: bool = False
     ) -> list[HintOutcome]:
-        """Performs the actions of hints. Returns the outcomes so far. `has_ended`: True once the
-        request that brought the hints has ended; then also performs the actions deferred until its
-        end."""
+        """Performs the actions of hints and returns their present outcomes; long actions continue
+        in the background.
+
+        has_ended: True if the request that brought the hints has ended. Then the actions that were
+            deferred until its end are performed too.
+        """
         if not hints:
             return []
         now_s = time.monotonic()
@@ -148,8 +155,8 @@ class HintDesk:
             self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
-        """Schedules the actions that wait for the end of a request. They run after a delay, when
-        its blocks are stored."""
+        """Schedules the actions that were deferred until the end of a request. They run after
+        END_DELAY_S, when the request's last blocks are stored."""
         if origin.hashes is None:
             return
         now_s = time.monotonic()
@@ -171,8 +178,9 @@ class HintDesk:
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
     def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
-        """Holds the blocks of a session whose request has ended until it is expected back. Nothing
-        is held beside tenants' shares: other tenants' blocks would be refused for it."""
+        """Holds the blocks of a session whose request has ended until the session is expected back.
+        Does nothing if tenants have shares of the arena, because held blocks would make the server
+        refuse other tenants' blocks."""
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0
         if not hold_s or origin.hashes is None or self._core.space.tenants.is_used:
@@ -219,13 +227,14 @@ class HintDesk:
 
 
 def _session_of(action: Action, origin: Origin) -> str:
-    """Returns the session that an action names. A release without a session refers to the session
-    of its request."""
+    """Returns the id of the session that an action names. A release that names no session refers to
+    the session of its request."""
     if action.kind is ActionType.RELEASE:
         return action.target.session_id or origin.session_id
     return action.target.session_id
 
 
 def _may_end(outcome: HintOutcome) -> bool:
-    """Returns True if an action waits for the end of its request."""
+    """Returns True if an action was deferred and may be done at the end of its request (any action
+    except a prefetch)."""
     return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

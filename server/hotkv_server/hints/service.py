@@ -1,7 +1,9 @@
-"""HintService: routers send hints without a request, and query the outcomes.
+"""Serves the gRPC service HintService, by which routers send hints without a request and query the
+outcomes of actions.
 
-Always true: a peer acts for a tenant only with a proof, as for a session. It sees and changes only
-that tenant's data; the answer about any other data is as if it did not exist.
+Always true: a peer acts for a tenant only if it proves that it may, as for a session. It sees and
+changes only that tenant's data. The answer about another tenant's data is the same as if the data
+did not exist.
 """
 
 import time
@@ -29,7 +31,7 @@ HotKVError."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):
-    """See hints.proto."""
+    """Answers the calls of hints.proto."""
 
     def __init__(
         self, node: Node, desk: HintDesk, access: AccessControl, identify: Identify
@@ -93,7 +95,8 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
 
 
 def page_size(asked: int) -> int:
-    """Returns the most outcomes that an answer may have. Raises INVALID_FIELD."""
+    """Returns the most outcomes that an answer may have; the default if `asked` is 0. Raises
+    INVALID_FIELD."""
     if not 0 <= asked <= MAX_PAGE:
         raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE
@@ -102,7 +105,7 @@ def page_size(asked: int) -> int:
 def outcomes(
     found: Sequence[HintOutcome], tenant: str, now_s: float
 ) -> list[hints_pb2.HintOutcome]:
-    """Converts outcomes of actions to messages."""
+    """Converts outcomes of actions into protobuf messages."""
     return [
         hints_pb2.HintOutcome(
             message_id=one.message_id,

@@ -1,4 +1,5 @@
-"""Figures about hints for operators: the actions that routers requested, and their outcomes."""
+"""Makes figures about hints for operators: the actions that routers requested, and their
+outcomes."""
 
 import time
 
@@ -10,9 +11,9 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def hints(book: HintBook, filters: Filters) -> Figures:
-    """Returns the latest outcomes in the order of their actions' arrival, and the totals of each
-    tenant. If `filters` names a session, also returns when its requests came last, and their
-    receipt."""
+    """Returns the latest outcomes in the order in which their actions came, and totals of each
+    tenant. If `filters` names a session, also returns when its last request came, and the sums over
+    its requests."""
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
     message, session = filters.text("message_id"), filters.text("session_id")
     tenants = [one for one in book.all() if filters.text("tenant") in ("", one[0])]

@@ -1,8 +1,9 @@
 """Performs the actions of hints: finds an action's blocks, retains, demotes or prefetches them, and
-settles its outcome.
+sets the action's outcome.
 
-Always true: blocks that other requests may use again are not demoted. A tenant's prefetches stay
-within their share of the arena. On the event loop only; long work runs in slices.
+Always true: blocks that other sessions or recent requests may use again are not demoted. A tenant's
+prefetches stay within their share of the arena. Use on the event loop only; long work runs in
+slices, between which other tasks run.
 """
 
 import asyncio
@@ -26,16 +27,18 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
-"""Share of the arena that a tenant's prefetches may fill at the same time."""
+"""Share of the arena that blocks which a tenant's prefetches are fetching may fill."""
 PREFETCH_BLOCKS = 256
-"""Hash blocks of a chain that are fetched together, in chain order."""
+"""Number of a prompt's hash blocks that are fetched together, from the first block on."""
 PREFETCH_PAUSE_S = 0.05
+"""Pause before a prefetch tries again whether there is room within PREFETCH_SHARE."""
 BLOCKS_PER_ACTION = 4096
-"""For each so many hash blocks, an action counts as another action in the tenant's budget."""
+"""An action on n hash blocks counts as n / BLOCKS_PER_ACTION additional actions in the tenant's
+budget."""
 MAX_PREFETCHES = 64
-"""Prefetches that a tenant may run at the same time."""
+"""Most prefetches that a tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
-"""Runs work in the background."""
+"""Starts a coroutine in the background."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The tenant, and the request if there is one, that sent hints.
+    """Where hints came from: a tenant, and its request if the hints came with a request.
 
-    hashes: the hashes of the request's blocks; None without a request.
-    session_id: the router's session that the request names; empty without a request.
-    noted: the retention with which the request's use was recorded already.
+    hashes: hashes of the request's hash blocks, uint32 words [n, 8]; None without a request.
+    session_id: the router's session that the request names; empty if there is none.
+    noted: the retention with which the request's use of its blocks was already recorded.
     is_running: True if the request has not ended.
     """
 
@@ -71,14 +74,16 @@ class Origin:
 
 
 class HintedBlocks:
-    """Finds the blocks of actions, and works on them in slices."""
+    """Finds the blocks to which actions apply, and performs actions on them in slices."""
 
     def __init__(self, core: CacheCore, effects: Effects) -> None:
         self.core = core
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """Returns the chains of a target, cut to its range. Skips key spaces that are unknown."""
+        """Returns the prompts to which an action applies, with its range of hash blocks: the latest
+        prompts of the session that `target` names, or the prompt of the hints' request. Skips key
+        spaces that are unknown."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -99,8 +104,10 @@ class HintedBlocks:
         return found
 
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
-        """Returns the blocks of a prompt by group. `whole`: True returns only blocks that begin
-        within the prompt's range."""
+        """Returns the blocks in a prompt's range, by group.
+
+        whole: if True, leaves out blocks that begin before the range; if False, includes them.
+        """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start
         if whole:
@@ -109,7 +116,8 @@ class HintedBlocks:
         return hint_actions.lists_of(space, prompt.hashes, start, prompt.stop)
 
     async def run(self, parts: hint_actions.Parts) -> Done:
-        """Performs an action in slices; the loop serves other work between slices."""
+        """Performs an action in slices and returns its result. Between slices the event loop runs
+        other tasks."""
         done = Done()
 
         def steps() -> Iterator[None]:
@@ -121,8 +129,8 @@ class HintedBlocks:
         return done
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """Counts the blocks of prompts that are ready in host memory; the loop serves other work in
-        between."""
+        """Counts the blocks of prompts, and how many are ready in host memory (`num_done`). Other
+        tasks run between parts."""
         done, breaks = Done(), Breaks()
         for one in prompts:
             for whole in self.lists(one):
@@ -139,8 +147,8 @@ class HintedBlocks:
 class HintWork:
     """Performs actions; see the module.
 
-    `below`: None without a tier below.
-    `spawn`: runs work until the desk is closed.
+    below: fetches blocks from tiers below host memory; None if there is no tier.
+    spawn: starts background work, which is cancelled when the node closes.
     """
 
     def __init__(
@@ -204,7 +212,8 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     async def hold(self, origin: Origin, until_s: float) -> None:
-        """Holds the blocks of an ended request until that time. Skips a forgotten key space."""
+        """Holds the blocks of an ended request until `until_s`, as far as the eviction policy
+        allows. Does nothing if the key space has been forgotten."""
         assert origin.hashes is not None
         prompt = Prompt(origin.key_space_id, origin.hashes, 0, len(origin.hashes))
         with contextlib.suppress(HotKVError):
@@ -214,7 +223,8 @@ class HintWork:
             )
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
-        """Settles an action that was done for all blocks that are ready."""
+        """Sets the outcome of an action that was done for all blocks that are ready. clipped:
+        reason why the action itself was reduced; empty if it was not."""
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
         elif outcome.num_done < outcome.num_blocks:
@@ -321,7 +331,8 @@ class HintWork:
 
 
 def _covers(noted: Retention, asked: Retention) -> bool:
-    """Returns True if a recorded use with retention `noted` already does what `asked` requests."""
+    """Returns True if a use that was recorded with the retention `noted` already keeps the blocks
+    as `asked` requests."""
     return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 

@@ -1,4 +1,4 @@
-"""The ledger, as a capability of the node."""
+"""Registers the ledger as a capability of the node."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,7 +19,7 @@ def attach(settings: Settings, node: Node) -> "LedgerCapability":
 
 
 class LedgerCapability(Capability):
-    """See the folder's README."""
+    """Connects the ledger to the node: passes on reports and transfers, and returns its figures."""
 
     def __init__(self, node: Node, ledger: LiveLedger) -> None:
         self._clerk = node.clerk

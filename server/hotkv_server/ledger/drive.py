@@ -1,9 +1,12 @@
-"""The live ledger: counts reports and transfers, updates the forecast, and saves both.
+"""Keeps the ledger of a running node: counts reports and transfers, updates the forecast of a
+larger cache, and saves both.
 
-Always true: counting a request never waits. The forecast takes longer, so it runs on the node's
-timer from a bounded list; if the list is full, the oldest requests are dropped. Counts reach the
-ledger's file about SAVE_S later, so a kill loses that much. An unusable file starts a new ledger
-and logs one line; it never fails the start. Runs on the event loop; a clerk writes the file.
+Always true: counting a request never waits. Updating the forecast takes longer, so requests first
+go to a bounded list, which the node's timer works off; if the list is full, the oldest requests are
+dropped from it. Counts are written to the ledger's file about SAVE_S later, so a kill loses the
+counts of that time. If the file can't be used, a new ledger starts and one line is logged; the
+server's start never fails because of it. Runs on the event loop; a thread (`Clerk`) writes the
+file.
 """
 
 import asyncio
@@ -41,20 +44,28 @@ log = logging.getLogger(__name__)
 SAVE_S = 2.0
 CLOSE_S = 5.0
 SEEN_S = 30.0
-"""How often the file gets the forecast's seen keys: half a megabyte, and the last seconds matter
-little."""
+"""Interval at which the forecast's seen keys are copied for the file. It is longer than SAVE_S
+because the keys take half a megabyte, and losing the newest keys changes the forecast little."""
 MAX_FOLLOWING = 1024
 MAX_FOLLOWING_BLOCKS = 1 << 18
-"""Most requests (MAX_FOLLOWING), and most of their blocks, that wait for the forecast: 2 MiB of
-keys."""
+"""Most requests (MAX_FOLLOWING) and most of their blocks (2 MiB of keys) in the list that waits for
+the forecast."""
 MAX_OPEN_LOADS = 4096
-"""Most requests with a load whose end may still be reported, over all engines."""
+"""Most requests, over all engines, that are remembered until the end of their load is reported."""
 DEFAULT_POLICY = "hotness"
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """Counted usage: `rows`, most recently used first, and the outlook for a larger cache."""
+    """The ledger's sums over a window of time.
+
+    rows: usage of each account, most recently used first.
+    total: usage of all accounts together.
+    outlook: forecast for a larger cache.
+    began_unix_s: when counting began, seconds since 1970.
+    num_folded: accounts that were merged into others.
+    capacity_bytes: size of the arena.
+    """
 
     rows: list[tuple[Account, Usage]]
     total: Usage
@@ -66,18 +77,21 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class _OpenLoad:
-    """Credit to a request's account for a load that has not ended."""
+    """The usage that was counted for a request whose load has not ended. If the load fails, the
+    hits are subtracted from the account."""
 
     account: Account
     usage: Usage
 
 
 class LiveLedger:
-    """See the module.
+    """Counts and forecasts (see the module).
 
-    `directory`: directory of the file; None for a ledger that ends with the process.
-    `tiers`: names in the order of their numbers in `Space.origins`.
+    directory: directory of the file; None for a ledger that ends with the process.
+    tiers: names of the tiers below host memory, in the order of their numbers in `Space.origins`.
+    policy: the node's eviction policy, which the forecast simulates.
     taken_back_s: saved seconds that failed loads have subtracted since this server started.
+    num_lost: requests that were dropped from the list for the forecast.
     """
 
     def __init__(
@@ -175,7 +189,8 @@ class LiveLedger:
         )
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Counts the bytes of a transfer. They join the accounts at the next turn or look."""
+        """Counts the bytes of a transfer for a session. They are added to the accounts at the next
+        turn of the timer, or when the accounts are next read."""
         if loaded_bytes or stored_bytes:
             loaded, stored = self._moved.get(session, (0, 0))
             self._moved[session] = loaded + loaded_bytes, stored + stored_bytes
@@ -214,8 +229,9 @@ class LiveLedger:
             self.num_lost += 1
 
     def follow(self) -> Iterator[None]:
-        """Passes the requests reported so far to the forecast, one per step. Requests that arrive
-        between two steps wait for the next call, so this always ends."""
+        """Passes the requests reported so far to the forecast, one request per step of the
+        generator. Requests that arrive between two steps wait for the next call, so the generator
+        always ends."""
         capacity_bytes = self._core.space.pool.capacity_bytes
         for _ in range(len(self._following)):
             if not self._following:
@@ -228,8 +244,8 @@ class LiveLedger:
             yield
 
     async def turn(self, clerk: Clerk) -> None:
-        """Runs a turn of the timer: feeds the forecast and, if it is time, has the clerk write the
-        file."""
+        """Passes waiting requests to the forecast and, if SAVE_S has passed, lets the clerk write
+        the file. Called by the node's timer."""
         self._fold_moved()
         async for _ in slices(self.follow()):
             pass
@@ -245,12 +261,12 @@ class LiveLedger:
             self._saving = clerk.do(lambda: _save(directory, pieces))
 
     async def close(self) -> None:
-        """Waits for a write in progress, for CLOSE_S at most."""
+        """Waits for a running write of the file, for at most CLOSE_S."""
         if self._saving is not None:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
-        """Feeds the forecast and writes the file. Blocks."""
+        """Passes waiting requests to the forecast and writes the file. Blocks."""
         for _ in self.follow():
             pass
         self._note_seen()
@@ -267,9 +283,10 @@ class LiveLedger:
     # Queries
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
-        """Returns the usage of the last `since_s` seconds, as `Buckets.since`; 0 for all.
+        """Returns the usage of the last `since_s` seconds, rounded as in `Buckets.since`; 0 for all
+        time.
 
-        `has_rows`: False returns only sums, which is faster.
+        has_rows: if False, returns only the total, which is faster.
         """
         minute, columns = _minute(), self.accounts.columns
         rows = self.accounts.since(since_s, minute) if has_rows else []
@@ -283,8 +300,8 @@ class LiveLedger:
         )
 
     def outlook(self, since_s: float) -> Outlook:
-        """Returns the outlook for a larger cache, by the requests of the last `since_s` seconds; 0
-        for all."""
+        """Returns the forecast for a larger cache, estimated from the requests of the last
+        `since_s` seconds; 0: from all requests."""
         return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
 
     def minutes(self) -> Values:
@@ -293,7 +310,7 @@ class LiveLedger:
 
     @property
     def num_folded(self) -> int:
-        """Rows that were folded into others since this server started."""
+        """Number of accounts that were merged into others since this server started."""
         return self.accounts.num_folded - self._folded_before
 
     @property
@@ -315,15 +332,17 @@ def _account(session: LiveSession) -> Account:
 
 
 def _keys(hashes: Words, fingerprint: bytes) -> Keys:
-    """Returns keys of a key space's blocks, uint64 [n], that are the same after a restart."""
+    """Returns a 64-bit key for each block hash, uint64 [n], mixed with the key space's fingerprint.
+    Keys are the same after a restart."""
     salt = np.uint64(int.from_bytes(fingerprint[:8], "little"))
     keys: Keys = np.ascontiguousarray(hashes[:, :2]).view(np.uint64)[:, 0] ^ salt
     return keys
 
 
 def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
-    """Returns the arena bytes of `block_tokens` tokens of a prompt: of all groups in which a hit
-    needs every block, or else of the counted group. Other groups store few blocks of a prompt."""
+    """Returns the bytes of the arena that `block_tokens` tokens of a prompt take. Counts the groups
+    in which a hit needs every block, or the first group if there is no such group. Other groups
+    store few blocks of a prompt."""
     groups = core.key_space(key_space_id).groups
     closed = [group for group in groups if group.kind in PREFIX_CLOSED] or [groups[0]]
     return sum(group.slot_bytes * block_tokens // group.block_tokens for group in closed)

@@ -1,5 +1,5 @@
-"""The ledger's file beside the arena. It is not part of the cache: it stays when the cache is
-recreated, and is deleted with the directory.
+"""Reads and writes the ledger's file in the arena's directory. The file is not part of the cache:
+it stays when the cache is recreated, and is deleted only with the directory.
 
 Always true: the file is replaced as a whole.
 """
@@ -11,7 +11,8 @@ LEDGER_FILE = "ledger"
 
 
 def save_ledger(directory: Path, content: bytes) -> None:
-    """Replaces the file. Raises OSError; the old file then stays whole. Blocks."""
+    """Replaces the ledger's file with this content. Raises OSError; then the old file is unchanged.
+    Blocks."""
     scratch = directory / f"{LEDGER_FILE}.new"
     scratch.unlink(missing_ok=True)
     fd = os.open(

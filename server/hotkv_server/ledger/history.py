@@ -1,9 +1,9 @@
-"""Samples at fixed intervals how the ledger's sums and the evictions grew, and how late the loop
-was.
+"""Records, for fixed intervals of time, by how much the ledger's sums and the number of evicted
+blocks grew, and the event loop's longest delay.
 
-Always true: memory is fixed, and the latest `num_samples` intervals are stored. Growth counts in
-the interval in which it was noted; an interval without a note shows 0. A note takes some
-microseconds and never waits. On the event loop only.
+Always true: memory is fixed, and the latest `num_samples` intervals are stored. Growth is counted
+in the interval in which `note` was called; an interval without a call shows 0. A call takes some
+microseconds and never waits. Use on the event loop only.
 """
 
 import time
@@ -19,18 +19,23 @@ from hotkv_server.node.event_loop import LoopLag
 
 STEP_S = 5.0
 NUM_SAMPLES = 720
-"""An hour."""
+"""Number of intervals that are stored: an hour."""
 EVICTED, LAG = "evicted_blocks", "loop_lag_s"
 FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_bytes")
-"""Columns of the ledger, in addition to the hits of each tier."""
+"""Columns of the ledger that are recorded, in addition to the hits of each tier."""
 
 
 # ------------------------------------------------------------------------------------------ samples
 
 
 class History:
-    """The latest intervals, a sample each. The caller numbers the intervals, and numbers do not go
-    back. `number`: the latest noted."""
+    """A ring with a sample for each of the latest intervals.
+
+    The caller numbers the intervals; the numbers of successive calls increase.
+    counters: names of values that are stored as growth within the interval.
+    levels: names of values that are stored as they are.
+    number: number of the latest stored interval.
+    """
 
     __slots__ = ("_cells", "_first", "_totals", "counters", "levels", "number")
 
@@ -42,7 +47,8 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Starts at the end of interval `number`, when the counters are `totals` [counters]."""
+        """Starts at the end of interval `number`. totals: values of the counters at that time
+        [counters]."""
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number
         self._first = number + 1
@@ -57,8 +63,8 @@ class History:
         return min(self.number - self._first + 1, len(self._cells))
 
     def note(self, number: int, totals: Values, levels: Sequence[float]) -> None:
-        """Ends an interval later than all before. Its growth is `totals` [counters] minus the
-        totals of the last call."""
+        """Stores the sample of interval `number`, which must be later than all before. The growth
+        of the counters is `totals` [counters] minus the totals of the last call."""
         assert number > self.number, "time went back"
         missed = np.arange(max(self.number + 1, number - len(self._cells) + 1), number)
         self._cells[missed % len(self._cells)] = 0.0
@@ -80,8 +86,8 @@ class History:
 
 
 class LiveHistory:
-    """The history of a ledger. The first interval is the interval in which this object is
-    created."""
+    """Records the history of a running node's ledger. The first interval is the interval in which
+    this object is created."""
 
     def __init__(self, core: CacheCore, ledger: LiveLedger, lag: LoopLag) -> None:
         self._core, self._ledger, self._lag = core, ledger, lag
@@ -96,9 +102,9 @@ class LiveHistory:
         return f"LiveHistory({self.history!r})"
 
     def turn(self, now_s: float) -> None:
-        """Ends the interval before the current interval (at `now_s`), unless it has ended
+        """Stores the sample of the last completed interval before `now_s`, unless it is stored
         already."""
-        # After a loop that stood still, the first turn notes all growth until then.
+        # If the event loop was blocked, the first turn after it stores all growth until then.
         number = _number(now_s) - 1
         if number > self.history.number:
             self.history.note(number, self._totals(), (self._lag.longest_s(STEP_S),))
@@ -108,8 +114,8 @@ class LiveHistory:
         return self.history.samples(), now_s - (self.history.number + 1) * STEP_S
 
     def minutes(self) -> dict[str, NDArray[np.float64]]:
-        """Returns a sample per minute of the ledger's columns by name; the current minute comes
-        last. Includes minutes before this server's start."""
+        """Returns, by name, the growth of the ledger's columns in each of the last minutes, oldest
+        first; the current minute comes last. Includes minutes before this server's start."""
         values = self._ledger.minutes()[:, self._places]
         return dict(zip(self.history.counters, values.T, strict=False))
 

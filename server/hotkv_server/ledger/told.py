@@ -1,4 +1,4 @@
-"""The ledger as plain figures, for operators, the status page and metrics."""
+"""Converts the ledger's values into plain figures for operators, the status page and metrics."""
 
 import time
 
@@ -12,13 +12,14 @@ from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.node.names import Names
 
 RECENT_S = 3600.0
-"""The outlook in the metrics covers the last hour."""
+"""The outlook (forecast of a larger cache) in the metrics covers the last hour."""
 DEVICE = "device"
-"""Name of an engine's device memory among the names of tiers."""
+"""Stands for an engine's device memory among the names of tiers."""
 
 
 def savings_figures(found: Savings, names: Names) -> Figures:
-    """Returns the counted usage, a row per engine, and the outlook for a larger cache."""
+    """Returns the counted usage in total and in a row per account (tenant, model, key space and
+    engine), and the outlook for a larger cache."""
     outlook = found.outlook
     return {
         "rows": [
@@ -63,8 +64,9 @@ def _usage(usage: Usage) -> Figures:
 
 
 def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names: bool) -> Figures:
-    """Returns figures for the status page: savings of the last hour and in total, and how they
-    grew."""
+    """Returns figures for the status page: savings of the last hour and of all time, and the growth
+    of the sums by 5 seconds and by minute. Values that are callables are made later, on any
+    thread."""
     now_s, now_unix_s = time.monotonic(), time.time()
     samples, sample_age_s = history.samples(now_s)
     minutes = history.minutes()
@@ -87,7 +89,7 @@ def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names:
 
 
 def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
-    """Returns samples under the names of figures."""
+    """Renames the samples of `History` to the names that the status page uses."""
     whole = {name: values.astype(np.int64).tolist() for name, values in samples.items()}
     figures: Figures = {
         "prompt_token_counts": whole["prompt_tokens"],
@@ -109,7 +111,8 @@ def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
 
 
 def tokens(ledger: LiveLedger) -> list[Samples]:
-    """Returns counters of the sources of all prompt tokens since the server started."""
+    """Returns two counters since the server started: prompt tokens that hit, by tier, and prompt
+    tokens that missed, by reason."""
     grown = ledger.grown
     hits = {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}
     return [

@@ -1,4 +1,7 @@
-"""Calls of residencies: message in, message out, for a session that maps the arena."""
+"""Answers the calls that open, extend and close residencies: protobuf message in, message out.
+
+Only a session that has received the arena to map may open or extend a residency.
+"""
 
 import asyncio
 
@@ -15,7 +18,8 @@ from hotkv_server.wire.calls import unless_flushed
 
 
 def residency_id(text: str) -> str:
-    """Checks the id of a residency; operators see it."""
+    """Returns the id of a residency if it is a valid name; operators see it. Raises
+    INVALID_FIELD."""
     return fields.name("residency_id", text)
 
 
@@ -32,7 +36,7 @@ def _check_reads(session: LiveSession) -> None:
 async def open_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.OpenResidencyRequest
 ) -> residency_pb2.OpenResidencyResponse:
-    """Opens a residency: reserves room for a request."""
+    """Opens a residency: reserves room in the arena for a request's blocks."""
     _check_reads(session)
     fields.check_lists("groups", request.groups)
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
@@ -53,10 +57,10 @@ def extend_residency(
     session: LiveSession,
     request: residency_pb2.ExtendResidencyRequest,
 ) -> "residency_pb2.ExtendResidencyResponse | asyncio.Task[residency_pb2.ExtendResidencyResponse]":
-    """Pins blocks for a residency.
+    """Pins blocks for a residency and returns their offsets in the arena.
 
-    Returns a task if blocks must first be compared, or if a tier that nodes share must first
-    confirm that they are newer than every flush.
+    Returns a task if blocks must first be compared with their check values, or if a tier that
+    nodes share must first confirm that the key space was not flushed.
     """
     _check_reads(session)
     group_index = session.group_index(request.group_index)
@@ -100,7 +104,7 @@ def _answer(extended: Extended) -> residency_pb2.ExtendResidencyResponse:
 async def close_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.CloseResidencyRequest
 ) -> residency_pb2.CloseResidencyResponse:
-    """Closes a residency."""
+    """Closes a residency: unpins its blocks and releases its room."""
     return residency_pb2.CloseResidencyResponse(
         closed=await desk.close(session, residency_id(request.residency_id))
     )

@@ -1,4 +1,4 @@
-"""Residency, as a capability of the node."""
+"""Registers residency as a capability of the node: its calls, figures and hooks."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "ResidencyCapability":
-    """Makes the residency capability of this node."""
+    """Returns the residency capability of this node."""
     return ResidencyCapability(node)
 
 

@@ -1,8 +1,11 @@
-"""Residencies of a node: carries out the core's decisions, after comparing restored blocks.
+"""Opens, extends and closes the residencies of a node. Use on the event loop only.
 
-Always true: a client learns the offset of a restored block only after the block's bytes have been
-compared and agree. During the comparison the blocks are pinned and the session is not closed. A
-residency is closed in parts, and other tasks run between them. On the event loop only.
+`residency.book` decides. If a restart has restored blocks that have not been checked since, this
+module first compares them with their check values.
+
+Always true: a client learns the offset of a restored block only after the block's bytes have
+matched the check value. During the comparison the blocks are pinned and the session is not closed.
+A residency is closed in parts, and other tasks run between the parts.
 """
 
 import asyncio
@@ -19,14 +22,15 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Offsets in the arena of the blocks' slots, and of their representations' slots; -1
-without a representation."""
+"""Offsets in the arena, in bytes: of the slots of the blocks [n], -1 for a block that is not
+pinned; and of the slots of their representations [n], -1 for a block without a representation."""
 
 
 class ResidencyDesk:
     """Opens, extends and closes residencies (see the module).
 
-    tell: called when blocks have been evicted, or condemned because their bytes are damaged.
+    tell: called after blocks have been evicted, or condemned because their bytes do not match
+        their check values; it runs the core's effects.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
@@ -41,7 +45,8 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """Makes room, then opens as `Residencies.open`. Other tasks run while room is made."""
+        """Frees the slabs that the residency needs, then calls `Residencies.open`. Other tasks run
+        while slabs are freed."""
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
@@ -58,9 +63,10 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> "Extended | asyncio.Task[Extended]":
-        """Extends as `Residencies.extend`, and also returns the offsets of the representations.
+        """Calls `Residencies.extend`, and also returns the offsets of the representations.
 
-        Returns at once if all blocks have been compared, otherwise a task.
+        Returns the result at once if all listed blocks have been compared with their check values.
+        Otherwise returns a task that compares them first.
         """
 
         def extended() -> Extended:
@@ -92,7 +98,8 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Closes a residency. Returns False if it is not open."""
+        """Closes a residency in parts, with other tasks between them. Returns False if it is not
+        open."""
         residency = self.residencies.book.named(session.record, residency_id)
         if residency is None:
             return False

@@ -12,12 +12,15 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figures:
-    """Returns the largest residencies, the engines that wait for room (most refusals first), and
-    totals.
+    """Returns the largest residencies, the latest refusal of each engine that waits for room (most
+    attempts first), and totals.
 
-    `pinned_byte_count`: each block once. Together with `promised_byte_count` it is at most
-        `bound_byte_count`. They count slots with their part of the slabs' unused ends.
-    `grace_byte_count`: slots kept for readers of the previous server, for another `grace_s`.
+    `pinned_byte_count`: bytes of the arena that residencies pin; a block that several residencies
+        pin counts once. A slot counts with its part of the unused end of its slab.
+    `promised_byte_count`: bytes reserved and not yet pinned, counted in the same way.
+    `bound_byte_count`: the most that these two may be together.
+    `grace_byte_count`: bytes of slots that stay pinned for clients which read them under the
+        previous server, for another `grace_s` seconds.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
     bound, book, grace = residencies.bound, residencies.book, node.core.grace
@@ -48,8 +51,8 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
 
 
 def _residency(node: Node, residencies: Residencies, one: Residency, now_s: float) -> Figures:
-    """Returns a residency's row. `pinned_byte_count`: of its slots, which other residencies may pin
-    as well."""
+    """Returns the figures of one residency. `pinned_byte_count`: bytes of all slots that it pins,
+    including slots that other residencies pin too."""
     index = node.core.space.index
     return {
         "engine_id": one.engine_id,

@@ -1,1 +1,2 @@
-"""The simulator: replays traces of requests through the core, with the trace's time."""
+"""Simulates the cache: replays traces of requests through the cache core, with the trace's times
+as the clock."""

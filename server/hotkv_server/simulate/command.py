@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class UnitsError(ValueError):
-    """Options contradict each other, or need the size of a block that is not given."""
+    """Raised if options contradict each other, or need the size of a block and it is not given."""
 
 
 def _check_units(options: argparse.Namespace) -> None:
@@ -196,14 +196,19 @@ def _check_units(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """Size of a tier below, in percent of the unique blocks or in MiB."""
+    """The size of a tier below host memory, as given by an option.
+
+    percent: in percent of all different blocks of the trace; None if given in MiB.
+    mib: in MiB; None if given in percent.
+    """
 
     name: str
     percent: float | None
     mib: float | None
 
     def blocks(self, trace: Trace, block_mib: float | None) -> int:
-        """Returns how many blocks of a trace the tier holds: at least 1, at most all."""
+        """Returns how many blocks of a trace the tier can hold: at least 1, at most all different
+        blocks. block_mib: size of a block, needed if the tier's size is in MiB."""
         if self.percent is not None:
             return trace.capacity_blocks(self.percent)
         assert self.mib is not None and block_mib is not None, "sizes were not checked"
@@ -211,7 +216,8 @@ class TierSize:
 
 
 def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
-    """Returns rows by trace and capacity: the policies, then the bounds."""
+    """Replays the traces and returns the rows of the report, ordered by trace and capacity; for
+    each, first the policies and then the ideal caches."""
     percents = sorted(set(options.capacity_percent))
     rows: list[ReportRow] = []
     with _progress_bar(
@@ -229,7 +235,8 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
 
 
 def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
-    """Returns the answer with --arena. Raises TraceError."""
+    """Returns the command's output if --arena is given: the estimates of `sizing`. Raises
+    TraceError."""
     policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
     wanted = Wanted(
         options.arena,
@@ -286,7 +293,7 @@ def _replayed(
 
 
 def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> float:
-    """Returns the size of a tier as percentage of the unique blocks."""
+    """Returns the size of a tier as percentage of all different blocks of the trace."""
     blocks = tier.blocks(trace, options.block_mib)
     return tier.percent or round(100 * blocks / trace.num_unique_blocks, 2)
 
@@ -294,8 +301,8 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[ReportRow]:
-    """Returns the rows of the bounds. Their tier below shows the gain of a clairvoyant cache that
-    is larger by that tier."""
+    """Returns the rows of the ideal caches. In their figures of a tier below, the hit rate is the
+    gain of a clairvoyant cache that is larger by the size of that tier."""
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []
     for name in (CLAIRVOYANT, UNBOUNDED):

@@ -1,9 +1,9 @@
-"""Replaying a trace: each request looks up its blocks, uses its hits and stores the rest, all
-through the core.
+"""Replays a trace of requests through the cache core: each request looks up its blocks, uses its
+hits and stores its missing blocks.
 
-A `SimulatedTier` is the core's space of slots, in which every block has the same size. Always true:
-blocks that a request finds present stay until its missing blocks are stored. All time is the
-trace's. A request ends before the next begins.
+A `SimulatedTier` is a space of slots of the core (`cache.room.space`) in which every block has the
+same size. Always true: blocks that a request finds are not evicted before its missing blocks are
+stored. The clock shows the trace's times. A request ends before the next request begins.
 """
 
 import contextlib
@@ -24,30 +24,33 @@ from hotkv_server.cache.values import Entries
 from hotkv_server.simulate.trace import Int64s, Trace
 
 # --------------------------------------------------------------------------------- Hints of a trace
-# Hints that a trace's sessions would have given: which turn was a session's last, and after which
-# turn it pauses for long.
+# Derives the hints that a trace's sessions could have given: which request was a session's last,
+# and after which request the session pauses for long.
 #
-# A turn is a request. The session's next turn is the first later request that has all its blocks,
-# except the last block, which may be partial. Only ends and pauses come from the future, as an
-# agent knows its own plans. Which blocks a session shares comes from the past.
+# The session's next request is the first later request that has all blocks of the request before,
+# except its last block, which may be partial. The ends and pauses of sessions are taken from later
+# requests, because an agent knows its plans. Which blocks are shared by sessions is taken only from
+# earlier requests.
 
 SHARED = -1
 LONG_PAUSE_S = 30.0
-"""Pauses of at least this length are reported; the session's blocks may be evicted in the pause."""
+"""If a session's pause is at least this long, a hint demotes the session's blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayHints:
-    """Hints for each request.
+    """Hints for each of R requests.
 
-    pauses_s: time until the session's next turn [R]; infinite after its last.
-    own_from: place in the request of the first block that no other session has used so far [R].
-    sessions: number of the request's session, which is that of its first request [R].
+    pauses_s: seconds until the session's next request [R]; infinite for its last request.
+    own_from: index in the request of the first block that only this session has used so far [R].
+    sessions: number of the request's session [R], which is the number of the session's first
+        request.
     """
 
     def cold_from(self, request: int) -> int | None:
-        """Returns the place of the request's first block that is not expected to be used soon; None
-        if all its blocks are expected to be used soon."""
+        """Returns the index of the request's first block that is not expected to be used soon: if
+        the session pauses for long, its first block that no other session uses. Returns None if the
+        session does not pause for long."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -57,13 +60,14 @@ class ReplayHints:
 
 
 def derive_hints(trace: Trace) -> ReplayHints:
-    """Finds the sessions of a trace. Linear in its accesses."""
+    """Finds the sessions of a trace and returns their hints. Takes time linear in the number of
+    block accesses."""
     starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
     own_from = np.zeros(num_requests, np.int64)
-    # By block: the request that waits for a next turn with this block, and the only session that
-    # has used it; SHARED if several have.
+    # For each block: the latest request of which a next request must have this block; and the only
+    # session that has used the block, or SHARED if several have.
     waiting: dict[int, int] = {}
     owner: dict[int, int] = {}
     session_of = list(range(num_requests))
@@ -95,19 +99,19 @@ Progress = Callable[[int], None]
 KEY_SPACE, GROUP, LEASE = 1, 0, 1
 WARM_UP_REQUESTS, WARM_UP_BLOCKS = 64, 16
 STEP_REQUESTS = 500
-"""Requests between two reports of progress."""
+"""Number of requests between two reports of progress."""
 BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Result of a replay.
+    """The result of a replay.
 
-    prefix: lengths of the prefixes that hit, over all tiers [R].
+    prefix: for each request [R], how many of its leading blocks hit, over all tiers.
     seconds: wall time of the replay.
-    num_second_tier_hits: blocks of these prefixes that came from the second tier.
-    num_second_tier_writes: blocks written to the second tier.
+    num_second_tier_hits: number of these blocks that came from the second tier.
+    num_second_tier_writes: number of blocks written to the second tier.
     """
 
     prefix: Int64s
@@ -117,7 +121,8 @@ class Replayed:
 
 
 class SimulatedTier:
-    """A space of the core for blocks of a single slot each, with a separate table and arena."""
+    """A tier of the simulation: a space of the core with its own block table, in which each block
+    takes one slot. It has no memory for the blocks' bytes."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -130,12 +135,12 @@ class SimulatedTier:
         return f"SimulatedTier({self.space!r})"
 
     def find(self, hashes: Words) -> Entries:
-        """Returns the entries [n] of blocks, 0 for missing blocks. No entry is ever left
-        reserved."""
+        """Returns the entry of each block [n]; 0 if the block is missing."""
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes blocks, given in chain order, that are not expected to be used soon."""
+        """Demotes the blocks that are present, so that they are evicted before others. `hashes` are
+        in the order of the request."""
         entries = self.find(hashes)
         entries = entries[entries != 0]
         self.space.policy.demote(entries, self.space.index.mixed(entries), now_s)
@@ -148,15 +153,17 @@ class SimulatedTier:
         self.space.index.pin(entries, -1)
 
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
-        """Makes room for `count` blocks."""
+        """Evicts blocks until `count` blocks fit, or no more can be evicted. `keep_at_s`: as in
+        `Policy.victims`."""
         making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
-        """Uses the present blocks of a request and stores as many of its missing blocks as fit.
-        Returns how many it stored. Blocks are in chain order.
+        """Uses the present blocks of a request, and stores as many of its missing blocks as fit.
+        Returns how many it stored.
 
-        `entries`: result of `find`; the first `num_held` of them are present.
+        hashes: the request's blocks in order, uint32 words [n, 8].
+        entries: result of `find` for them; the first `num_held` of them are present.
         """
         space = self.space
         if entries[num_held:].any():
@@ -186,8 +193,8 @@ class OneTier:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses the blocks [n, 8] of a request that are present and stores the missing blocks.
-        Returns the length of the prefix that hits."""
+        """Uses the blocks of a request that are present, and stores its missing blocks. Returns how
+        many leading blocks hit. `hashes`: uint32 words [n, 8]."""
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
@@ -208,8 +215,8 @@ def replay(
     progress: Progress | None = None,
     hints: ReplayHints | None = None,
 ) -> Replayed:
-    """Replays a trace over a single tier. `hints`: of its sessions; each is applied when its
-    request is done."""
+    """Replays a trace over a single tier. hints: hints of the trace's sessions; the hint of each
+    request is applied after the request. None: without hints."""
     warm_up(trace, make_policy)
     tier = SimulatedTier(capacity_blocks, make_policy)
 
@@ -229,9 +236,11 @@ def timed(
     progress: Progress | None,
     tell: Callable[[int, Words, float], None] | None = None,
 ) -> tuple[Int64s, float]:
-    """Serves all requests of a trace. Returns prefix lengths [R] and the wall time in seconds.
+    """Serves all requests of a trace in order. Returns how many leading blocks of each request hit
+    [R], and the wall time in seconds.
 
-    `tell`: called after each request.
+    serve: serves a request, given its hashes and time, and returns how many leading blocks hit.
+    tell: called after each request with its number, hashes and time.
     """
     prefix = np.zeros(trace.num_requests, np.int64)
     starts, times_s = trace.starts.tolist(), trace.times_s.tolist()
@@ -258,23 +267,23 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
 
 
 # ------------------------------------------------------------------- Bounds that no policy can beat
-# Bounds: an unbounded cache, and a cache that knows the future.
+# Computes the hits of two ideal caches: an unbounded cache, and a cache that knows the future.
 #
-# Both count as the policies do: blocks of the contiguous prefix. They need a trace whose ids stand
-# for a block and all blocks before it. Then a block's next use is never before the next use of the
-# block before it.
+# As for policies, only the blocks before a request's first miss count as hits. The ids of a trace
+# must stand for a block and all blocks before it. Then a block's next use is never before the next
+# use of the block before it.
 
 
 def unbounded(trace: Trace) -> Int64s:
-    """Returns the prefix lengths [R] if no block is ever evicted."""
+    """Returns how many leading blocks of each request hit [R] if no block is ever evicted."""
     first = np.zeros(len(trace.blocks), np.bool_)
     first[np.unique(trace.blocks, return_index=True)[1]] = True
     return trace.prefix_lengths(~first)
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """Returns for each access [B] the next access to the same block; B if there is no later
-    access."""
+    """Returns for each access [B] the index of the next access to the same block; B if there is no
+    later access."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]
@@ -283,20 +292,21 @@ def next_uses(blocks: Int64s) -> Int64s:
 
 
 def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
-    """Returns the prefix lengths [R] of the best cache with that many blocks: Belady's rule with
-    bypass, a request at a time.
+    """Returns how many leading blocks of each request hit [R] in the best possible cache with
+    `capacity_blocks` blocks, which knows all later requests (Belady's rule with bypass).
 
-    After each request it has the blocks held so far and the request's blocks. It retains those that
-    are used again soonest, and may retain none. This choice serves the most blocks (greedy
-    colouring of interval graphs, Carlisle and Lloyd 1995). Among blocks that the same request uses
-    again, it drops the deepest first, so the blocks it holds are closed under prefixes.
+    After each request, the cache chooses among the blocks that it held and the request's blocks. It
+    keeps the blocks that are used again soonest. This choice serves the most blocks (greedy
+    colouring of interval graphs, Carlisle and Lloyd 1995). Among blocks that the same later request
+    uses again, it drops the last blocks first. So if it holds a block, it holds all blocks before
+    it in the prompt.
 
-    following: result of `next_uses`, if the caller has it.
+    following: result of `next_uses`, if the caller has computed it already.
     """
     kept = bytearray(len(trace.blocks))
     uses = (next_uses(trace.blocks) if following is None else following).tolist()
-    # Next uses of held blocks, the farthest first. Past uses are at the end and don't count as
-    # held.
+    # Heap of the next uses of held blocks, the farthest first. Uses that have passed are not
+    # removed; they are last and are not counted in `num_held`.
     farthest: list[int] = []
     num_held = 0
     starts = trace.starts.tolist()

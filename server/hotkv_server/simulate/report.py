@@ -1,5 +1,5 @@
-"""The results of a simulation as rows, as a table for people, as JSON for programs, and as a plot.
-Rates are shares of all block accesses."""
+"""Formats the results of a simulation: as a table for people, as JSON for programs, and as a plot.
+Hit rates are shares of all block accesses."""
 
 import importlib
 import json
@@ -22,8 +22,13 @@ MIB_PER_GIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class LowerFigures:
-    """Figures of the tier below: its name and size, the share of accesses that it served, and the
-    numbers of blocks read from it and written to it. A bound has no reads and no writes: 0."""
+    """Figures of the tier below.
+
+    capacity_percent: its size, in percent of all different blocks of the trace.
+    hit_rate: share of block accesses that it served.
+    num_reads, num_writes: number of blocks read from it and written to it; 0 in the row of an ideal
+        cache.
+    """
 
     name: str
     capacity_percent: float
@@ -36,7 +41,8 @@ class LowerFigures:
 class Units:
     """Sizes of a trace's blocks, and speed of the engine.
 
-    block_mib: None if unknown.
+    block_tokens: tokens of a block.
+    block_mib: size of a block in MiB; None if unknown.
     tokens_per_s: prefill speed of an engine; None if unknown.
     """
 
@@ -47,8 +53,16 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """The result of a policy or bound for a trace and a capacity. `hit_rate`: share of accesses in
-    the contiguous prefix, first tier only."""
+    """The result of replaying a trace with one policy, or one ideal cache (BOUNDS), and one
+    capacity.
+
+    capacity_percent: size of the first tier, in percent of all different blocks of the trace.
+    hit_rate: share of block accesses that were served by the first tier. Only accesses before a
+        request's first miss count as served.
+    block_accesses: number of block accesses of the trace.
+    seconds: wall time of the replay.
+    lower: figures of a tier below; None without a tier.
+    """
 
     trace: str
     policy: str
@@ -66,12 +80,13 @@ class ReportRow:
 
     @property
     def missed_blocks(self) -> int:
-        """Accesses that no tier served, so that engines computed the blocks."""
+        """Number of block accesses that no tier served, so that the engine would compute the
+        blocks."""
         return round((1 - self.total_hit_rate) * self.block_accesses)
 
 
 def as_json(rows: Iterable[ReportRow], units: Units) -> str:
-    """Returns a JSON object with a list `results` that has an object per row."""
+    """Returns a JSON object whose list `results` has an object for each row."""
     return json.dumps({"results": [_fields(row, units) for row in rows]})
 
 
@@ -152,7 +167,7 @@ def _cells(row: ReportRow, units: Units) -> list[str]:
 
 
 def _size(num_blocks: int, units: Units) -> str:
-    """Returns a number of blocks in GiB, or as it is if their size is unknown."""
+    """Returns a number of blocks as text: in GiB, or as a number if the block size is unknown."""
     if units.block_mib is None:
         return f"{num_blocks:,}"
     return f"{num_blocks * units.block_mib / MIB_PER_GIB:,.1f}"
@@ -170,22 +185,23 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 # ----------------------------------------------------------------------------------------- The plot
-# The hit-rate curve as a PNG: a panel per trace, a line per policy. Needs matplotlib, from the
-# extra `simulate`.
+# Draws the hit rate over capacity as a PNG, with a panel for each trace and a line for each policy.
+# Needs matplotlib, from the extra `simulate`.
 
 PANEL_INCHES = (6.4, 4.6)
 DOTS_PER_INCH = 130
 MARKERS = "osD^vPX*"
 MAX_TICKS = 8
-"""Labels that fit on a panel."""
+"""Most labels on the capacity axis of a panel."""
 
 
 class PlotError(ValueError):
-    """The plot can't be made; the message says what to do."""
+    """Raised if the plot can't be made; the message says what to do."""
 
 
 def check_plot(path: Path) -> None:
-    """Raises PlotError if a plot can't be made at this path. Called before the long work."""
+    """Raises PlotError if a plot can't be made at this path. Called before the replays, which take
+    long."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -197,8 +213,8 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[ReportRow], block_mib: float | None) -> None:
-    """Draws the hit rate of all tiers over capacity. Raises OSError if the file can't be
-    written."""
+    """Draws the hit rate (of all tiers together) over capacity, and writes the PNG. Raises OSError
+    if the file can't be written."""
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
     width, height = PANEL_INCHES
@@ -242,8 +258,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[ReportRow], block_mib: fl
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """Returns the percents that get a label, rising. On the log axis they are far enough apart that
-    at most `most` fit."""
+    """Returns the percentages that get a label, ascending. Leaves out percentages that are too
+    close to the one before on the logarithmic axis."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

@@ -1,9 +1,10 @@
-"""Sizes in GiB and seconds: what an arena of a given size would hit of a trace's prompts, and save.
+"""Estimates, for arenas of given sizes, how many prompt tokens of a trace would hit, and how many
+seconds of prefill that would save.
 
-Always true: a prompt's hit counts whole blocks of its contiguous prefix, and never its last token,
-which an engine always computes. What the engine's own device cache hit, as far as the trace says,
-is not saved. The figures are an estimate: an engine's blocks are smaller than the trace's, and the
-time to load is not subtracted.
+Always true: only whole blocks before a prompt's first miss count as hits, and never the prompt's
+last token, which an engine always computes. Tokens that hit in the engine's own device cache (if
+the trace tells) do not count as saved. The figures are estimates: an engine's blocks are smaller
+than the trace's, and the time to load blocks is not subtracted.
 """
 
 import json
@@ -18,22 +19,24 @@ from hotkv_server.simulate.trace import Int64s, Trace, TraceError
 
 GIB = 1 << 30
 BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
-"""Block sizes in tokens that are tried against a trace."""
+"""Block sizes in tokens that are tried, if the trace's block size is not given."""
 AGREE_RATIO = 0.98
-"""Share of requests that must agree with a block size."""
+"""A block size is accepted if the prompt's length fits its number of blocks in at least this share
+of requests."""
 ENOUGH_RATIO = 0.95
-"""An arena is enough if it hits this share of what an endless cache hits."""
+"""An arena counts as enough if it hits at least this share of the tokens that an endless cache
+hits."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Sizes without --arena, as shares of all different blocks."""
+"""Sizes to try if no sizes are given, as shares of all different blocks of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to size for.
+    """The input of an estimate.
 
-    arena_bytes: sizes to try; empty: shares of the trace's blocks.
-    bytes_per_token: of a token in all layers.
-    block_tokens: of a block of the trace; 0: as its lengths say.
+    arena_bytes: sizes of arenas to try; empty: DEFAULT_SHARES of the trace's blocks.
+    bytes_per_token: bytes of a token's KV in all layers.
+    block_tokens: tokens of a block of the trace; 0: find it from the lengths of prompts.
     tokens_per_s: prefill speed of an engine; None if unknown.
     """
 
@@ -45,7 +48,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What an arena of so many bytes hits and saves, in tokens of the whole trace."""
+    """The result for an arena of `arena_bytes`.
+
+    hit_tokens: prompt tokens of the whole trace that hit.
+    saved_tokens: hit tokens that did not hit on the engine's device already.
+    """
 
     arena_bytes: int
     hit_tokens: int
@@ -54,7 +61,13 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The sizes of a trace, rising. `endless`: a cache that never evicts, as large as it grows."""
+    """The estimate for a trace.
+
+    wanted: the input, with the sizes and block tokens that were used.
+    trace_s: time between the first and the last request.
+    sizes: results, by ascending size.
+    endless: result of a cache that never evicts; its size is the size of all different blocks.
+    """
 
     trace: str
     wanted: Wanted
@@ -69,22 +82,23 @@ class Sizing:
         return one.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def saved_s_per_hour(self, one: Size) -> float | None:
-        """Returns the seconds of prefill that an hour of such traffic saves; None without a speed
-        or if all requests came at once."""
+        """Returns the seconds of prefill that hits save per hour of the trace's traffic; None if
+        the speed is unknown or all requests came at once."""
         if self.wanted.tokens_per_s is None or not self.trace_s:
             return None
         return one.saved_tokens / self.wanted.tokens_per_s * 3600 / self.trace_s
 
     @property
     def enough(self) -> Size:
-        """Returns the smallest size that is enough; if none is, the largest."""
+        """Result of the smallest size that is enough (ENOUGH_RATIO); of the largest size if no size
+        is enough."""
         goal = ENOUGH_RATIO * self.endless.hit_tokens
         return next((one for one in self.sizes if one.hit_tokens >= goal), self.sizes[-1])
 
 
 def block_tokens_of(trace: Trace) -> int:
-    """Returns the tokens of a block, by the prompts' lengths. Raises TraceError if they don't say
-    it clearly."""
+    """Finds the number of tokens of a block from the lengths of prompts and their numbers of
+    blocks. Raises TraceError unless exactly one block size fits."""
     known = trace.prompt_tokens > 0
     prompts, lengths = trace.prompt_tokens[known], trace.lengths[known]
 
@@ -103,7 +117,8 @@ def block_tokens_of(trace: Trace) -> int:
 def size(
     trace: Trace, wanted: Wanted, make_policy: MakePolicy, progress: Progress | None = None
 ) -> Sizing:
-    """Replays the trace for each size. Raises TraceError if the tokens of a block are unknown."""
+    """Replays the trace for each size and returns the estimate. Raises TraceError if the number of
+    tokens of a block can't be found."""
     block_tokens = wanted.block_tokens or block_tokens_of(trace)
     block_bytes = wanted.bytes_per_token * block_tokens
     arenas = wanted.arena_bytes or tuple(
@@ -139,7 +154,7 @@ def size(
 
 
 def as_json(sizings: Sequence[Sizing]) -> str:
-    """Returns a JSON object with a list `traces`."""
+    """Returns a JSON object whose list `traces` has an object for each estimate."""
     return json.dumps({"traces": [_fields(one) for one in sizings]}, indent=2)
 
 
@@ -169,7 +184,7 @@ def _fields(one: Sizing) -> dict[str, object]:
 
 
 def as_text(sizings: Sequence[Sizing]) -> str:
-    """Returns for each trace a table and a sentence."""
+    """Returns a text with a table and a summary sentence for each trace."""
     return "\n\n".join(map(_text, sizings))
 
 
@@ -198,7 +213,7 @@ def _cells(name: str, one: Sizing, size: Size) -> tuple[str, str, str]:
 
 
 def sentence(one: Sizing) -> str:
-    """Returns what the size that is enough brings."""
+    """Returns a sentence about the size that is enough: how much it hits and saves."""
     best = one.enough
     saved_s = one.saved_s_per_hour(best)
     saves = f", which saves about {_duration(saved_s)} of prefill an hour" if saved_s else ""

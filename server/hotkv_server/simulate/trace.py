@@ -1,12 +1,13 @@
-"""Traces in Mooncake's format, as arrays.
+"""Reads traces of requests in Mooncake's format into arrays.
 
-A file has one JSON object per line: `timestamp` (ms) and `hash_ids`, the ids of the request's
-blocks in chain order. In the whole file, an id stands for a block and all blocks before it.
-`input_length` and `device_hit_length` (tokens of the prompt, and those that the engine's own cache
-hit) are read if they are whole numbers. Other fields are ignored. Files may be gzipped.
+A file has one JSON object per line, for one request: `timestamp` (ms) and `hash_ids`, the ids of
+the request's blocks in the order of its prompt. In the whole file, an id stands for a block and all
+blocks before it. Two fields are read if they are whole numbers: `input_length` (tokens of the
+prompt) and `device_hit_length` (tokens that hit in the engine's own cache). Other fields are
+ignored. Files may be gzipped.
 
-Always true of a `Trace`: requests are in order of time. A request lists each block once. Ids count
-from 0 without gaps.
+Always true of a `Trace`: requests are in order of time. A request lists each block once. Block ids
+are renumbered from 0 without gaps.
 """
 
 import gzip
@@ -28,36 +29,39 @@ Int64s = NDArray[np.int64]
 GZIP_MAGIC = b"\x1f\x8b"
 MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
 MAX_TOKENS = 1 << 40
-"""Most tokens of a prompt that are believed."""
+"""If a file gives more tokens for a prompt, the number is ignored."""
 W_ID = 2
-"""Column of a block's hash words that holds its id, so that an evicted hash identifies its
-block."""
+"""Column of a block's hash words that holds the block's id, so that the id can be read from the
+hash of an evicted block."""
 
 Request = tuple[float, Sequence[int]]
-"""Time in seconds, and block ids in chain order."""
+"""A request: its time in seconds, and the ids of its blocks in the order of its prompt."""
 Tokens = tuple[int, int]
-"""Tokens of a prompt (0: unknown), and tokens that hit on the device."""
+"""Tokens of a request's prompt (0: unknown), and tokens of it that hit on the engine's device."""
 NO_TOKENS: Tokens = (0, 0)
 
 
 class TraceError(ValueError):
-    """A trace can't be read; the message names the line, the field and the fix."""
+    """Raised if a trace can't be read; the message names the line, the field and the fix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests [R] over blocks [B]; each request's blocks are contiguous.
+    """R requests with B blocks in all, as arrays. B counts a block once for each request that has
+    it.
 
-    times_s: time since the first request [R].
-    starts: start of each request's blocks in `blocks` [R + 1].
-    blocks: ids [B].
-    positions: position of each block's first occurrence in its request [B].
-    lengths: blocks of each request, with repetitions [R].
-    hashes: words [B, 8], as the index takes them.
-    num_late: requests that are earlier than a line before them.
-    prompt_tokens: tokens of each prompt, 0 if unknown [R].
-    device_hit_tokens: tokens of each prompt that hit on the device [R].
-    num_short, short_prompt_tokens: requests without a block, which are left out, and their tokens.
+    times_s: time of each request in seconds since the first request [R].
+    starts: index in `blocks` of each request's first block, and B at the end [R + 1].
+    blocks: ids of the blocks of all requests, one request after the other [B].
+    positions: index in the request at which the file first lists this block [B].
+    lengths: number of blocks that the file lists for each request, with repetitions [R].
+    hashes: a made-up hash for each element of `blocks`, uint32 words [B, 8], for the block table.
+    num_unique_blocks: number of different blocks.
+    num_late: number of requests that are earlier than a request on a line before.
+    prompt_tokens: tokens of each prompt [R]; 0 if unknown.
+    device_hit_tokens: tokens of each prompt that hit on the engine's device [R].
+    num_short, short_prompt_tokens: number of requests without a block, which are left out, and the
+        tokens of their prompts.
     """
 
     name: str
@@ -86,26 +90,30 @@ class Trace:
 
     @property
     def num_accesses(self) -> int:
-        """Block accesses of all requests, with repetitions."""
+        """Number of blocks that the file lists for all requests, with repetitions."""
         return int(self.lengths.sum())
 
     def capacity_blocks(self, percent: float) -> int:
-        """Returns this percentage of the unique blocks; at least 1."""
+        """Returns the number of blocks that is this percentage of all different blocks; at least
+        1."""
         return max(1, int(self.num_unique_blocks * percent / 100))
 
     def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
-        """Returns the number of blocks before the first miss of each request [R]. `hit`: [B]."""
+        """Returns the number of blocks before the first miss of each request [R]. hit: for each
+        element of `blocks` [B], True if it hit."""
         position = np.where(hit, len(hit), np.arange(len(hit)))
         first_miss = np.minimum.reduceat(position, self.starts[:-1])
         lengths: Int64s = np.minimum(first_miss, self.starts[1:]) - self.starts[:-1]
         return lengths
 
     def hit_blocks(self, prefix: Int64s) -> int:
-        """Returns the accesses that these prefixes [R] of each request's distinct blocks serve."""
+        """Returns the sum of `served`: how many accesses of all requests hit. prefix: for each
+        request [R], how many of its leading different blocks hit."""
         return int(self.served(prefix).sum())
 
     def served(self, prefix: Int64s) -> Int64s:
-        """Returns the accesses of each request [R] that these prefixes [R] serve."""
+        """Returns how many accesses of each request hit [R], with repetitions. prefix: for each
+        request [R], how many of its leading different blocks hit."""
         end = self.starts[:-1] + prefix
         whole = end == self.starts[1:]
         served: Int64s = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
@@ -117,7 +125,7 @@ def make_trace(
 ) -> Trace:
     """Returns a trace of these requests. Raises TraceError if no request has a block.
 
-    tokens: of each request; None if they are unknown.
+    tokens: tokens of each request; None if they are unknown.
     """
     listed = list(requests)
     told = [NO_TOKENS] * len(listed) if tokens is None else list(tokens)
@@ -164,8 +172,8 @@ def make_trace(
 
 
 def hash_words(blocks: Int64s) -> Words:
-    """Returns hash words [B, 8] of ids: first the 64 bits that the index and the policies treat as
-    random, then the id."""
+    """Returns a made-up hash for each block id, uint32 words [B, 8]: first 64 bits that are a
+    random-looking function of the id, for the block table and the policies; then the id."""
     words = np.zeros((len(blocks), 8), np.uint32)
     mixed = blocks.astype(np.uint64) + np.uint64(1)
     # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids have
@@ -250,7 +258,7 @@ def _tokens(fields: dict[str, object], name: str) -> int:
 
 
 def _shown(fields: dict[str, object], name: str) -> str:
-    """Returns a field's value for a message, cut short."""
+    """Returns a field's value as text for an error message, shortened to 60 characters."""
     if name not in fields:
         return "missing"
     text = json.dumps(fields[name])

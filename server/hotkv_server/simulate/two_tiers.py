@@ -1,5 +1,5 @@
-"""Replaying a trace over host memory and a tier below it, through the books of the daemon's
-tiers."""
+"""Replays a trace over host memory and a tier below it, with the code by which the daemon decides
+which blocks to move between tiers (`tiers.book`)."""
 
 import numpy as np
 
@@ -27,10 +27,14 @@ from hotkv_server.tiers.book.moves import Moves
 
 
 class TwoTiers:
-    """Two tiers with the moves of the daemon. Blocks that a request stores are written below soon
-    after, if the gate admits them. A prefix that lies below is promoted before it is used.
+    """Simulates two tiers with the moves of the daemon.
 
-    `write_bytes_per_day`: the gate's budget, in bytes of slots of the replay; None for no limit.
+    After each request, its blocks are written to the second tier, if the gate (which limits writes)
+    admits them. Before a request uses leading blocks that are only in the second tier, they are
+    promoted to the first.
+
+    write_bytes_per_day: the gate's budget, counted in bytes of the replay's slots; None for no
+        limit.
     """
 
     def __init__(
@@ -50,8 +54,8 @@ class TwoTiers:
         self.num_writes = 0
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses the blocks [n, 8] of a request, or stores them in the first tier. Returns the length
-        of the prefix that hits in either tier."""
+        """Uses the blocks of a request that are present, and stores its missing blocks in the first
+        tier. Returns how many leading blocks hit in either tier. `hashes`: uint32 words [n, 8]."""
         entries, below = self.first.find(hashes), self.second.find(hashes)
         prefix = prefix_of(np.where(entries == 0, below, entries))
         if not entries[:prefix].all():
@@ -75,8 +79,8 @@ class TwoTiers:
             self.arrivals.let_go(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes the blocks of a request that the gate admits to the second tier. Skips entries of
-        0, which have no slot."""
+        """Writes to the second tier the blocks of a request that the gate admits. Skips entries
+        that are 0: these blocks found no room in the first tier."""
         down = self.lower.down
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])
@@ -91,7 +95,8 @@ class TwoTiers:
 
 
 def _record(block_tokens: int) -> KeySpaceRecord:
-    """Returns a key space that describes a trace's blocks, for the gate."""
+    """Returns the record of a key space with a single group of blocks, as the moves between tiers
+    need it."""
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
     key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
     return KeySpaceRecord(KEY_SPACE, key_space)

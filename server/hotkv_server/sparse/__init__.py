@@ -1,1 +1,2 @@
-"""Sparse decode in the server: sequences, selections for clients, figures per layer."""
+"""Sparse decode in the server: records sequences (contexts that are decoded), selects blocks for
+clients, and counts figures per layer."""

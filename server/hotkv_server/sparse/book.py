@@ -1,10 +1,11 @@
-"""Selections by the server: the same functions as in engines, on representations in the arena.
+"""Selects blocks in the server, with the same functions as engines (`hotkv_sparse`), from
+representations in the arena.
 
-A `SelectSpec` tells where in a slot a layer's representations lie. A contradictory spec is refused
-when it is made; the error names the field of `hotkv.v1.SelectConfig`. Nothing is copied: a pool is
-a view of the arena whose rows are `SLOT_ALIGN` bytes apart, shifted to the layer's place in a slot.
-So a slot's row is its offset divided by `SLOT_ALIGN`. The caller pins the slots. Runs on worker
-threads.
+A `SelectSpec` says at which offset in a slot each layer's representation is. A contradictory spec
+is refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations
+are not copied: the functions get a view of the arena whose rows are `SLOT_ALIGN` bytes apart,
+shifted by the layer's offset in a slot. So the row of a slot is its offset divided by `SLOT_ALIGN`.
+The caller must pin the slots. Runs on worker threads.
 
 Shapes: Q query heads, H KV heads, D channels, C covered blocks.
 """
@@ -33,12 +34,12 @@ MAX_HEAD_SIZE = 4096
 MAX_KV_HEADS = 4096
 MAX_CONTEXT_BLOCKS = 1 << 18
 MAX_SCORES = 1 << 25
-"""Most scores of a selection, query heads times blocks: 128 MiB."""
+"""Most scores of a selection (query heads times blocks); they take 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
 """Most slots of a sequence's hot sets, over all layers and shards."""
 MAX_CENTRE_BYTES = 4 << 20
-"""Most bytes of a sequence's centres, over all layers: 128 layers with 8 KV heads of 128 channels
-have 512 KiB."""
+"""Most bytes of a sequence's centres (mean keys), over all layers. For comparison: 128 layers with
+8 KV heads of 128 channels have 512 KiB."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -47,8 +48,11 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
-    """A layer's `hotkv_sparse.centre.LayerCentre`, compared by value. `mu`: little-endian float32
-    [H of all shards, D]."""
+    """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
+
+    mu: mean key of each KV head, little-endian float32 [H of all shards, D].
+    bias: by name of a format, by how much it overestimates a block's log mass with this centre.
+    """
 
     mu: bytes
     bias: Mapping[str, float]
@@ -56,13 +60,18 @@ class PackedCentre:
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """The way to select for a sequence.
+    """How the server selects blocks for a sequence. Raises HotKVError if fields contradict each
+    other.
 
-    `layer_indices`: ascending.
-    `hot_blocks`: 0: no hot sets are kept.
-    `scale`: None: 1 / sqrt(D).
-    `centres`: by layer; must be the centres with which the representations were made. The server
-        can't check this: a kind's version is only a hash.
+    config: scorers and sizes of the selection.
+    representation_group: group index of the kind of representation that is scored.
+    layer_indices: layers for which the server selects, ascending.
+    kv_heads, head_size: KV heads of a shard, and channels of a head.
+    hot_blocks: slots of the hot set that the server records for each layer and shard; 0: the server
+        records no hot sets.
+    scale: factor of q · k; None: 1 / sqrt(D).
+    centres: by layer; must be the centres with which the representations were made. The server
+        can't check this, because the version of a representation's kind is only a hash.
     """
 
     config: SparseConfig
@@ -160,7 +169,7 @@ class SelectSpec:
 
     @cached_property
     def centre_bytes(self) -> int:
-        """Bytes of all centres."""
+        """Bytes of the centres of all layers."""
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
@@ -177,7 +186,8 @@ class SelectSpec:
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Offsets in bytes of representations in a shard's part of a slot, by layer and format."""
+        """Offset in bytes of each representation in a shard's part of a slot, by layer and
+        format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
         for layer in self.layer_indices:
@@ -197,7 +207,8 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD if a representation has another size than this spec requires."""
+        """Raises INVALID_FIELD unless each shard of the declared representation (`shard_bytes`) has
+        the size that this spec requires."""
         if any(size != self.shard_bytes for size in shard_bytes):
             raise _invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
@@ -206,7 +217,8 @@ class SelectSpec:
             )
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
-        """Returns views of the arena, by format. Row r is the slot at r * SLOT_ALIGN."""
+        """Returns the representations of a layer and shard as views of the arena, by format. Row r
+        of a view belongs to the slot at offset r * SLOT_ALIGN."""
         sources = {}
         mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
@@ -221,7 +233,13 @@ class SelectSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelectRequest:
-    """The query of a layer, float32 [Q, D]. `always_log_mass`: float32 [Q]; None to estimate it."""
+    """A request to select blocks for one layer and shard.
+
+    query: float32 [Q, D].
+    context_tokens: length of the context.
+    always_log_mass: log of the attention mass of the blocks that are always attended to (first and
+        recent blocks), float32 [Q]; None to estimate it.
+    """
 
     layer: int
     shard: int
@@ -237,8 +255,14 @@ NO_MOVES = SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The blocks to attend to. If the server keeps the hot set, `evicted` blocks first lose their
-    slots, then the client carries out `load`."""
+    """The blocks to attend to.
+
+    selection: the selected blocks. The other fields are empty unless the server records the hot
+        set.
+    map: blocks of the hot set, with their slots in the client's memory.
+    evicted: blocks that lose their slots. The client must free these before it executes `load`.
+    load: blocks that the client must copy into slots.
+    """
 
     selection: Selection
     map: HotMap = NO_MAP
@@ -247,10 +271,11 @@ class Selected:
 
 
 class KeptHotSet:
-    """A hot set that the server keeps and a client carries out. For a thread at a time.
+    """Decides which blocks a client has in its hot slots, for one layer and shard. The client
+    executes the moves. Use by one thread at a time.
 
-    A block to load may be a block that the client has just filled: recent blocks are in host memory
-    only after they are stored.
+    A block to load may be a block that the client has just filled with tokens; such a recent block
+    is in host memory only after it is stored.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:
@@ -260,8 +285,9 @@ class KeptHotSet:
         self._num_complete = 0
 
     def follow(self, where: Span, num_complete: int) -> I32:
-        """Follows the context to this span and number of complete blocks. The partial block gets a
-        slot. Returns the blocks that lose their slots for it."""
+        """Updates the hot set to a longer context: its span and its number of complete blocks. The
+        new blocks, including the partial block, get slots. Returns the blocks that lose their slots
+        to them."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)
@@ -270,8 +296,8 @@ class KeptHotSet:
         return growth.new.victims
 
     def step(self, selection: Selection) -> Step:
-        """Steps the hot set to a selection: completely the first time, later by at most
-        `max_correction_blocks` more blocks."""
+        """Adds selected blocks to the hot set: all of them at the first call, later at most
+        `max_correction_blocks` per call."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
         )
@@ -280,8 +306,12 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """Returns the span to select from. Raises INVALID_FIELD if the sequence, with `num_covered`
-    leading blocks, can't answer the request."""
+    """Checks a request. Returns the span of blocks to select from.
+
+    num_covered: number of leading blocks of the sequence whose representations are leased.
+    Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
+    TOO_LARGE if it needs too many scores.
+    """
     if request.layer not in spec.places:
         raise _invalid(
             f"layer_index is {request.layer}; the sequence was created with layers "
@@ -336,8 +366,12 @@ def select(
     where: Span,
     hot: KeptHotSet | None,
 ) -> Selected:
-    """Selects for a checked request, and steps the hot set unless it is None. Blocks; mostly
-    without the GIL."""
+    """Selects blocks for a checked request, and updates the hot set if there is one. Blocks the
+    thread, mostly without the GIL.
+
+    slots_C: offsets of the covered blocks' representations in the arena.
+    where: result of `check_request`.
+    """
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
     sources = spec.sources(arena, request.layer, request.shard)
     log_mass = request.always_log_mass
@@ -369,8 +403,8 @@ def select(
 def _estimated_log_mass(
     spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
 ) -> F32:
-    """Returns the log mass of these blocks by the first scorer, float32 [Q]; -inf without
-    blocks."""
+    """Returns the log of the attention mass of the blocks in these rows, as the first scorer
+    estimates it, float32 [Q]; -inf if there are no blocks."""
     name, source = next(iter(sources.items()))
     scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)

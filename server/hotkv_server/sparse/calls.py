@@ -1,4 +1,5 @@
-"""Calls of sparse decode, and conversion of its messages. Every refusal names its field."""
+"""Answers the calls of sparse decode, and converts their protobuf messages. Every refusal names the
+field of the message."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
 MAX_COUNT = 1e18
-"""Most growth of a counter in a report: sums stay exact enough."""
+"""Most growth of a counter that a report may have, so that float64 sums stay exact enough."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -41,7 +42,7 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 def create_sequence(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
 ) -> sparse_pb2.CreateSequenceResponse:
-    """Creates a sequence of sparse decode."""
+    """Creates a sequence: a context that the session decodes sparsely."""
     if not 0 <= request.group_index < len(session.key_space.groups):
         raise _invalid(
             f"group_index is {request.group_index}; this key space has "
@@ -78,7 +79,7 @@ def create_sequence(
 def append_blocks(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
 ) -> sparse_pb2.AppendBlocksResponse:
-    """Adds blocks to a sequence."""
+    """Appends blocks to a sequence."""
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence_id = fields.identifier("sequence_id", request.sequence_id)
     sequence = sparse.append(session, sequence_id, request.first_position, hashes)
@@ -130,8 +131,8 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Returns the settings of selections from blocks of a group. `check_slots` compares them with
-    the representation."""
+    """Converts a message into the spec for selections from blocks of a group. The caller must call
+    `check_slots` to compare it with the representation's size."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
@@ -192,7 +193,8 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
-    """Returns the query of a layer. `check_request` compares it with the sequence."""
+    """Converts a message into a request for a selection. `check_request` checks it later against
+    the sequence."""
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise _invalid(
@@ -212,7 +214,7 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
 
 
 def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
-    """Returns the message with the blocks to attend to."""
+    """Converts a selection into the message for the client."""
 
     def packed(values: I32) -> bytes:
         return values.astype("<i4").tobytes()
@@ -230,7 +232,8 @@ def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
 
 
 def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
-    """Returns positions by sequence; at most `most` in all."""
+    """Returns the positions of used blocks by id of the sequence. Raises TOO_LARGE if there are
+    more than `most` in all."""
     result: dict[str, I32] = {}
     for m in messages:
         values = _positions("sequences.positions", m.positions, most)
@@ -241,7 +244,8 @@ def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str,
 
 
 def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrowth]:
-    """Returns the growth of counters by layer."""
+    """Returns the growth of each layer's counters. Raises INVALID_FIELD for a wrong layer or
+    value."""
     growth = []
     for m in messages:
         _check_layer("layers.layer_index", m.layer_index)

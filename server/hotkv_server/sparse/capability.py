@@ -1,4 +1,4 @@
-"""Sparse decode in the server, as a capability of the node."""
+"""Registers the server's sparse decode as a capability of the node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -17,12 +17,12 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "SparseCapability":
-    """Returns the sparse decode of this node."""
+    """Returns the sparse decode capability of this node."""
     return SparseCapability(node)
 
 
 class SparseCapability(Capability):
-    """See the folder's README."""
+    """Connects sparse decode to the node: its calls, figures and threads."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,8 +1,9 @@
-"""The sequences that engines decode sparsely: records the engines' reports, and selects blocks for
-engines.
+"""Records the engines' reports about sequences (contexts) that they decode sparsely, and selects
+blocks for engines that can't map the arena.
 
-Always true: reports of unknown sequences are ignored and counted. If the server selects for a
-sequence, its blocks are leased. On the event loop only, except for the scoring.
+Always true: reports about unknown sequences are ignored and counted. While the server selects
+blocks for a sequence, a lease pins the sequence's leading ready blocks. Use on the event loop only;
+the scoring runs on other threads.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
 """Most sequences of a session."""
 MAX_SELECTS = 256
-"""Most selections that wait or run."""
+"""Most selections that wait or run at the same time."""
 NUM_THREADS = 2
 LATENCY_BOUNDS_S = (
     0.0001,
@@ -49,7 +50,7 @@ LATENCY_BOUNDS_S = (
     0.25,
     1.0,
 )
-"""Upper bounds of the histogram of the server's selections."""
+"""Upper bounds of the buckets in the histogram of the time of selections."""
 
 
 # ---------------------------------------------------------------------------- sequences and reports
@@ -57,7 +58,12 @@ LATENCY_BOUNDS_S = (
 
 @dataclass(slots=True)
 class SparseCounters:
-    """Counts since the start."""
+    """Counts since the server started.
+
+    reports: engines' reports.
+    unknown_sequences: sequences in reports that the session does not have.
+    used_blocks: blocks whose use was counted for hotness.
+    """
 
     reports: int = 0
     unknown_sequences: int = 0
@@ -65,7 +71,7 @@ class SparseCounters:
 
 
 class SparseDecode:
-    """Sparse decode of a node; see the module. Owned by the node."""
+    """Manages the sequences of a node's sessions (see the module)."""
 
     def __init__(self, core: CacheCore, arena: NDArray[np.uint8], verifier: Verifier) -> None:
         self.core = core
@@ -95,7 +101,8 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence over these blocks. A repeated call returns the same sequence."""
+        """Creates a sequence of these blocks. If `spec` is given, leases its leading blocks that
+        are ready. A repeated call returns the same sequence."""
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -112,10 +119,10 @@ class SparseDecode:
     def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence. If the server selects for it, leases all blocks that are
-        ready now.
+        """Appends blocks to a sequence. If the server selects blocks for it, replaces its lease by
+        a lease of all leading blocks that are ready now.
 
-        A draining server grants no new leases, so the old lease stays.
+        A draining server grants no new leases, so then the old lease stays.
         """
         sequence = self.sequences.append(session.record.number, sequence_id, first_position, hashes)
         if sequence.spec is not None and not self.core.draining:
@@ -123,8 +130,8 @@ class SparseDecode:
         return sequence
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
-        """Ends a sequence. Returns after all its selections have ended; False if the sequence is
-        unknown."""
+        """Ends a sequence, waits until its selections have ended, and returns True. Returns False
+        if the sequence is unknown."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -176,7 +183,8 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # The lease exceeds the share for requests without loads: try fewer blocks.
+            # A block was evicted meanwhile, or the lease exceeds the share of the arena for leases
+            # without a load: try fewer blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned)
 
@@ -185,8 +193,11 @@ class SparseDecode:
     def report(
         self, session: LiveSession, used: Mapping[str, I32], layers: Sequence[LayerGrowth]
     ) -> None:
-        """Records an engine's step: positions of used blocks by sequence, and growth of
-        counters."""
+        """Records an engine's report of decode steps.
+
+        used: by id of the sequence, positions of the blocks that were attended to.
+        layers: growth of the counters of each layer.
+        """
         now_s = time.monotonic()
         self.counters.reports += 1
         for growth in layers:
@@ -199,8 +210,8 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions for hotness, because the sequence is likely to use
-        them again."""
+        """Counts the blocks at these positions as used, so that they are evicted later: the
+        sequence is likely to use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -211,7 +222,7 @@ class SparseDecode:
 
 
 def _leading(masks: Sequence[BoolMask]) -> int:
-    """Returns the number of leading places that are true in all masks."""
+    """Returns how many leading elements are True in all masks."""
     everywhere = np.logical_and.reduce(masks)
     return len(everywhere) if everywhere.all() else int(np.argmin(everywhere))
 
@@ -220,15 +231,17 @@ def _leading(masks: Sequence[BoolMask]) -> int:
 
 
 CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
-"""Counts a sequence's blocks, by position, for hotness."""
+"""Counts the blocks of a sequence at these positions as used."""
 
 
 class Selections:
-    """Selections for sequences whose engines can't map the arena.
+    """Makes selections for sequences whose engines can't map the arena.
 
-    The blocks of a selection are pinned until it has ended, as for a load. Representations of an
-    earlier server are verified before they are read. Selections run on separate threads; selections
-    of the same sequence run in order. `latency`: seconds of the answered selections.
+    The blocks of a selection are pinned until it has ended, as for a load. Representations that a
+    restart has restored are compared with their check values before they are read. Selections run
+    on separate threads; selections of the same sequence run in order.
+
+    num_served: number of answered selections. latency: histogram of their time in seconds.
     """
 
     def __init__(
@@ -245,7 +258,7 @@ class Selections:
         self.num_served = 0
         self.latency = Histogram(LATENCY_BOUNDS_S)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hotkv-select")
-        # With the time when each began.
+        # Running selections, each with the time when it began.
         self._running: dict[asyncio.Task[Selected], float] = {}
 
     def __repr__(self) -> str:
@@ -256,8 +269,8 @@ class Selections:
         return len(self._running)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the oldest selection has been waiting or running; 0 without
-        selections."""
+        """Returns for how many seconds the oldest selection has been waiting or running; 0 if there
+        is no selection."""
         return now_s - min(self._running.values(), default=now_s)
 
     def warm_up(self) -> None:
@@ -272,10 +285,11 @@ class Selections:
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest
     ) -> Selected:
-        """Selects blocks for a layer of a sequence. The arena is no longer read when it returns.
+        """Selects blocks for a layer of a sequence. Once it has returned, the arena is no longer
+        read.
 
-        Raises INVALID_FIELD if the sequence was created without `select`, OVERLOADED,
-        UNKNOWN_LEASE.
+        Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
+        request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(
@@ -342,8 +356,8 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Verifies the representations of an earlier server, as a load does. Usually all are
-        verified already."""
+        """Compares representations that a restart has restored with their check values. Usually all
+        have been compared already. Raises UNKNOWN_LEASE if bytes do not match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
@@ -353,8 +367,8 @@ class Selections:
 
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
-    """Returns how the server selects for a sequence. Raises INVALID_FIELD if the sequence was
-    created without `select`."""
+    """Returns the spec by which the server selects blocks for a sequence. Raises INVALID_FIELD if
+    the sequence was created without `select`."""
     if sequence.spec is None:
         raise HotKVError(
             Reason.INVALID_FIELD,

@@ -1,10 +1,10 @@
-"""The sequences of sessions: contexts that are being decoded, by the hashes of their complete
-blocks.
+"""Records the sequences of sessions. A sequence is a context that is being decoded, given as the
+hashes of its complete blocks.
 
 Always true: a sequence belongs to a session and ends with it. The caller chooses its id; repeating
-a call of create or append changes nothing. The number of sequences is bounded, and so is the number
-of blocks, also for each owner (`cache.room.shares`). This module keeps the books; `sparse.drive`
-acts on them.
+a call of create or append changes nothing. The number of sequences of a session is bounded. So is
+the memory of all sequences, in total and for each owner (`cache.room.shares`). This module only
+keeps records; `sparse.drive` leases blocks and makes selections.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""An empty sequence counts as so many blocks: it takes a KiB."""
+"""Number of blocks as which a sequence without blocks counts, because it takes a KiB of memory."""
 TOUCH_INTERVAL_S = 1.0
-"""A block that a sequence keeps using counts as used once in this time."""
+"""A block that a sequence uses in every step is counted as used once per this interval."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -33,17 +33,23 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A context.
+    """A context that is being decoded.
 
-    `hashes` [n, 8]: words.
-    `created_blocks`: how many of them it was created with.
-    `used` bool [n]: blocks whose use has not been counted yet.
+    group_index: group of its blocks.
+    hashes: hashes of its complete blocks, uint32 words [n, 8].
+    spec: how the server selects blocks for it; None if the engine selects by itself.
+    created_blocks: number of blocks with which it was created.
+    owner: the tenant or engine for which bounds count it.
+    used: bool [n], True for a block whose use has not been counted yet.
+    noted_s: when uses were last counted.
 
-    Only if the server selects (`spec`):
-    `lease_id`: pins the leading blocks.
-    `entries`: their representations.
-    `slots` int64: offsets of these in the arena, in bytes.
-    `lock`: held during a selection.
+    Only if the server selects blocks for it:
+    lease_id: id of the lease that pins the covered blocks; empty if no block is covered. The
+        covered blocks are the leading blocks that were ready with their representations.
+    entries: entries of the covered blocks' representations, uint32 [covered].
+    slots: offsets of these representations in the arena, int64 [covered], in bytes.
+    hot_sets: by layer and shard.
+    lock: held during a selection.
     """
 
     sequence_id: str
@@ -67,11 +73,11 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """Returns its weight against the bound if it had so many blocks. It includes the rest of
-        its memory, in blocks whose hashes take as much.
+        """Returns the sequence's memory if it had `num_blocks` blocks, for the bound. The unit is
+        the memory of a block's hash (HASH_BYTES).
 
-        The entry, place and use of a block's representation take 13 bytes. A hot set takes 14 bytes
-        per slot and 6 bytes per block of the context.
+        A block's representation takes 13 further bytes (entry, offset and `used`). A hot set takes
+        14 bytes per slot and 6 bytes per block of the context.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
@@ -95,8 +101,9 @@ class LiveSequence:
         return self.hot_sets[layer, shard]
 
     def use(self, positions: I32, now_s: float) -> I32:
-        """Records that blocks were used. Returns, in chain order, the blocks whose use must be
-        counted now: all since the last time."""
+        """Records that the blocks at these positions were used. If TOUCH_INTERVAL_S has passed,
+        returns the positions of all blocks used since uses were last counted, in the order of the
+        context; otherwise returns no positions."""
         if len(self.used) < len(self.hashes):
             self.used = np.concatenate(
                 [self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)]
@@ -109,7 +116,8 @@ class LiveSequence:
         )
 
     def take_used(self, now_s: float) -> I32:
-        """Returns the blocks whose use has not been counted yet, in chain order, and counts it."""
+        """Returns the positions of the blocks whose use has not been counted yet, in the order of
+        the context. The caller must count it."""
         self.noted_s = now_s
         positions = np.flatnonzero(self.used).astype(np.int32)
         self.used[:] = False
@@ -117,7 +125,10 @@ class LiveSequence:
 
 
 class SequenceBook:
-    """All sequences, by session number and id."""
+    """Holds all sequences, by session number and id.
+
+    num_blocks: number of blocks of all sequences.
+    """
 
     def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound) -> None:
         self.max_sequences = max_sequences
@@ -135,7 +146,7 @@ class SequenceBook:
         return f"SequenceBook({len(self)} sequences, {self.num_blocks} blocks)"
 
     def find(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Returns the session's sequence with this id."""
+        """Returns the session's sequence with this id; None if it is unknown."""
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
@@ -156,8 +167,12 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence that counts for `owner`. Returns it and True; for a repeated call, the
-        existing sequence and False."""
+        """Creates a sequence and counts it for `owner`. Returns it and True. If the same sequence
+        exists already, returns the existing sequence and False.
+
+        Raises HotKVError: DUPLICATE_ID if the id is in use for another sequence, OVERLOADED or
+        TOO_LARGE if a bound is reached.
+        """
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")
         existing = self.find(session_number, sequence_id)
@@ -190,7 +205,11 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends the blocks from `first_position` on; returns the sequence."""
+        """Appends blocks to a sequence and returns the sequence.
+
+        first_position: position of the first of `hashes` in the sequence. Blocks that the sequence
+            already has must have the same hashes. Raises HotKVError.
+        """
         sequence = self.get(session_number, sequence_id)
         count = len(sequence.hashes)
         if not 0 <= first_position <= count:

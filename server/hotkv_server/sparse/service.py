@@ -1,9 +1,9 @@
-"""SparseService: the unary calls, and the stream of selections.
+"""Serves the gRPC service SparseService: the calls for sequences, and the stream of selections.
 
-A stream makes its selections in order, and reads the next request after it has sent the answer: a
-client that does not read is not served. A refused request is answered, and the stream goes on. A
-stream belongs to a session. It ends if it does not name a session within seconds, or when the
-session has ended.
+A stream makes its selections in order, and reads the next request after it has sent the answer. So
+it makes no selections for a client that does not read answers. A refused request is answered with
+an error, and the stream continues. A stream belongs to a session. It ends if no request names a
+session within FIRST_REQUEST_TIMEOUT_S, or when the session has ended.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ IDLE_CHECK_S = 5.0
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
-    """See sparse.proto."""
+    """Answers the calls of sparse.proto."""
 
     def __init__(self, node: Node, sparse: SparseDecode, pace: Pace, guests: Guests) -> None:
         self._node = node
@@ -125,8 +125,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """Returns the next request of a stream that has no session yet. Raises StopAsyncIteration,
-    HotKVError."""
+    """Returns the next request of a stream that has no session yet. Raises StopAsyncIteration if
+    the client has ended the stream, HotKVError if the deadline has passed."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
     except asyncio.TimeoutError:
@@ -140,7 +140,8 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
 async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
-    """Yields requests until the client or the session ends."""
+    """Yields `first` and then the stream's requests, until the client ends the stream or the
+    session closes."""
     yield first
     while True:
         request = asyncio.ensure_future(anext(requests))

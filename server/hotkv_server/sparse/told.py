@@ -1,7 +1,7 @@
-"""The engines' reports of sparse decode per layer, and the figures made from them.
+"""Sums the engines' reports of sparse decode for each layer, and makes figures for operators.
 
-Always true: memory is bounded by engines and `MAX_LAYERS`. Totals over engines never fall, even
-when an engine is dropped.
+Always true: an engine has at most `MAX_LAYERS` layers, so memory is bounded by the number of
+engines. Totals over all engines never fall, even after an engine's last session has closed.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,15 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerGrowth:
-    """Growth of a layer's counters, float64 in the order of SPARSE_COUNTERS."""
+    """By how much a layer's counters grew. values: float64 [counters], in the order of
+    SPARSE_COUNTERS."""
 
     layer_index: int
     values: F64
 
 
 class LayerFigures:
-    """Counters per engine and layer, and their sums over all engines since the start."""
+    """Counts per engine and layer, and per layer over all engines since the server started."""
 
     def __init__(self) -> None:
         self._engines: dict[str, F64] = {}
@@ -37,24 +38,26 @@ class LayerFigures:
         return f"LayerFigures({len(self._engines)} engines, {len(self._totals)} layers)"
 
     def add(self, engine_id: str, growth: LayerGrowth) -> None:
-        """Adds an engine's report of a layer below MAX_LAYERS."""
+        """Adds an engine's report about a layer, whose index must be below MAX_LAYERS."""
         assert 0 <= growth.layer_index < MAX_LAYERS, "the layer was not checked"
         self._engines[engine_id] = _added(self._engines.get(engine_id, self._totals[:0]), growth)
         self._totals = _added(self._totals, growth)
 
     def drop(self, engine_id: str) -> None:
-        """Forgets an engine without sessions. The totals keep its counts."""
+        """Removes the counters of an engine that has no session left. The totals still include
+        its counts."""
         self._engines.pop(engine_id, None)
 
     def rows(self) -> Iterator[tuple[str, LayerGrowth]]:
-        """Yields engines and their counters, by engine and layer. Leaves out layers without
-        selections or representations."""
+        """Yields an engine's id and the counters of one of its layers, in order of engine and
+        layer. Skips layers whose counters are all 0."""
         for engine_id in sorted(self._engines):
             for growth in _rows(self._engines[engine_id]):
                 yield engine_id, growth
 
     def totals(self) -> Iterator[LayerGrowth]:
-        """Yields the counters of each layer, over all engines since the start."""
+        """Yields the counters of each layer, over all engines since the start. Skips layers whose
+        counters are all 0."""
         return _rows(self._totals)
 
 
@@ -94,7 +97,7 @@ def _row(growth: LayerGrowth) -> Figures:
 
 
 def samples(figures: LayerFigures) -> list[Samples]:
-    """Returns each counter, by layer."""
+    """Returns each counter over all engines as metrics, with a sample per layer."""
     rows = list(figures.totals())
     return [
         Samples(

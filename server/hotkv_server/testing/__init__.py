@@ -1,1 +1,2 @@
-"""Doubles and contract suites that ship with the server, for tests here and elsewhere."""
+"""Test doubles and contract suites (checks that each implementation of an interface must pass).
+They ship with the server, so that other projects can use them."""

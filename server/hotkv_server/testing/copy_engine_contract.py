@@ -1,7 +1,7 @@
-"""The contract of copy engines: checks that each engine must pass.
+"""Checks that each copy engine (`dataplane.engines.CopyEngine`) must pass.
 
-A `Rig` is an engine with an arena and engine memories to copy between. Each check makes a rig and
-compares with numpy arrays.
+Each check makes a `Rig` (a copy engine under test, an arena, and memories of a vLLM engine to copy
+from and to), and compares the copied bytes with numpy arrays.
 """
 
 import contextlib
@@ -18,16 +18,17 @@ from hotkv_server.dataplane.plan import CopyPlan, Region
 
 Bytes = NDArray[np.uint8]
 WAIT_S = 60.0
-"""Longest wait for jobs that must end. Only an engine that hangs reaches it."""
+"""Longest wait for the end of jobs; then a check fails."""
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A copy engine with memories.
+    """A copy engine under test, with memories.
 
-    `memories`: of an engine.
-    `read`, `write`: read or write all bytes of a region, on any device.
-    `break_next`: makes the next copy of a job fail.
+    arena: the server's side of copies.
+    memories: the vLLM engine's side of copies.
+    read, write: read or write all bytes of a region, in host or device memory.
+    break_next: makes the next copy of a job fail.
     """
 
     engine: CopyEngine
@@ -39,7 +40,8 @@ class Rig:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""Makes a rig, checks it and closes it. The engine may be closed already."""
+"""Returns a context manager that makes a rig, and closes its copy engine at the end, even if the
+check has closed it already."""
 
 
 @dataclass
@@ -56,7 +58,8 @@ class Ends:
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
-        """Returns a job whose end is recorded, and which then calls `then`."""
+        """Returns a copy job. At its end, `then` is called and the outcome is recorded under
+        `name`."""
         assert name not in self.outcomes
         self.outcomes[name] = []
 
@@ -69,7 +72,8 @@ class Ends:
         return CopyJob(plans, on_done, gate)
 
     def wait(self, *names: str) -> None:
-        """Waits until these jobs, or all, have ended. Raises AssertionError if a job has not."""
+        """Waits until the jobs with these names have ended; without names, all jobs. Raises
+        AssertionError if a job has not ended after WAIT_S."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
             ended = self._changed.wait_for(
@@ -99,10 +103,11 @@ def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
 def random_runs(
     rng: np.random.Generator, spaces: tuple[int, ...], num_runs: int, page_bytes: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Returns disjoint runs: their offsets in each space, int64 [runs], and their sizes.
+    """Returns random byte ranges (runs) that don't overlap: for each space (memory) the offset of
+    each run, int64 [runs]; and the size of each run, int64 [runs].
 
-    `spaces`: sizes of the spaces.
-    `page_bytes`: size of all runs, with aligned offsets; 0: sizes are random.
+    spaces: sizes of the spaces in bytes.
+    page_bytes: size of all runs, at aligned offsets; 0: sizes and offsets are random.
     """
     room = min(spaces)
     if page_bytes:
@@ -167,7 +172,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
-    """Checks that jobs without plans, runs or bytes are done."""
+    """Checks that jobs without plans, without runs or without bytes end as done."""
     with make_rig() as rig:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()

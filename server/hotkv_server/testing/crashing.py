@@ -1,14 +1,15 @@
-"""Servers that kill themselves at chosen instructions and start in milliseconds, for the kill
-campaign.
+"""Runs servers that kill themselves at a chosen point, for the kill campaign (tests of restarts
+after a kill). Each server starts within milliseconds.
 
-`python -m hotkv_server.testing.crashing` loads a server once and forks a child for each line that
-it reads from standard input: a JSON object `{"flags": [...], "point": "publish", "when": "during",
-"pass": 3, "delay_us": 120, "log": "/path"}`; `point` may be null. It answers `started PID`, and
-`ended PID STATUS` when a child has ended. Children die with it.
+`python -m hotkv_server.testing.crashing` loads the server's modules once. For each line of standard
+input it forks a child that runs a server. A line is a JSON object `{"flags": [...], "point":
+"publish", "when": "during", "pass": 3, "delay_us": 120, "log": "/path"}`; if `point` is null, the
+child does not kill itself. The program writes `started PID`, and `ended PID STATUS` when a child
+has ended. If the program dies, the kernel kills its children.
 
 A point is a function of the server (`POINTS`). The child kills itself (SIGKILL) before or after the
-function's n-th call, or `delay_us` after the call began. This may be in the middle of a kernel,
-because kernels release the GIL.
+function's n-th call (`pass`), or `delay_us` microseconds after this call began. The kill may come
+in the middle of a compiled kernel, because kernels release the GIL.
 """
 
 import contextlib
@@ -51,14 +52,15 @@ POINTS = {
     "use": "hotkv_server.memory.arena:NodeMemory.save_use",
     "verify": "hotkv_server.integrity.verifier:Verifier.settle",
 }
-"""Points where a server may be killed: stores, loads, evictions, rebalancing, restarts."""
+"""Functions at which a server may be killed, by name of the point: in stores, loads, evictions,
+rebalancing and restarts."""
 MOMENTS = ("before", "during", "after")
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A kill at the `nth` call of a point: `before` or `after` it, or `during` it: `delay_us`
-    microseconds after it began."""
+    """When a server kills itself: `before` or `after` the `nth` call of a point, or `during` it,
+    which is `delay_us` microseconds after the call began."""
 
     point: str
     when: str
@@ -81,7 +83,8 @@ def _die_later(delay_us: int) -> None:
 
 
 def arm(crash: Crash) -> None:
-    """Arms the crash. Raises KeyError for an unknown point."""
+    """Patches the point's function so that the process kills itself as `crash` says. Raises
+    KeyError for an unknown point."""
     module_name, _, path = POINTS[crash.point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -110,7 +113,7 @@ def arm(crash: Crash) -> None:
 
 
 def _run_child(order: dict[str, Any]) -> None:
-    """Runs a server in the child; never returns."""
+    """Runs a server in the forked child, and ends the process."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     status = 1
     try:

@@ -1,13 +1,15 @@
-"""A device runtime without a device: streams that run late and in any order, memory that only
-streams may touch, and errors on demand.
+"""Simulates a CUDA runtime without a GPU: streams that run late and in any order, memory that only
+streams may access, and errors on demand.
 
-Always true: bytes are read and written when a copy runs, never when it is submitted. Streams are
-unordered among each other. The host can't touch device memory. Calls that CUDA refuses are refused;
-accesses that crash CUDA lose the device.
+Always true: a copy reads and writes bytes when it runs, never when it is submitted. The work of
+different streams has no order. The host can't access device memory. A call that CUDA would refuse
+raises DeviceError. If CUDA would crash at an access, the device is lost: every later call on it
+raises.
 
-Order, delays and the parts in which copies move come from a seed. A thread runs the streams, or the
-test does, with `run`. Without a thread, calls that wait for the device run the streams too if they
-come from the thread that made the runtime; other threads wait for it.
+A seed determines the order of streams, their delays, and the parts in which copies move bytes. A
+thread runs the streams; in a runtime without a thread, the test runs them by calling `run`. In such
+a runtime, a call that waits for the device also runs the streams if it is made on the thread that
+made the runtime; on other threads the call waits for that thread.
 """
 
 import contextlib
@@ -42,20 +44,21 @@ from hotkv_server.testing.device_memory import (
 )
 
 # ------------------------------------------------------------------------------------------- Copies
-# Checks copies when they are submitted, and executes them in steps when their turn comes.
+# Checks copies when they are submitted, and executes them in steps when the stream reaches them.
 #
-# Always true: a copy resolves its ranges again when it runs. If memory has gone in the meantime,
-# the device is lost, as a real device would be.
+# Always true: a copy looks up its address ranges again when it runs. If a memory was freed in the
+# meantime, the device is lost, as with CUDA.
 
 Work = Iterator[bool]
-"""The steps of a stream's work. Yields True after a step, False if it can't go on yet."""
+"""Work of a stream, as an iterator that executes it in steps. It yields True after a step, and
+False if it can't continue yet (it waits for an event)."""
 Copy = tuple[int, int, int]
-"""Destination, source, number of bytes."""
+"""A copy: address of the destination, address of the source, number of bytes."""
 
 
 class DeviceCopies:
-    """Copies of the made-up device; see the module. The caller holds the runtime's lock, also when
-    work runs."""
+    """Checks and executes copies of the simulated devices. The caller must hold the runtime's lock,
+    also while the returned work runs."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
@@ -92,7 +95,7 @@ class DeviceCopies:
         by_kernel: bool = False,
         pageable: bool = False,
     ) -> Work:
-        """Moves bytes, in 1 to 3 steps."""
+        """Returns work that copies bytes in 1 to 3 steps."""
         num_steps, version, real = self._dice.randint(1, 3), -1, copies
         for step in range(num_steps):
             if version != self._ranges.version:
@@ -110,7 +113,8 @@ class DeviceCopies:
                 yield True
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
-        """Moves bytes as a kernel that reads int64 [3, num_copies] at `table`, in any order."""
+        """Returns work that copies as the copy kernel does: it reads the copies from int64
+        [3, num_copies] at the address `table`, and makes them in any order."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies, writes=False)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
         copies = list(zip(*rows.tolist(), strict=True))
@@ -130,7 +134,7 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Returns the copy with the addresses at which its bytes really lie."""
+        """Returns the copy with the addresses at which its bytes really are in this process."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -142,14 +146,15 @@ class DeviceCopies:
 
 
 # ------------------------------------------------------------------------------- Streams and events
-# Streams run late, in a random order, and fail on demand.
+# Runs streams late and in a random order, and makes calls fail on demand.
 #
-# Always true: streams are unordered among each other. A lost device does no more work, and every
-# later call on it raises. `changed` is the runtime's only lock, and notifies of every change.
+# Always true: the work of different streams has no order. A lost device does no more work, and
+# every later call on it raises. `changed` is the runtime's only lock, and is notified at every
+# change.
 
 POLL_S = 50e-6
 COPIES = "copies"
-"""Stands for any method that copies, in `fail_call`."""
+"""As the argument `method` of `fail_call`, stands for all methods that copy."""
 
 
 class FakeStream:
@@ -169,10 +174,11 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Implements `Event`. An event from another process is `opened`: its counters lie in shared
-    memory.
+    """Implements `Event`. The counters of an event that another process made (`opened`) are in
+    shared memory.
 
-    `counters`: number of records, and the highest record that has passed.
+    counters: how often the event was recorded, and the number of the latest record that the device
+        has passed.
     """
 
     def __init__(self, device: int, address: int = 0) -> None:
@@ -191,7 +197,7 @@ class FakeEvent:
         return self.address != 0
 
     def reach(self, number: np.uint64) -> Work:
-        """Returns work that passes the event's record of this number."""
+        """Returns work that marks the event's record with this number as passed."""
         self.counters[1] = max(self.counters[1], number)
         yield from ()
 
@@ -203,8 +209,8 @@ def fake(event: Event) -> FakeEvent:
 
 
 class Streams:
-    """The streams of all devices; see the module. A thread runs them; without a thread the test
-    does, with `run`."""
+    """Holds the streams of all devices. A thread runs their work; without a thread, the test runs
+    it by calling `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float
@@ -357,8 +363,8 @@ __all__ = ["COPIES", "FakeEvent", "FakeRuntime", "FakeStream"]
 
 
 class FakeRuntime:
-    """Implements `DeviceRuntime`; see the module. `max_delay_s`: longest pause between two steps of
-    the thread."""
+    """Implements `DeviceRuntime` (see the module). `max_delay_s`: longest pause of the thread
+    between two steps."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Memory of a made-up device: the parts that two processes share, events included, and the ranges
-that streams may copy."""
+"""Simulates device memory for tests: allocations and events that two processes share, and the
+address ranges that streams may copy."""
 
 import bisect
 import ctypes
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from hotkv_server.device.runtime import HOST, DeviceError, Extent
 
 # -------------------------------------------------------------------------------- Between processes
-# An allocation is a memfd. A process with its handle of 64 bytes maps it through /proc/<pid>/fd. So
-# a dead engine's memory is visible as `memfd:hotkv-device` in /proc/<pid>/maps of the processes
-# that still map it. An event is a memfd with two counters: recorded and passed.
+# An allocation is a memfd. Its handle has 64 bytes, as in CUDA; a process with the handle maps the
+# memfd through /proc/<pid>/fd. So a dead engine's memory is visible as `memfd:hotkv-device` in
+# /proc/<pid>/maps of the processes that still map it. An event is a memfd with two counters: how
+# often it was recorded, and the last record that the device has passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
 EVENT_BYTES = 16
@@ -41,7 +42,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def uuid_of(device: int) -> bytes:
-    """Returns the UUID of the made-up device with this number; 16 bytes."""
+    """Returns the UUID (16 bytes) of the simulated device with this number."""
     return b"hotkv-fake-gpu" + device.to_bytes(2, "big")
 
 
@@ -68,18 +69,23 @@ def _map(num_bytes: int, protection: int, flags: int, fd: int) -> int:
 
 
 def unmap_pages(address: int, num_bytes: int) -> None:
-    """Unmaps or frees a range."""
+    """Unmaps an address range that was mapped or reserved."""
     _libc.munmap(address, num_bytes)
 
 
 def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Returns a view of the host's memory."""
+    """Returns a view of this process's memory at an address."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 @dataclass(frozen=True, slots=True)
 class FakeHandle:
-    """The fields of a handle's 64 bytes."""
+    """The content of a handle (64 bytes), by which another process opens an allocation or event.
+
+    kind: name of the memfd, which tells an allocation from an event.
+    pid, fd: process that owns the memfd, and its descriptor there.
+    inode: of the memfd, to detect that the descriptor was closed and reused.
+    """
 
     kind: str
     pid: int
@@ -96,7 +102,7 @@ class FakeHandle:
 
     @staticmethod
     def parse(raw: bytes, kind: str) -> "FakeHandle":
-        """Reads a handle. Raises DeviceError if it is not of that kind."""
+        """Parses a handle. Raises DeviceError unless it is a handle of that kind."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
@@ -107,8 +113,8 @@ class FakeHandle:
         return FakeHandle(kind, pid, fd, inode, num_bytes, device)
 
     def map(self) -> int:
-        """Maps its memory into this process and returns the address. Raises DeviceError if its
-        process has freed it or died."""
+        """Maps the handle's memory into this process and returns the address. Raises DeviceError if
+        the owning process has freed the memory or died."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -123,7 +129,7 @@ class FakeHandle:
 
 
 class _Shared:
-    """A memfd of this process, mapped."""
+    """A memfd that this process has made and mapped."""
 
     def __init__(self, kind: str, num_bytes: int, device: int) -> None:
         self._fd = os.memfd_create(kind)
@@ -135,7 +141,7 @@ class _Shared:
         ).pack()
 
     def close(self) -> None:
-        """Closes it; other processes that map it keep its bytes."""
+        """Unmaps and closes the memfd. Other processes that have mapped it keep its bytes."""
         if self._fd >= 0:
             unmap_pages(self.address, self.num_bytes)
             os.close(self._fd)
@@ -143,7 +149,8 @@ class _Shared:
 
 
 class FakeAllocation:
-    """Device memory of an engine. `handle`: sent to the server with `device_uuid`."""
+    """Simulates device memory of an engine. handle, device_uuid: the engine sends both to the
+    server, which opens the memory with them."""
 
     def __init__(self, num_bytes: int, device: int = 0) -> None:
         self.num_bytes, self.device, self.device_uuid = num_bytes, device, uuid_of(device)
@@ -167,7 +174,8 @@ class FakeAllocation:
 
 
 class FakeIpcEvent:
-    """An interprocess event of an engine. The test decides when the device passes it."""
+    """Simulates an interprocess event of an engine. The test decides when the device passes it, by
+    calling `reach`."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -180,7 +188,7 @@ class FakeIpcEvent:
         self._counters[0] += np.uint64(1)
 
     def reach(self) -> None:
-        """Passes the event's last record, as if the engine's device had reached it."""
+        """Marks the event's last record as passed, as if the engine's device had reached it."""
         self._counters[1] = self._counters[0]
 
     def close(self) -> None:
@@ -188,7 +196,7 @@ class FakeIpcEvent:
 
 
 # -------------------------------------------------------------------------------- What streams know
-# The addresses that streams may copy, and the places of their bytes.
+# Records the address ranges that streams may copy, and where the bytes of each range really are.
 #
 # Always true: device memory has addresses without pages, so the host can't touch it. A range is
 # refused as CUDA refuses it, or loses the device as a kernel would, if it leaves its allocation,
@@ -198,10 +206,12 @@ class FakeIpcEvent:
 
 @dataclass(slots=True, eq=False)
 class KnownMemory:
-    """Memory that streams know.
+    """A memory that streams may copy.
 
-    `shadow`: address at which the bytes of [start, end) really lie.
-    `device`: HOST for registered memory.
+    start, end: its range of addresses.
+    shadow: address in this process at which the bytes of the range really are. For device memory it
+        differs from `start`, which has no pages.
+    device: number of its device; HOST for registered host memory.
     """
 
     start: int
@@ -215,7 +225,7 @@ class KnownMemory:
 
     @property
     def kind(self) -> str:
-        """How it was made: allocated, opened, pinned or registered."""
+        """How the memory was made: allocated, opened, pinned or registered."""
         if self.device != HOST:
             return "opened" if self.handle else "allocated"
         return "pinned" if self.mapped_bytes else "registered"

@@ -1,7 +1,8 @@
-"""A proxy in front of a server that delays, holds, cuts and changes bytes.
+"""Runs a proxy between a client and a server that delays, holds, cuts off or changes bytes.
 
-Always true: bytes pass in order, through `on_command` and `on_reply`, which the test may replace at
-any time. The connection ends if they raise OSError.
+Always true: bytes pass in order: from the client through `on_command`, from the server through
+`on_reply`. A test may replace these two functions at any time. If a function raises OSError, the
+connection ends.
 """
 
 import contextlib
@@ -14,12 +15,12 @@ from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 1 << 16
 Fault = Callable[[bytes], Iterator[bytes]]
-"""Given received bytes, yields the bytes to pass on, and may wait in between. Raises OSError to end
-the connection."""
+"""Function that receives bytes and yields the bytes to pass on; it may wait before it yields. It
+raises OSError to end the connection."""
 
 
 def nothing(piece: bytes) -> Iterator[bytes]:
-    """Passes bytes unchanged."""
+    """Passes bytes unchanged (no fault)."""
     yield piece
 
 
@@ -97,10 +98,11 @@ class Dam:
 
 
 class FaultProxy:
-    """The proxy; see the module. Listens on a free port of 127.0.0.1.
+    """Listens on a free port of 127.0.0.1 and forwards connections (see the module).
 
-    `target`: (host, port), or the path of a Unix socket.
-    `tls`: context for TLS, towards clients only.
+    target: the server's (host, port), or the path of its Unix socket.
+    tls: TLS context for the connection with clients; None: without TLS. The connection with the
+        server has no TLS.
     """
 
     def __init__(self, target: tuple[str, int] | str, tls: ssl.SSLContext | None = None) -> None:
@@ -122,7 +124,7 @@ class FaultProxy:
         return len(self._pairs)
 
     def close(self) -> None:
-        """Ends the proxy and its connections."""
+        """Stops listening and ends all connections."""
         # Closing it alone would not wake the thread that accepts.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,9 @@
-"""Servers with a single fault on demand; the rest is the real server.
+"""Runs the real server with one fault, for tests in other processes.
 
-`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` calls the function of KINDS
-with this name and the arguments, then does the same as `hotkv-server run FLAGS...`. Most functions
-wait for a file to appear, so that the test chooses the time.
+`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` calls the function
+`KINDS[KIND]` with the arguments, which patches the server's code. Then it does the same as
+`hotkv-server run FLAGS...`. Most faults begin when a file appears, so that the test chooses the
+time.
 """
 
 import asyncio
@@ -36,7 +37,8 @@ LOOK_S = 0.02
 
 
 def command(kind: str, *arguments: object) -> list[str]:
-    """Returns the command of such a server, without its flags."""
+    """Returns the command that runs a server with this fault. The caller appends the server's
+    flags."""
     return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
 
 
@@ -46,15 +48,15 @@ HANG_S = 3600.0
 
 
 class Death(BaseException):
-    """Ends a thread or task: handlers in the server don't catch it."""
+    """Raised to end a thread or task; the server's `except Exception` does not catch it."""
 
 
 def break_function(point: str, how: str, file: str) -> None:
-    """Breaks the function at `point` once the file exists.
+    """Makes the function at `point` fail once `file` exists.
 
-    `point`: `module:Class.name`, or a name in `crashing.POINTS`.
-    `how`: `assert` (an invariant breaks), `die` (its thread or task ends), `hang` (it never
-        returns). Raises ValueError for another value.
+    point: `module:Class.name`, or a name in `crashing.POINTS`.
+    how: `assert` (the function raises AssertionError), `die` (it ends its thread or task) or `hang`
+        (it never returns). Raises ValueError for another value.
     """
     if how not in ("assert", "die", "hang"):
         raise ValueError(f"HOW is {how!r}; allowed are assert, die and hang")
@@ -92,15 +94,16 @@ CALLS = {
     "stat": ("stat", "lstat", "fstat", "statvfs", "fstatvfs"),
     "unlink": ("unlink", "remove"),
 }
-"""Functions of `os` by name of the call."""
+"""Functions of `os` to patch, by the name that a test uses for the call."""
 
 
 def hang_disk(folder: str, signs: str) -> None:
-    """While a file `signs`/CALL exists, makes each such call on a file below `folder` hang, on any
-    thread. A file `signs`/CALL.met shows that a call hangs. CALLS has the names.
+    """Makes file calls hang: while a file `signs`/CALL exists, each call of this kind (a name in
+    CALLS) on a file below `folder` hangs, on any thread. When a call hangs, the file
+    `signs`/CALL.met is made.
 
-    To show a hang within seconds, the timer writes notes every second, Health calls a part stuck
-    after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
+    So that tests take only seconds, the server's timer also saves times of use every second, Health
+    reports a part as stuck after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
     """
     persistence.USE_PARTS = 5
     lower.CLOSE_WAIT_S = CLOSE_WAIT_S
@@ -184,9 +187,12 @@ def slow_down(file: str, times: str, wait_s: str) -> None:
 
 
 def dam(file: str, patience_s: str = "0.1") -> None:
-    """Holds the prefaulting of the arena. The start prefaults a single piece. A later piece waits
-    until the number in the file is at least the offset of its end. If the file contains `short`,
-    the next piece fails as if memory were short. Stores wait `patience_s` for memory."""
+    """Lets a test control the prefaulting of the arena.
+
+    The server's start prefaults a single piece. Each later piece waits until the number in `file`
+    is at least the offset of the piece's end. If the file contains `short`, the next piece fails as
+    if the machine had too little memory. Stores wait `patience_s` for memory.
+    """
     growth.PATIENCE_S = float(patience_s)
     said_in, bring_in_next = Path(file), Filling._bring_in_next
     arena.FIRST_FILL_S, arena.FIRST_FILL_BYTES = 0.0, 0
@@ -208,9 +214,12 @@ def dam(file: str, patience_s: str = "0.1") -> None:
 
 
 def tell_tasks(file: str) -> None:
-    """Makes the server write the file at SIGUSR1: JSON with `tasks` (each task's `name`, `of`: the
-    module of its function, and whether Health `knows` it), the names of `threads`, and the names of
-    `parts` that Health watches."""
+    """Makes the server write `file` when it receives SIGUSR1.
+
+    The file is JSON with three lists: `tasks` (for each task its `name`, `of`: the file of its
+    function, and `knows`: whether Health watches it), `threads` (names), and `parts` (names of the
+    parts that Health watches).
+    """
     watch_all, target = daemon.watch_all, Path(file)
 
     def watch(opened: daemon.OpenedNode, *rest: Any) -> None:
@@ -251,7 +260,7 @@ KINDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> int:
-    """Runs such a server. Returns the exit status."""
+    """Runs the server with the fault that the arguments name. Returns the exit status."""
     kind, *arguments = sys.argv[1:]
     first_flag = arguments.index("run")
     KINDS[kind](*arguments[:first_flag])

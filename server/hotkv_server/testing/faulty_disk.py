@@ -1,4 +1,5 @@
-"""A disk with chosen faults: wraps block I/O and adds the faults that real disks rarely have.
+"""Simulates disk faults for tests: wraps the block I/O of the disk tier and makes chosen blocks
+fail, hang or move only in part.
 
 Always true: a block without a fault is moved by the wrapped block I/O, so the tested tier uses its
 real file.
@@ -13,16 +14,16 @@ from hotkv_server.tiers.disk.slab_file import BlockIO
 from hotkv_server.tiers.protocol import Int64s
 
 EVERYWHERE = -1
-"""Offset of the fault for all blocks that have no other fault."""
+"""Key of `reads` and `writes` for the fault of all blocks that have no other fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """The fault of a block.
 
-    `code`: the errno that it fails with.
-    `moved_bytes`: moves only so many bytes, and reports no error; None: all.
-    `hangs`: first waits for `release`.
+    code: errno with which the read or write fails; 0: it does not fail.
+    moved_bytes: number of bytes to move, without an error; None: all.
+    hangs: if True, the call first waits for `FaultyDisk.release`.
     """
 
     code: int = 0
@@ -32,10 +33,12 @@ class Fault:
 
 @dataclass
 class FaultyDisk:
-    """The disk; see the module.
+    """Wraps block I/O and adds faults (see the module). Implements `BlockIO`.
 
-    `reads`, `writes`: faults by offset in the file, or EVERYWHERE; may change at any time.
-    `begun`: (is_write, offset) of all blocks, in the order in which they began.
+    under: the wrapped block I/O.
+    reads, writes: faults by offset in the file, or by EVERYWHERE; may be changed at any time.
+    begun: (is_write, offset) of each block, in the order in which reads and writes began.
+    num_hung: number of blocks that hang now.
     """
 
     under: BlockIO
@@ -62,13 +65,15 @@ class FaultyDisk:
         self.release()
 
     def release(self) -> None:
-        """Releases the blocks that hang now."""
+        """Lets the blocks that hang now continue. Blocks with a fault that come later hang
+        again."""
         with self._changed:
             self._num_released += 1
             self._changed.notify_all()
 
     def wait_hung(self, count: int, timeout_s: float = 30.0) -> None:
-        """Waits until so many blocks hang. Raises AssertionError if they do not."""
+        """Waits until `count` blocks hang. Raises AssertionError if fewer hang after
+        `timeout_s`."""
         with self._changed:
             hung = self._changed.wait_for(lambda: self.num_hung >= count, timeout_s)
         assert hung, f"{self.num_hung} blocks hang, not {count}"

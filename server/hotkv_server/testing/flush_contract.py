@@ -1,8 +1,10 @@
-"""The contract of shared tiers about flushes: once a flush is answered, it holds on every node.
+"""Checks that each tier which nodes share (`SharedTier`) must pass about flushes: after the answer
+to a flush, no node finds a block that was stored before it.
 
-A `Store` makes nodes over the same store. Checks use the key space NAME and expect it to have no
-epoch at first. Races inside a read depend on the protocol of a tier's store; the tests of each tier
-cover them with `FaultProxy`.
+A `Store` makes nodes that share a store. Checks use the key space NAME, which must have no epoch
+(number that each flush raises) at first. Flushes that come during a read are not checked here,
+because they depend on the protocol of the tier's store; the tests of each tier check them with
+`FaultProxy`.
 """
 
 import contextlib
@@ -21,19 +23,20 @@ T = TypeVar("T")
 NAME = "00ff" * 8
 SPOILED = (b"x", b"-4", b"1.5", b"9" * 30)
 READ_AT = 32
-"""First slot that reads fill."""
+"""Number of the first slot of the arena that reads fill."""
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
-"""Makes a node over the store. `on_epoch`: as in `RemoteTier`."""
+"""Returns a context manager that makes a node (a tier over the store). Its argument `on_epoch` is
+as in `RemoteTier`."""
 
 
 @dataclass(frozen=True)
 class Store:
     """A store under test.
 
-    `node`: makes nodes.
-    `lose`: removes the epoch of NAME.
-    `spoil`: replaces the epoch with other bytes; None if that is impossible.
+    node: makes a node that uses the store.
+    lose: deletes the epoch of NAME from the store.
+    spoil: replaces the epoch of NAME with bytes that are no epoch; None if that is impossible.
     """
 
     node: Node
@@ -45,7 +48,7 @@ class Store:
 
 
 def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """Makes a call and returns its answer."""
+    """Makes a call that answers by callback, waits, and returns the answer."""
     done, is_done = list[T](), threading.Event()
 
     def on_done(value: T) -> None:
@@ -58,30 +61,32 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
 
 
 def epoch(tier: Any, name: str = NAME) -> int | None:
-    """Returns the epoch that the store shows; None if it does not answer."""
+    """Returns the epoch of a key space that the tier reads from its store; None if the store does
+    not answer."""
     shown: Any = answer(lambda done: tier.epochs([name], time.monotonic() + WAIT_S, done))
     return None if shown is None else shown.epochs.get(name)
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
-    """Flushes and returns the new epoch; None if the store does not answer."""
+    """Flushes a key space in the store and returns the new epoch; None if the store does not
+    answer."""
     return answer(lambda done: tier.raise_epoch(name, floor, done))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
-    """Returns keys of NAME in an epoch."""
+    """Returns the keys of `count` blocks of NAME in the epoch `at`."""
     prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
     return [prefix + hash_of(number) for number in range(count)]
 
 
 def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
-    """Returns a call's blocks, in consecutive slots."""
+    """Returns the argument of a call about blocks with these keys, in consecutive slots."""
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
     return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), epochs=epochs)
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:
-    """Writes the contents 0, 1, … under the keys."""
+    """Writes blocks with the contents number 0, 1, … under these keys."""
     bench.fill(range(len(keys)), range(len(keys)))
     codes, _ = bench.answer(blocks_of(keys, 0, {}))
     assert (codes == Write.STORED).all(), codes.tolist()
@@ -105,7 +110,8 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that an epoch begins once, at the store's time, and rises with each flush."""
+    """Checks that all nodes get the same first epoch of a key space, which comes from the clock,
+    and that each flush raises it."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)
@@ -116,15 +122,15 @@ def check_epochs(store: Store) -> None:
         known = third + (1 << 40)
         above = flush(one.tier, floor=known)
         assert above and above > known and epoch(other.tier) == above
-        # A flush begins an epoch where none is.
+        # A flush also makes an epoch if the key space has none.
         store.lose()
         raised = flush(one.tier)
         assert raised and raised > third and epoch(other.tier) == raised
 
 
 def check_races(store: Store) -> None:
-    """Checks that nodes which begin an epoch at the same time get the same, and that simultaneous
-    flushes all count."""
+    """Checks that nodes which make the first epoch at the same time get the same epoch, and that
+    each of several simultaneous flushes raises the epoch."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -173,7 +179,8 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """Checks that blocks don't pass if the epoch was lost or is no number."""
+    """Checks that no blocks are found if the epoch was deleted from the store or is not a
+    number."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,

@@ -1,7 +1,8 @@
-"""A tier in this process's memory with chosen faults: it fails, lags, loses or damages blocks.
+"""Implements a tier in the memory of the test's process, with chosen faults: it can fail, hang,
+refuse writes, and lose or damage blocks.
 
-The blocks are in a `MemoryStore`, which outlives the tier as a disk outlives a daemon. Several
-tiers over the same store act as the nodes of a shared tier.
+The blocks are in a `MemoryStore`, which stays after the tier is closed, as a disk stays after a
+server has ended. Several tiers with the same store act as the nodes that share it.
 """
 
 import itertools
@@ -43,13 +44,13 @@ from hotkv_server.tiers.seals import seal
 
 @dataclass
 class Faults:
-    """The present faults.
+    """The faults of a tier; a test changes them at any time.
 
-    `problem`: returned by `Tier.problem`.
-    `is_hung`: calls are accepted and don't end.
-    `is_full`: writes are refused.
-    `fails_writes`: all writes fail.
-    `fails`: whether the read or write of a key fails.
+    problem: text that `Tier.problem` returns; empty: no problem.
+    is_hung: calls are accepted but don't end.
+    is_full: writes are refused.
+    fails_writes: all writes fail.
+    fails: returns True for a key whose reads and writes fail.
     """
 
     problem: str = ""
@@ -61,11 +62,13 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """The state of a store.
+    """The stored blocks and epochs, which tiers over the same store share.
 
-    `content`: (bytes, seal) by key, or by place if `places`.
-    `epochs`: by fingerprint.
-    `restored_below`: as in `Shown`.
+    places: if True, the cache core chooses the storage offset (place) of each block, as for the
+        disk tier.
+    content: bytes and seal (check value) of each block, by key; by place if `places` is set.
+    epochs: epoch of each key space, by fingerprint.
+    restored_below: as in `tiers.protocol.Shown`.
     """
 
     places: bool
@@ -76,11 +79,11 @@ class MemoryStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are stored."""
+        """Sum of the bytes of all stored blocks."""
         return sum(len(content) for content, _ in self.content.values())
 
     def damage(self, name: bytes | int, at: int = 0) -> None:
-        """Flips a bit of a stored block."""
+        """Flips a bit of a stored block. name: its key, or its place. at: offset of the byte."""
         content, value = self.content[name]
         changed = bytearray(content)
         changed[at] ^= 1
@@ -88,8 +91,8 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """The tier; see the module. A thread executes the calls in order; with `is_manual` the test
-    does, with `step`."""
+    """A tier over a `MemoryStore` (see the module). A thread executes the calls in order; with
+    `is_manual`, the test executes them by calling `step`."""
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class MemoryTier:
             self._calls.popleft()[1]()
 
     def step(self) -> bool:
-        """Executes the next call, unless the tier is hung. Returns whether it did."""
+        """Executes the next waiting call. Returns False if no call waits or the tier is hung."""
         with self._changed:
             if not self._calls or self.faults.is_hung:
                 return False
@@ -306,8 +309,8 @@ _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
-    """A shared tier over a `MemoryStore`; see the module and `SharedTier`. `on_epoch`: as in
-    `RemoteTier`."""
+    """Implements `SharedTier` (a tier that nodes share, with epochs) over a `MemoryStore`.
+    `on_epoch`: as in `RemoteTier`."""
 
     def __init__(
         self,

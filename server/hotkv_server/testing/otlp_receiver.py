@@ -1,6 +1,7 @@
-"""A collector of traces for tests: OTLP over HTTP on a free port, with faults on demand.
+"""Receives traces in tests: an OTLP collector over HTTP on a free port, with faults on demand.
 
-Always true: `spans` has exactly the acknowledged spans, in the order of arrival.
+Always true: `spans` has exactly the spans that were acknowledged with 200, in the order in which
+they came.
 """
 
 import gzip
@@ -22,7 +23,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A received span. Ids are hexadecimal; `parent_id` is empty at a root."""
+    """A received span. Ids are hexadecimal; `parent_id` is empty if the span has no parent."""
 
     service: str
     name: str
@@ -36,17 +37,17 @@ class ReceivedSpan:
     error: str
 
     def encloses(self, other: "ReceivedSpan") -> bool:
-        """Returns whether the other span lies within this span's time."""
+        """Returns True if the other span begins and ends within this span's time."""
         return self.began_ns <= other.began_ns and other.ended_ns <= self.ended_ns
 
 
 class OtlpReceiver:
-    """The collector; see the module. Use in a `with` block.
+    """Receives spans (see the module). Use in a `with` block.
 
-    `status`: the HTTP status of answers; spans count only with 200.
-    `delay_s`: wait before each answer.
-    `headers`: of the last request, with names in small letters.
-    `answer`, `answer_headers`: body and headers of each answer.
+    status: HTTP status of answers; spans are recorded only if it is 200.
+    delay_s: wait before each answer.
+    headers: headers of the last request, with names in small letters.
+    answer, answer_headers: body and headers of each answer.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class OtlpReceiver:
     def wait_for(
         self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
     ) -> list[ReceivedSpan]:
-        """Returns the spans once they are enough. Raises TimeoutError."""
+        """Waits until enough spans have come, and returns them. Raises TimeoutError."""
         until_s = time.monotonic() + timeout_s
         while not is_enough(spans := list(self.spans)):
             if time.monotonic() > until_s:

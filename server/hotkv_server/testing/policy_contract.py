@@ -1,8 +1,8 @@
-"""The contract of eviction policies: rules that each policy must keep.
+"""Checks that each eviction policy must pass.
 
-`PolicyWorld` is a small cache around a policy. It assigns entry numbers as the index does, knows
-which entries are ready and pinned, and checks each answer. Drive it from a property test, or at
-random with `check_policy`.
+`PolicyWorld` is a small simulated cache around a policy. It assigns entry numbers as the block
+index does, knows which entries are ready and pinned, and checks each answer of the policy. Call its
+methods from a property test, or at random with `check_policy`.
 """
 
 import functools
@@ -19,8 +19,8 @@ MakePolicy = Callable[[int], Policy]
 
 
 class PolicyWorld:
-    """Entries that arrive, are used and leave. Checks the rules, and that two policies of a kind
-    give the same answers."""
+    """A simulated cache whose entries arrive, are used and leave. It passes every event to two
+    policies of the same kind, and checks that both keep the rules and give the same answers."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -48,8 +48,8 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Makes blocks of a chain ready. `come_back`: takes the blocks that were removed last, if
-        there are any."""
+        """Makes blocks ready that follow each other in a prompt. `come_back`: uses the keys of the
+        blocks that were removed last, if there are any."""
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
         for number in numbers:
@@ -59,11 +59,11 @@ class PolicyWorld:
         self._tell("admit", numbers, now_s, retention)
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Touches blocks, in chain order."""
+        """Tells the policies that a request used these blocks, in the order of its prompt."""
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Reports that blocks after these, in chain order, arrived."""
+        """Tells the policies that blocks arrived which follow these blocks in a prompt."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -71,7 +71,7 @@ class PolicyWorld:
             policy.refresh(_entries(numbers), now_s)
 
     def decline(self, count: int, now_s: float) -> None:
-        """Reports that so many blocks of a chain found no room."""
+        """Tells the policies that `count` blocks of a prompt found no room and were not stored."""
         assert now_s >= self.now_s
         self.now_s = now_s
         keys = np.array([self._fresh_key() for _ in range(count)], np.uint64)
@@ -87,13 +87,13 @@ class PolicyWorld:
             policy.allow_keeping(allowed)
 
     def hold(self, numbers: list[int], until_s: float) -> None:
-        """Reports that blocks are expected to be used by that time."""
+        """Tells the policies that these blocks are expected to be used before `until_s`."""
         for policy in (self.policy, self._reference):
             policy.hold(_entries(numbers), until_s)
 
     def demote(self, numbers: list[int]) -> None:
-        """Demotes blocks, in chain order: they are evicted before all others until they are
-        used."""
+        """Demotes blocks, in the order of their prompt: until they are used again, they are evicted
+        before all other blocks."""
         self.demoted |= set(numbers)
         for policy in (self.policy, self._reference):
             policy.demote(_entries(numbers), self._keys(numbers), self.now_s)
@@ -185,7 +185,8 @@ def _entries(numbers: list[int]) -> Entries:
 def check_policy(
     make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60
 ) -> None:
-    """Drives a world at random. Raises AssertionError if the policy breaks a rule."""
+    """Calls the methods of a `PolicyWorld` at random. Raises AssertionError if the policy breaks a
+    rule."""
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):
@@ -237,7 +238,8 @@ def check_policy(
 
 
 def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Checks that a chain whose blocks were always used together is evicted from its tail."""
+    """Checks that the blocks of a prompt that were always used together are evicted from the last
+    block to the first."""
     world = PolicyWorld(make_policy, num_blocks)
     chain = list(range(1, num_blocks + 1))
     world.arrive(chain, 4096, 1.0)
@@ -249,8 +251,8 @@ def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None
 
 
 def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Checks that a demoted chain is evicted before all others, from its tail, unless it is used
-    again."""
+    """Checks that the blocks of a demoted prompt are evicted before all others, from the last block
+    to the first, unless they are used again."""
     world = PolicyWorld(make_policy, 3 * num_blocks + 1)
     ended = list(range(1, num_blocks + 1))
     used = list(range(num_blocks + 1, 2 * num_blocks + 1))

@@ -1,7 +1,7 @@
-"""The contract of tiers: checks that each tier must pass.
+"""Checks that each tier below host memory (`tiers.protocol.Tier`) must pass.
 
-A `Rig` is a tier over an arena of SLOTS slots. Each check makes a rig, and computes the expected
-bytes of each block.
+Each check makes a `Rig` (a tier under test with an arena of SLOTS slots), and computes the expected
+bytes of each block from its number.
 """
 
 import contextlib
@@ -24,34 +24,37 @@ SLOT_BYTES = 4 * SLOT_ALIGN
 SLOTS = 64
 ARENA_BYTES = SLOTS * SLOT_BYTES
 WAIT_S = 60.0
-"""Longest wait for calls that must end. Only a tier that hangs reaches it."""
+"""Longest wait for the end of a call; then a check fails."""
 
 
 def key(number: int) -> bytes:
-    """Returns the key of a block. It ends with the bytes of a hash, which may be any bytes."""
+    """Returns the key of the block with this number. Its last 32 bytes are the block's hash, which
+    may be any bytes."""
     return b"hotkv/1/%032x/0/3/" % (number % 3) + hash_of(number)
 
 
 def hash_of(number: int) -> bytes:
-    """Returns a hash, 32 bytes, with bytes that text does not have."""
+    """Returns the hash of the block with this number: 32 bytes, some of which are unusual in text
+    (a zero, a line end, a slash)."""
     return b"\0/\r\n \xff" + hashlib.sha256(b"%d" % number).digest()[6:]
 
 
 def content(number: int) -> NDArray[np.uint8]:
-    """Returns a block's bytes."""
+    """Returns the SLOT_BYTES bytes of the block with this number."""
     return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A tier with an arena.
+    """A tier under test, with an arena.
 
-    `arena`: SLOTS slots of `slot_bytes`.
-    `damage`: changes stored bytes of a block, given its key and place; None if that is impossible.
-    `breaks`: makes the store unusable while its context is open; None if that is impossible.
-    `content`: the bytes of a block, given its number.
-    `encoded_bytes`: function from a block's size to the bytes reserved in the tier for the encoded
-        block. Used only for a tier whose storage places the cache core chooses.
+    arena: SLOTS slots of `slot_bytes`.
+    damage: changes stored bytes of a block, given its key and its offset in the tier; None if the
+        tier's stored bytes can't be changed.
+    breaks: makes the tier's store unusable while the context is open; None if that is impossible.
+    content: returns the bytes of a block, given its number.
+    encoded_bytes: function from a block's size to the bytes reserved in the tier for the encoded
+        block. Used only for a tier whose storage offsets (places) the cache core chooses.
     """
 
     tier: Tier
@@ -64,7 +67,8 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns some rows of a call, for a tier in which the core chooses places."""
+    """Returns the blocks of these rows of a call, for a tier whose storage offsets (places) the
+    cache core chooses."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -76,17 +80,20 @@ def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""Makes a rig over an empty store with room for SLOTS blocks, and closes it. The tier may be closed
-already."""
+"""Returns a context manager that makes a rig over an empty store with room for SLOTS blocks, and
+closes its tier at the end, even if the check has closed the tier already."""
 
 
 @dataclass
 class Bench:
-    """Calls a rig's tier as the runtime does: blocks by number, in slots of the arena. A block that
-    can't be encoded is written again plain.
+    """Calls a rig's tier as the node does, and waits for the answers. Blocks are given by number,
+    and places in the arena by number of the slot. A block that the tier can't encode (UNFIT) is
+    written again without encoding.
 
-    `seals`, `stored_bytes`: known about blocks in a tier in which the core chooses places.
-    `found_bytes`: stored bytes of the blocks that were found.
+    seals: by block, the check value that the tier returned for it (used only for a tier whose
+        storage offsets the cache core chooses).
+    stored_bytes: by block, its bytes in the tier (used only for such a tier).
+    found_bytes: sum of the stored bytes of all blocks that reads found.
     """
 
     rig: Rig
@@ -108,7 +115,8 @@ class Bench:
     def blocks(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
-        """Returns blocks with these numbers, in these slots."""
+        """Returns the argument of a call about the blocks with these numbers, in these slots.
+        sizes: their bytes; empty: whole slots."""
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
         blocks = Blocks([key(number) for number in numbers], at, num_bytes)
@@ -127,7 +135,7 @@ class Bench:
         )
 
     def fill(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Writes the blocks' bytes into slots."""
+        """Copies the bytes of the blocks with these numbers into these slots of the arena."""
         for number, slot in zip(numbers, slots, strict=True):
             self.slot(slot)[:] = self.rig.content(number)
 
@@ -138,7 +146,7 @@ class Bench:
     def write(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Codes:
-        """Writes slots to the tier. Returns the codes."""
+        """Writes blocks from slots of the arena to the tier. Returns a `Write` code for each."""
         blocks = self.blocks(numbers, slots, sizes)
         codes, seals = self.answer(blocks)
         is_unfit, stored = codes == Write.UNFIT, blocks.place_bytes.copy()
@@ -155,7 +163,8 @@ class Bench:
         return codes
 
     def answer(self, blocks: Blocks) -> tuple[Codes, Seals]:
-        """Writes blocks once. Returns the codes and seals."""
+        """Calls `Tier.write` once and waits. Returns a code and a seal (check value) for each
+        block."""
         ended: list[tuple[Codes, Seals]] = []
         self.tier.write(blocks, lambda *answer: self._end(ended, answer))
         return self._wait(ended)[0]
@@ -167,7 +176,7 @@ class Bench:
         sizes: Sequence[int] = (),
         within_s: float = WAIT_S,
     ) -> Codes:
-        """Reads into slots. Returns the codes."""
+        """Reads blocks from the tier into slots of the arena. Returns a `Read` code for each."""
         ended: list[Codes] = []
         deadline_s, blocks = time.monotonic() + within_s, self.blocks(numbers, slots, sizes)
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))
@@ -177,15 +186,15 @@ class Bench:
         return codes
 
     def probe(self, numbers: Sequence[int]) -> Codes:
-        """Asks for blocks. Returns the codes."""
+        """Asks the tier whether it has these blocks. Returns a `Read` code for each."""
         ended: list[Codes] = []
         keys = [key(number) for number in numbers]
         self.tier.probe(keys, time.monotonic() + WAIT_S, lambda codes: self._end(ended, codes))
         return self._wait(ended)[0]
 
     def check_read(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Raises AssertionError unless all blocks are found, bit for bit, and other slots are
-        unchanged."""
+        """Reads blocks into slots. Raises AssertionError unless all are found with the right bytes,
+        and other slots are unchanged."""
         before = self.arena.copy()
         codes = self.read(numbers, slots)
         assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
@@ -234,7 +243,8 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_sizes(make_rig: MakeRig) -> None:
-    """Checks blocks of every multiple of SLOT_ALIGN, and empty batches."""
+    """Checks that blocks of each size (multiples of SLOT_ALIGN up to a slot) are written and read
+    with their size only, and that calls without blocks end."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
@@ -250,9 +260,9 @@ def check_sizes(make_rig: MakeRig) -> None:
 
 
 def check_keys(make_rig: MakeRig) -> None:
-    """Checks keys, for a tier that places blocks itself: absent blocks are ABSENT, existing blocks
-    are not overwritten, forgotten blocks are gone. A block is found only under its key, also if
-    keys are long or similar."""
+    """Checks keys, for a tier that finds blocks by key: a missing block is ABSENT, an existing
+    block is not overwritten, and a forgotten block is no longer found. Skips a tier whose storage
+    offsets the cache core chooses."""
     with make_rig() as rig:
         bench = Bench(rig)
         if rig.tier.facts().places:
@@ -273,8 +283,8 @@ def check_keys(make_rig: MakeRig) -> None:
 
 
 def check_places(make_rig: MakeRig) -> None:
-    """Checks places, for a tier in which the core chooses them: after a place was reused, its old
-    block is CORRUPT."""
+    """Checks that after a storage offset (place) was reused, its old block is CORRUPT. Skips a tier
+    that chooses its storage offsets itself."""
     with make_rig() as rig:
         bench = Bench(rig)
         if not rig.tier.facts().places:
@@ -290,7 +300,8 @@ def check_places(make_rig: MakeRig) -> None:
 
 
 def check_damage(make_rig: MakeRig) -> None:
-    """Checks that damaged blocks are not served, and that the blocks beside them are."""
+    """Checks that a read of a damaged block returns CORRUPT, and that neighbouring blocks are still
+    found."""
     with make_rig() as rig:
         if rig.damage is None:
             return
@@ -305,7 +316,7 @@ def check_damage(make_rig: MakeRig) -> None:
 
 
 def check_deadline(make_rig: MakeRig) -> None:
-    """Checks that a read after its deadline fails, and that the tier goes on."""
+    """Checks that a read whose deadline has passed fails, and that later reads succeed."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])
@@ -315,8 +326,8 @@ def check_deadline(make_rig: MakeRig) -> None:
 
 
 def check_breaks(make_rig: MakeRig) -> None:
-    """Checks that calls fail without an exception while the store is unusable, and succeed when it
-    is back."""
+    """Checks that calls end as FAILED while the store is unusable, and succeed once it is usable
+    again."""
     with make_rig() as rig:
         if rig.breaks is None:
             return
@@ -334,7 +345,7 @@ def check_breaks(make_rig: MakeRig) -> None:
 
 
 def check_many(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that simultaneous calls from several threads each get the right blocks, once."""
+    """Checks that simultaneous reads from several threads each get the right blocks."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench = Bench(rig)
@@ -366,7 +377,7 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Checks that closing ends every call, and that later calls end too."""
+    """Checks that all calls have ended when `close` returns, and that later calls end as FAILED."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill(range(8), range(8))

@@ -1,10 +1,11 @@
-"""A server with made-up devices: `python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
+"""Runs the real server with simulated GPUs:
+`python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
 
 `ORDER` is a JSON object with the fields of `FakeDevices`. Its `control` is the path of a Unix
-datagram socket for orders to the running server: `{"lose": 0}` loses a device, `{"lose_after": [0,
-20]}` loses it in so many steps, `{"fail": ["open_memory", 1]}` makes the nth call of a method fail.
-Engines in other processes take part with `FakeAllocation` and `FakeIpcEvent`. The rest is the real
-server.
+datagram socket, on which the running server receives orders: `{"lose": 0}` makes device 0 fail for
+ever, `{"lose_after": [0, 20]}` does so after 20 steps of its streams, and
+`{"fail": ["open_memory", 1]}` makes the first following call of `open_memory` fail. Tests simulate
+engines in other processes with `FakeAllocation` and `FakeIpcEvent`.
 """
 
 import json
@@ -27,10 +28,10 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """The devices of a server; fields as in `FakeRuntime`.
+    """The simulated devices of a server; other fields are as in `FakeRuntime`.
 
-    `register_s`: time to pin a piece.
-    `register_fails`: number of the piece at which pinning fails; 0: pinning succeeds.
+    register_s: time to register a piece of the arena with the device.
+    register_fails: number of the piece whose registration fails; 0: all succeed.
     """
 
     num_devices: int = 1
@@ -41,7 +42,8 @@ class FakeDevices:
     control: str = ""
 
     def command(self) -> list[str]:
-        """Returns the command of a server with these devices, without its flags."""
+        """Returns the command that runs a server with these devices. The caller appends the
+        server's flags."""
         return [
             sys.executable,
             "-m",
@@ -59,7 +61,7 @@ class FakeDevices:
 
 
 class _Runtime(FakeRuntime):
-    """A runtime that takes `register_s` to pin memory."""
+    """A simulated runtime that takes `register_s` to register memory."""
 
     register_s = 0.0
 
@@ -70,7 +72,7 @@ class _Runtime(FakeRuntime):
 
 @dataclass(slots=True)
 class _Control:
-    """Receives orders on a thread."""
+    """Receives orders from the control socket on a thread, and executes them."""
 
     runtime: FakeRuntime
     orders: dict[str, Callable[[Any], None]] = field(init=False)
@@ -97,7 +99,7 @@ class _Control:
 
 
 def main() -> int:
-    """Runs `hotkv-server` with the devices. Returns the exit status."""
+    """Runs `hotkv-server` with the simulated devices. Returns the exit status."""
     made = FakeDevices(**json.loads(sys.argv[1]))
 
     def new_runtime() -> FakeRuntime:

@@ -1,1 +1,1 @@
-"""A node's reports about itself: topics, status, metrics, HTTP."""
+"""Reports a node's figures to operators: topics for `hotkv`, the status page, metrics, HTTP."""

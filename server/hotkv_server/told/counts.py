@@ -1,4 +1,5 @@
-"""Figures of a running node, for metrics and the admin service. Read on the event loop only."""
+"""Reads counters and gauges of a running node, for metrics and the admin service. Use on the event
+loop only."""
 
 import asyncio
 from dataclasses import asdict
@@ -8,12 +9,16 @@ from hotkv_server.cache.inspect import Census
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8
-"""A census of this many parts, a million entries, takes some 20 ms."""
+"""A census (count of all entries) with at most this many parts counts as short. That is about a
+million entries, which take some 20 ms."""
 
 
 class RecentCensus:
-    """Gives a census to a caller that asks repeatedly. The census is fresh if counting is short;
-    otherwise it is the census that the previous call began."""
+    """Returns a census (count of all entries) to a caller that asks repeatedly.
+
+    If counting is short (see FRESH_PARTS), each call counts anew. Otherwise a call returns the last
+    finished census and starts the next, so that callers don't wait for it.
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -21,7 +26,8 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Begins the first count if counting takes long. On the event loop."""
+        """Starts the first census in the background if counting takes long. Call it on the event
+        loop."""
         if not self._is_short:
             self._count()
 
@@ -33,7 +39,8 @@ class RecentCensus:
         self._counting = asyncio.create_task(census(self._node), name="census")
 
     async def read(self) -> Census:
-        """Returns a census. Waits for the count only if it is short, or the first."""
+        """Returns a census. Waits for a count only if counting is short, or if it is the first
+        count."""
         if self._counting is not None and (self._counting.done() or self._last is None):
             self._last, self._counting = await self._counting, None
         if self._last is None or self._is_short:
@@ -44,7 +51,7 @@ class RecentCensus:
 
 
 async def census(node: Node) -> Census:
-    """Counts all entries. Other tasks run between its parts."""
+    """Counts all entries in parts; other tasks run between the parts."""
     counting = inspect.census(node.core)
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count

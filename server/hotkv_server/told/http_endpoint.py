@@ -1,8 +1,9 @@
-"""HTTP for probes, Prometheus and people: /metrics, /livez, /readyz, the status page and its API.
+"""Serves HTTP: /metrics for Prometheus, /livez and /readyz for probes, the status page and its API.
 
-Runs on its own thread and event loop, and asks the node's loop for figures. So an answer also
-proves that the node's loop runs. /livez fails if only a restart helps; /readyz fails also while the
-server drains. Both name the problem. `pages` has the contents of each path.
+Runs on a separate thread with its own event loop, and asks the node's event loop for figures. So an
+answer also proves that the node's event loop runs. /livez fails if a part of the server has a
+problem that only a restart solves; /readyz also fails while the server drains. The text of both
+names the problem. `pages.routes` makes the answer for each path.
 
 Always true: a request is answered, however many connections other clients hold open.
 """
@@ -28,11 +29,12 @@ ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
 """Longest time that a connection may last."""
 TURN_S = 0.5
+"""Interval at which the thread's loop notes that it is running."""
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
 MAX_BODY_BYTES = 4 << 20
 OPEN_HERE = PageAccess()
-"""Access to the pages from this machine, without a token."""
+"""Default access to the pages: no token is set."""
 
 
 def _request(event: h11.Request) -> Request:
@@ -49,7 +51,7 @@ def _request(event: h11.Request) -> Request:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection: one request, one answer."""
+    """Serves one connection: reads one request, sends one answer, and closes."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -74,11 +76,12 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_being_answered(self) -> bool:
-        """Returns True from the request until its whole answer is handed to the transport."""
+        """Returns True from the end of the request until its whole answer has been passed to the
+        transport."""
         return self._answering is not None and not self._answering.done()
 
     def drop(self) -> None:
-        """Ends the connection at once."""
+        """Closes the connection at once, without sending buffered data."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -97,8 +100,8 @@ class _Connection(asyncio.Protocol):
             self._send(Reply.text(error.error_status_hint, "that was no HTTP request"))
 
     def _heard(self, event: object) -> None:
-        """Reads a part of the request. Begins to answer a GET at once, a question when its body is
-        whole."""
+        """Processes a part of the request. Begins to answer a GET or HEAD at once, and a POST (a
+        router's question about blocks) once its body is complete."""
         if isinstance(event, h11.Request):
             request, self._is_head = _request(event), event.method == b"HEAD"
             if event.method == b"POST" and request.path == CHECK_PATH:
@@ -155,7 +158,8 @@ class _Connection(asyncio.Protocol):
 
 
 async def _give_up() -> None:
-    """Cancels all other tasks of this loop: they wait for the node."""
+    """Cancels all other tasks of the running loop, which may wait for the node, and waits for
+    their end."""
     waiting = asyncio.all_tasks() - {asyncio.current_task()}
     for task in waiting:
         task.cancel()
@@ -166,9 +170,10 @@ class HttpServer:
     """Serves HTTP (see the module) until it is closed. Raises OSError if it can't listen."""
 
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
-        """Starts to listen.
+        """Binds the address and starts the thread. Call it on the node's event loop.
 
-        access: to the pages. `is_local` and `own_name` are set here.
+        access: who may read the pages. Its fields `is_local` and `own_name` are replaced here, by
+            the bound address and by `host`.
         """
         self._connections: dict[_Connection, None] = {}
         self._last_turn_s = time.monotonic()
@@ -203,7 +208,7 @@ class HttpServer:
     def _end(self) -> None:
         for connection in list(self._connections):
             connection.drop()
-        # After the callbacks of these drops.
+        # `call_soon` runs this after the callbacks of the dropped connections.
         self._loop.call_soon(self._loop.stop)
 
     def _turn(self) -> None:
@@ -211,18 +216,18 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """Counts a new connection. If there are too many, drops the oldest that is not being
-        answered, or else the new connection."""
+        """Registers a new connection. If there are more than MAX_CONNECTIONS, drops the oldest
+        connection that is not being answered; if all are being answered, drops the new one."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             idle = (one for one in self._connections if not one.is_being_answered)
             going = next(idle, connection)
-            # At once: more connections may come before `closed` is called.
+            # Remove it now: more connections may open before `closed` is called.
             del self._connections[going]
             going.drop()
 
     def closed(self, connection: _Connection) -> None:
-        """Forgets a connection that has ended."""
+        """Removes a connection that has ended."""
         self._connections.pop(connection, None)
 
     def is_alive(self) -> bool:
@@ -230,11 +235,11 @@ class HttpServer:
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long ago the thread's loop last turned."""
+        """Returns how many seconds ago the thread's loop last noted that it is running."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Stops listening and ends all connections."""
+        """Stops listening, drops all connections and joins the thread. Blocks."""
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self._loop.close()

@@ -1,6 +1,7 @@
-"""The kernel's topics: the server, tiers, key spaces, sessions, blocks, devices.
+"""Makes the figures of the cache and the node for operators, by topic: the server (with its GPUs),
+tiers, key spaces, sessions, blocks.
 
-The rows are made here, once, for `hotkv`, its `--json`, the status page and its API. On the event
+The command `hotkv`, its `--json`, the status page and its API all show these rows. Use on the event
 loop only.
 """
 
@@ -36,7 +37,8 @@ MAX_ROWS = 256
 MAX_KEY_SPACES = 4096
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
 SERVED_BLOCKS = 2000
-"""Most blocks of a page, however many are asked for: the event loop makes them one by one."""
+"""Most blocks in a page of an answer, even if more are asked for, because the event loop makes each
+block's row."""
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
@@ -48,7 +50,7 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 
 def _topics(node: Node) -> dict[str, Topic]:
-    """Returns the kernel's topics."""
+    """Returns the topics of the cache and the node; capabilities add theirs."""
 
     async def server(filters: Filters) -> Figures:
         counted, now_s = await census(node), time.monotonic()
@@ -115,8 +117,8 @@ def server_figures(node: Node, now_s: float) -> Figures:
     """Returns the server's identity and state.
 
     `state`: `ready`, `draining` or `unhealthy`.
-    `problems`: a sentence each.
-    `progress`: the part of the start that still runs; empty after the start.
+    `problems`: a sentence for each problem.
+    `progress`: the work of the start that still runs (filling the arena); empty after it.
     """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {
@@ -143,8 +145,8 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
 
 def tier_rows(node: Node, counted: Census) -> list[Figures]:
-    """Returns a row for host memory, then a row for each other tier in lookup order, with its
-    activity."""
+    """Returns a row for host memory, then a row for each tier below it in lookup order, with the
+    tier's activity."""
     rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))
@@ -158,7 +160,7 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """Returns the figures of a tier whose slots the core manages."""
+    """Returns the row of a tier whose slots the cache core manages (host memory, the disk tier)."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,
@@ -200,7 +202,7 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _key_space(value: KeySpace) -> Figures:
-    """Returns all fields, by the names of `hotkv.v1.KeySpace`."""
+    """Returns all fields of a key space, by the field names of the message `hotkv.v1.KeySpace`."""
     return {
         "tenant": value.tenant,
         "model": value.model,
@@ -237,7 +239,7 @@ def busiest(node: Node) -> list[LiveSession]:
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""By the name of a client: the connector through which an engine came (docs/doors.md)."""
+"""The door (connector that the engine uses, docs/doors.md) by the name that the client sends."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
@@ -301,7 +303,8 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
 
 
 def _prefix(digits: str) -> inspect.HashPrefix | None:
-    """Returns the prefix that a filter names; None for none. Raises INVALID_FIELD."""
+    """Returns the prefix of block hashes given by a filter's hexadecimal digits; None if there are
+    no digits. Raises INVALID_FIELD."""
     try:
         return inspect.HashPrefix(digits) if digits else None
     except ValueError as error:
@@ -332,13 +335,14 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
 
 
 # ------------------------------------------------------------------------------------------ Devices
-# Bytes copied, the measured speed of each method, and problems.
+# Figures of the GPUs: bytes copied, the measured speed of each copy method, and problems.
 
 
 def device_figures(devices: Devices) -> Figures:
     """Returns figures of the GPUs, and of the part of the arena that they reach.
 
-    `why_none`: why there is no GPU.
+    `why_none`: why the server uses no GPU; empty if it uses a GPU.
+    `registered_byte_count`: bytes of the arena that are registered with CUDA (page-locked).
     `registering_error`: why registration of the arena stopped; empty while it runs and when it is
         complete.
     """

@@ -323,7 +323,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "sparse_sequence_blocks": "Blocks of those sequences.",
     },
 }
-"""In the order of an operator's questions."""
+"""HELP texts by topic and metric; topics are in the order in which an operator asks."""
 HELP: dict[str, str] = {
     name: text for texts in HELP_BY_TOPIC.values() for name, text in texts.items()
 }
@@ -390,4 +390,5 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "faults": "Faults of sparse attention; the call used dense attention.",
     "loaded_blocks": "Representations that engines loaded.",
 }
-"""By name of `hotkv_proto.reports.SPARSE_COUNTERS`. Each is per layer, summed over all engines."""
+"""HELP text for each name in `hotkv_proto.reports.SPARSE_COUNTERS`. Each counter has a sample per
+layer, summed over all engines."""

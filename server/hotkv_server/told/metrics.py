@@ -1,8 +1,8 @@
-"""Metrics of a node for Prometheus.
+"""Makes a node's metrics for Prometheus.
 
-Always true: the node is read on its own event loop, and Prometheus' registry only receives the
-latest reading. Names and units follow Prometheus' rules. Counters start at 0 with the server and
-never fall. `metric_help` has texts and labels.
+Always true: the node is read on its event loop, and Prometheus' registry only receives the latest
+reading. Names and units follow Prometheus' rules. Counters start at 0 when the server starts, and
+never fall. `metric_help` has the HELP texts and the labels.
 """
 
 import platform
@@ -31,7 +31,8 @@ from hotkv_server.told.counts import RecentCensus, counters, gauges
 from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 
 REFUSED = "refused_total"
-"""Exported here with labels: a sum beside it would count each refusal twice."""
+"""Counter of refused calls. It is exported only with the label `reason`: with a sum in the same
+metric, each refusal would be counted twice."""
 
 
 def in_seconds(name: str) -> str:
@@ -43,7 +44,7 @@ LAYER_HELP = {f"sparse_layer_{in_seconds(name)}": text for name, text in SPARSE_
 
 
 class NodeCollector(Collector):
-    """Source of the registry's metrics: the latest reading."""
+    """Reads the node, and gives the latest reading to Prometheus' registry (`collect`)."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -51,11 +52,12 @@ class NodeCollector(Collector):
         self._metrics: list[Metric] = []
 
     def prepare(self) -> None:
-        """Begins the long count that the first reading would wait for. On the node's loop."""
+        """Starts the count of all entries in the background, so that the first reading need not
+        wait for it. Call it on the node's event loop."""
         self._census.begin()
 
     async def read(self) -> None:
-        """Reads all metrics of the node. On the node's loop."""
+        """Reads all metrics of the node. Call it on the node's event loop."""
         node, counted = self._node, await self._census.read()
         counts = counters(node)
         del counts[REFUSED]
@@ -104,7 +106,8 @@ def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFa
 
 
 def _health(node: Node, now_s: float) -> Iterator[Metric]:
-    """Yields the version, whether the server serves, and the problem of each part."""
+    """Yields three metrics: the versions, whether the server is ready, and for each part and tier
+    whether it has a problem."""
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
@@ -135,7 +138,7 @@ def _timings(timings: Timings) -> Iterator[Metric]:
 
 
 def _refusals(node: Node) -> Metric:
-    """Returns how often each reason was given."""
+    """Returns a counter with the number of refused calls for each `Reason`."""
     family = _counter(REFUSED)
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
@@ -164,7 +167,7 @@ def _device_metrics(devices: Devices) -> list[Metric]:
 
 
 def _of(samples: Samples) -> Metric:
-    """Makes a metric of a capability's samples."""
+    """Makes a Prometheus metric from the samples that a capability returned."""
     name = in_seconds(samples.name)
     if samples.kind == "histogram":
         family = _histogram(name)

@@ -1,9 +1,10 @@
-"""The state of a node for the status page and `/api/v1/status`.
+"""Reads the state of a node for the status page and `/api/v1/status`.
 
 Always true: a reading takes a bounded time of the event loop, however many blocks there are.
-Figures that need a walk over all entries come from the latest survey; they are None before the
-first. The status has no content of prompts and no block hash. Lists are bounded; a count beside
-each gives its full length. docs/status_page.md describes each field.
+Figures that need a walk over all entries come from the latest survey (`node.survey`); they are None
+until the first survey has ended. The status contains no text of prompts and no block hashes. Lists
+are bounded; a count beside each list gives its full length. docs/status_page.md describes each
+field.
 """
 
 import time
@@ -34,21 +35,27 @@ OF_CENSUS = {
     "representation_byte_count",
     "representation_count",
 }
-"""Fields of host memory and of key spaces that only a census fills."""
+"""Fields of host memory and of key spaces whose values come from a census (count of all entries);
+they are None before the first survey."""
 DIGITS = 3
 NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in range(2)))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A reading of a node; `as_json_values` turns it into JSON values on any thread."""
+    """A reading of a node, made on its event loop. `as_json_values` converts it on any thread.
+
+    figures: values for JSON; a callable is called to get its value.
+    arena: the map of the arena; None before the first survey.
+    """
 
     figures: Figures
     arena: ArenaMap | None
 
 
 def read_status(node: Node, *, has_names: bool) -> NodeStatus:
-    """Reads the status. `has_names`: False leaves out the names of tenants, models and engines."""
+    """Reads the status, on the node's event loop. `has_names`: if False, the names of tenants,
+    models and engines are left out."""
     now_s = time.monotonic()
     survey = node.survey.latest(now_s)
     figures: Figures = {
@@ -69,7 +76,7 @@ def read_status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def as_json_values(status: NodeStatus) -> Figures:
-    """Returns the whole answer as values for `json`."""
+    """Returns the whole status as values that can be written as JSON, with the verdicts."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["verdicts"], figures["checks"] = verdicts(figures), checks(figures)
     figures["miss_texts"] = MISSES
@@ -88,7 +95,8 @@ def _live(node: Node) -> Figures:
 
 
 def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
-    """Returns tiers, and the key spaces with most blocks in the order of their numbers."""
+    """Returns the tiers, and the key spaces with the most blocks, sorted by number. Without
+    `has_names` the list of key spaces is empty."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
     rows = {
@@ -102,8 +110,11 @@ def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
 
 
 def _arena(drawn: ArenaMap) -> Figures:
-    """Returns the map of the arena. `slot_size_indexes`: for each cell, the index of its slot size
-    in `slot_byte_counts`, or its negative word."""
+    """Returns the map of the arena, a list of values per cell (a run of slabs).
+
+    slot_size_indexes: for each cell, the index of its slot size in `slot_byte_counts`. A negative
+        value is copied from `ArenaMap.slot_bytes`, for cells without a slot size.
+    """
     sizes = np.unique(drawn.slot_bytes[drawn.slot_bytes >= 0])
     at = np.where(drawn.slot_bytes < 0, drawn.slot_bytes, np.searchsorted(sizes, drawn.slot_bytes))
     return {

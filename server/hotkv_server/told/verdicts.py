@@ -1,7 +1,7 @@
-"""Three sentences about a node: is it working, does it pay, and what limits it.
+"""Judges a node in three sentences: is it working, does it pay, and what limits it.
 
-The status page and `hotkv status` show them. They follow from the figures of `/api/v1/status`
-alone; docs/status_page.md says when each is said.
+The status page and `hotkv status` show these sentences. They are derived only from the figures of
+`/api/v1/status`; docs/status_page.md lists the condition for each sentence.
 """
 
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 from hotkv_server.node.capability import Figures
 
 LATE_S, VERY_LATE_S = 0.02, 0.1
-"""Delays of the event loop that are worth a look, and that hurt."""
+"""Delays of the event loop (99th percentile) above which the level is "look", and "bad"."""
 WORTH_POINTS = 0.01
-"""Share of the hit rate from which more memory is worth naming."""
+"""If more memory would raise the hit rate by at least this share, memory is named as the limit."""
 NEAR_CEILING = 0.03
-"""How near an endless cache's hit rate the prompts are the limit."""
+"""If the hit rate is within this share of an endless cache's, the prompts are named as the
+limit."""
 MISSES = {
     "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
     "evicted": "Made room for others: more memory or a tier helps.",
@@ -28,13 +29,13 @@ MISSES = {
     "partial_block": "Behind the last full block: no cache of blocks can have it.",
     "unknown": "Reported by an engine of an older version.",
 }
-"""What to think of each reason of misses."""
+"""Explanation of each miss reason, for the status page."""
 GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
-    """Returns what was checked: `name`, `level` (good, look or bad), and `text` unless it is
-    good."""
+    """Returns the result of each check: its `name`, its `level` (good, look or bad), and a `text`
+    about the problem, empty if the level is good."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
     failed = _hour(figures).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
@@ -54,7 +55,8 @@ def checks(figures: Figures) -> list[Figures]:
 
 
 def verdicts(figures: Figures) -> list[Figures]:
-    """Returns `question`, `word` (the answer) and `text` (the rest of the sentence) of each."""
+    """Returns the three judgements, each as a `question`, a `word` (the short answer) and a `text`
+    (the rest of the sentence)."""
     return [
         _verdict("Is it working?", *_works(figures)),
         _verdict("Does it pay?", *_pays(figures)),

@@ -1,1 +1,2 @@
-"""Records the outcomes of hints, and changes blocks in parts. Pure."""
+"""Records sessions and outcomes of hints, and performs actions on blocks in parts. Pure: no clock,
+no I/O, no threads."""

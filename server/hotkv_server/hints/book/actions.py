@@ -1,7 +1,7 @@
-"""Performs actions of hints on blocks, in parts: each generator does a part per step.
+"""Performs the actions of hints on blocks, in parts: each generator does one part per step.
 
-Owns no state. A part takes milliseconds. Any other method may be called between two steps; blocks
-that are removed then are skipped.
+The module has no state. A part takes milliseconds. Between two steps other code may call the cache
+core; blocks that are removed meanwhile are skipped.
 """
 
 from collections.abc import Generator
@@ -19,15 +19,16 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Cause, Entries, HashList
 
 BLOCKS = 1 << 12
+"""Most blocks of a part."""
 
 
 @dataclass(slots=True)
 class Done:
-    """Result of an action.
+    """The result of an action.
 
-    num_blocks: blocks that the action names.
-    num_there: of these, blocks that are ready in host memory.
-    num_done: blocks for which the action was done.
+    num_blocks: number of blocks to which the action applies.
+    num_there: how many of them are ready in host memory.
+    num_done: for how many of them the action was done.
     """
 
     num_blocks: int = 0
@@ -39,8 +40,12 @@ Parts = Generator[None, None, Done]
 
 
 def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[HashList]:
-    """Returns for each group the blocks that have tokens of the hash blocks [start, stop) of a
-    chain."""
+    """Returns, for each group, the blocks that contain tokens of the range [start, stop) of
+    `hashes`.
+
+    hashes: hash for each `hash_block_tokens` tokens of a prompt, uint32 words [n, 8]. A group's
+        block may span several of them; its hash is the hash of the last.
+    """
     lists = []
     for index, group in enumerate(key_space.groups):
         first, end, step = _blocks(group, key_space.hash_block_tokens, start, stop, len(hashes))
@@ -67,10 +72,11 @@ def keep(
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks, and pins them if `retention` says so, as far as the budget allows. The
-    retention's time to live began at `came_s`.
+    """Retains the blocks with the priority and time to live of `retention`; if `retention.pin` is
+    set, pins as many as the budget for pinned blocks allows.
 
-    is_use: False if the use was recorded already with this retention.
+    came_s: when the hint came; the time to live is counted from it.
+    is_use: False if the request's use of the blocks was already recorded with this retention.
     """
     done = Done()
     left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
@@ -78,7 +84,7 @@ def keep(
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
-        # The head last, so that it becomes the hottest.
+        # The blocks at the beginning come last, so that they are used most recently.
         for start in reversed(starts) if is_use else ():
             entries, _ = _ready(core, key_space_id, one, start)
             core.space.touch(entries, now_s, use)
@@ -97,12 +103,13 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes blocks: they are evicted before others, tails first. Evicts at once the blocks that a
-    tier below also has, and offers the other blocks to that tier."""
+    """Demotes blocks, so that they are evicted before other blocks, starting with the last blocks
+    of a prompt. If there is a tier below, evicts at once the blocks that the tier also has, and
+    offers the other blocks to it."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
-        # The tails first: entries are evicted in the order of their demotion.
+        # The last blocks first: blocks are evicted in the order in which they were demoted.
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again
@@ -118,8 +125,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
-    """Holds the blocks that are ready until their session's expected return, or the policy's
-    rules say otherwise."""
+    """Asks the eviction policy to hold the blocks that are ready until `until_s`, when their
+    session is expected back. The policy may still evict them by its rules."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
@@ -134,7 +141,8 @@ def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: flo
 
 
 def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
-    """Counts the blocks that are ready in host memory."""
+    """Counts the listed blocks, and how many are ready in host memory. Raises
+    UNKNOWN_KEY_SPACE."""
     done = Done()
     core.key_space(key_space_id)
     for one in lists:
@@ -146,8 +154,8 @@ def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Returns the blocks of a part that are ready in host memory, in order and each once, and how
-    many were repeated. Raises UNKNOWN_KEY_SPACE."""
+    """Returns the entries of the BLOCKS blocks from `start` on that are ready in host memory, in
+    order and without repetitions, and the number of repetitions. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

@@ -1,7 +1,7 @@
-"""Compares chains of blocks from their beginning.
+"""Finds how many leading blocks two prompts have in common, given as chains of block hashes.
 
-A block's hash stands for all tokens up to its end. So two chains that have the same block at some
-place are the same before it. A binary search finds the place at which they diverge.
+A block's hash depends on all tokens up to the block's end. So if two chains have the same hash at a
+position, they are the same before it. A binary search finds the position at which they diverge.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.values import Int64s
 
 ChainKeys = NDArray[np.uint64]
-"""The first eight bytes of each hash of a chain [n]."""
+"""The first eight bytes of each hash of a chain, uint64 [n]."""
 
 
 def chain_keys(hashes: Words) -> ChainKeys:
-    """Returns keys that distinguish the blocks of a chain. `hashes`: words [n, 8]."""
+    """Returns the first eight bytes of each hash, uint64 [n]. `hashes`: uint32 words [n, 8]."""
     return np.ascontiguousarray(hashes[:, :2]).view(np.uint64).reshape(-1)
 
 
 def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
-    """Returns how many blocks two chains have in common from the start. `least`: returned after a
-    single comparison if the chains have no more than that in common."""
+    """Returns how many leading blocks two chains have in common, but at least `least`. If they have
+    no more than `least` blocks in common, this takes a single comparison."""
     low, high = least, min(len(one), len(other))
     if low >= high or one[low] != other[low]:
         return least
@@ -37,7 +37,8 @@ def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
 
 
 class KnownChains:
-    """Chains that are compared with many other chains; copied into one contiguous array."""
+    """Compares a set of chains with other chains, all at once. Copies the chains into one
+    contiguous array."""
 
     def __init__(self, chains: Sequence[ChainKeys]) -> None:
         self._lengths = np.array([len(chain) for chain in chains], np.int64)
@@ -45,8 +46,8 @@ class KnownChains:
         self._keys = np.concatenate([*chains, np.empty(0, np.uint64)])
 
     def common_blocks(self, keys: ChainKeys) -> Int64s:
-        """Returns how many blocks each chain has in common with `keys` from the start [chains].
-        Chains with another first block cost almost no time."""
+        """Returns how many leading blocks each chain has in common with `keys`, int64 [chains].
+        Chains with another first block take almost no time."""
         low, high = np.zeros_like(self._lengths), np.minimum(self._lengths, len(keys))
         going = np.flatnonzero(high)
         going = going[self._keys[self._starts[going]] == keys[:1]]

@@ -1,9 +1,10 @@
-"""Outcomes of hints by tenant, budgets, and the reuse of an action's blocks.
+"""Records for each tenant the outcomes of hints' actions, its budget of actions, and how many
+blocks of an action were reused.
 
 Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't see each other's
-data. An action is done once, however often its message comes. Outcomes of a tenant have rising
-sequence numbers; each change assigns a new number. A block counts as reused when a request has hit
-it here after the action; each block counts once.
+data. An action is done once, even if its message comes again. Each change of an outcome gives it a
+new sequence number, higher than all before of this tenant. A block counts as reused once a request
+has hit it in hotkv after the action; an action counts each of its blocks once.
 """
 
 from collections import OrderedDict
@@ -19,17 +20,23 @@ from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 OutcomeKey = tuple[str, str]
-"""Ids of message and action."""
+"""Id of the message, and id of the action in it."""
 
 
 @dataclass(slots=True)
 class HintOutcome:
-    """Outcome of an action of a hint.
+    """The outcome of an action of a hint.
 
-    num_blocks: blocks that the action names, of all groups.
-    num_done: blocks for which it was done.
-    reused_blocks: hash blocks that requests have hit since.
-    saved_s: prefill time saved by them; 0 if the speed is unknown.
+    kind: type of the action, as the router sent it.
+    session_id: the router's session to whose blocks the action applies; empty: the blocks of its
+        request.
+    came_s: when the hint came, on the monotonic clock.
+    reason: explanation of the status, for people.
+    num_blocks: number of blocks to which the action applies, over all groups.
+    num_done: number of blocks for which it was done.
+    reused_blocks: number of the action's hash blocks that requests have hit since.
+    saved_s: seconds of prefill that these hits saved; 0 if the engine's speed is unknown.
+    sequence: number of its last change.
     """
 
     message_id: str
@@ -48,14 +55,17 @@ class HintOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HintLimits:
-    """Limits per tenant, unless they say otherwise.
+    """Limits of the memory and work for hints. All are for each tenant, except `tenants` and
+    `node_bytes`.
 
-    actions_per_s: actions accepted on average.
-    burst_actions: actions accepted at once.
-    tracked, tracked_bytes: actions whose reuse is tracked, and their bytes. A copy of their keys
-        takes the same again.
-    tenants: tenants of the node.
-    node_bytes: bytes of the sessions of all tenants.
+    sessions, session_bytes: sessions that are remembered, and the bytes of their prompts' hashes.
+    outcomes: outcomes that are remembered.
+    actions_per_s: actions accepted per second on average.
+    burst_actions: actions accepted at once after a pause.
+    tracked, tracked_bytes: actions whose reuse is tracked, and the bytes of their keys. A copy of
+        the keys for fast comparison takes as many bytes again.
+    tenants: tenants of the node that are remembered.
+    node_bytes: bytes of the prompts of all tenants.
     """
 
     sessions: int = 1024
@@ -71,8 +81,12 @@ class HintLimits:
 
 @dataclass(slots=True)
 class _Tracked:
-    """Blocks [start, stop) of a chain that an action names. `seen`: whether each was hit since
-    [stop - start]."""
+    """Hash blocks of a prompt whose reuse is tracked for an action.
+
+    keys: keys of the prompt's hash blocks up to the end of the action's range.
+    start: position at which the action's range begins.
+    seen: for each block of the range, True if a request has hit it since, bool [stop - start].
+    """
 
     outcome: HintOutcome
     key_space_id: int
@@ -87,12 +101,18 @@ class _Tracked:
 
 @dataclass(slots=True)
 class TenantHints:
-    """Hints of a tenant.
+    """The hints of a tenant.
 
-    outcomes: the latest, by message and action.
-    tokens: actions that may be accepted at this moment.
+    sessions: the router's sessions, with their latest prompts.
+    outcomes: the latest outcomes, by message and action.
+    tokens: number of actions that the tenant may still request now (a token bucket).
+    filled_s: when `tokens` was last refilled.
+    last_sequence: highest sequence number of an outcome.
+    tracked: actions whose reuse is tracked.
+    prefetch_bytes: bytes of blocks that running prefetches are fetching.
+    num_prefetches: number of running prefetches.
 
-    `_watched`: tracked actions by key space, built when a request comes.
+    `_watched`: tracked actions by key space, in the form that `hit` compares; built on demand.
     """
 
     limits: HintLimits
@@ -107,8 +127,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget. Returns False, and leaves the budget
-        unchanged, if fewer are left."""
+        """Subtracts `count` actions from the tenant's budget and returns True. If fewer are left,
+        subtracts nothing and returns False."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -144,7 +164,8 @@ class TenantHints:
         self.changed(outcome)
 
     def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
-        """Returns the outcomes that changed after `cursor`, oldest change first."""
+        """Returns at most `most` outcomes whose sequence number is above `cursor`, oldest change
+        first. message_id: only outcomes of this message; empty: of all messages."""
         found = [
             one
             for one in self.outcomes.values()
@@ -155,8 +176,8 @@ class TenantHints:
     def track(
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """Starts tracking whether requests hit these hash blocks [start, stop). Preserves the hits
-        that were tracked for the same action in this key space."""
+        """Starts tracking whether requests hit the hash blocks [start, stop) of a prompt after an
+        action. If the same action is already tracked in this key space, its hits are preserved."""
         if start >= stop:
             return
         seen = np.zeros(stop - start, np.bool_)
@@ -181,9 +202,10 @@ class TenantHints:
         return sum(one.num_bytes for one in self.tracked)
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
-        """Records that a request with this prompt has hit its hash blocks [first, stop) here.
+        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv.
 
-        `block_s`: time to compute a block, in seconds; 0 if unknown.
+        hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
+        block_s: seconds to compute a block; 0 if unknown.
         """
         if not self.tracked or first >= stop:
             return
@@ -215,9 +237,11 @@ class TenantHints:
 
 
 class HintBook:
-    """Hints of all tenants. The tenant whose last hint is oldest is dropped first. Tenants with
-    running prefetches are not dropped and do not count for the limit. They can be dropped at the
-    next call of `tenant` after these end."""
+    """Holds the hints of all tenants, and drops the least recently used tenants beyond the limits.
+
+    Tenants with running prefetches are not dropped and do not count for the limit of tenants. After
+    their prefetches have ended, the next call of `tenant` may drop them.
+    """
 
     def __init__(self, limits: HintLimits | None = None) -> None:
         self.limits = limits or HintLimits()

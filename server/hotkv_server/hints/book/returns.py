@@ -1,7 +1,9 @@
-"""Return times: how long sessions pause between a request's end and their next request.
+"""Measures how long sessions pause between a request's end and their next request, to predict when
+a session returns.
 
-Belongs to one tenant. Always true: a session has at most OWN_GAPS gaps here, and all together have
-at most SHARED_GAPS. A request that comes while another of its session is running tells nothing.
+The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
+at most SHARED_GAPS for all sessions together. If a request comes while another request of its
+session is running, no pause is recorded.
 """
 
 from collections import deque
@@ -10,24 +12,30 @@ from statistics import median
 
 OWN_GAPS, SHARED_GAPS = 8, 200
 PRIOR_GAPS = 3
-"""A session counts as having had so many gaps of the median of all, until its own outweigh them."""
+"""The prediction for a session includes this many pauses of the median over all sessions, so that a
+session with few pauses is predicted by the others."""
 HELD_GAPS = 1.5
+"""Blocks are held for this multiple of the expected pause."""
 MAX_HOLD_S = 5.0
-"""Pauses for which a longer hold would be due are not held: blocks of quick sessions hit more in
-that room (`bench.agents`)."""
+"""If blocks would have to be held for longer, they are not held: in the same room, blocks of
+sessions with short pauses hit more (`bench.agents`)."""
 
 
 @dataclass(slots=True)
 class SessionGaps:
-    """The latest pauses of a session. `idle_since_s`: end of its last request; None while one is
-    running, or before the first has ended."""
+    """The latest pauses of a session.
+
+    gaps_s: lengths of its pauses in seconds.
+    idle_since_s: when its last request ended; None while a request is running, and before the first
+        request has ended.
+    """
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=OWN_GAPS))
     idle_since_s: float | None = None
 
 
 class ReturnTimes:
-    """See the module."""
+    """Predicts the pauses of a tenant's sessions (see the module)."""
 
     def __init__(self) -> None:
         self._all_s: deque[float] = deque(maxlen=SHARED_GAPS)
@@ -44,15 +52,16 @@ class ReturnTimes:
         session.idle_since_s = None
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
-        """Records that a request of the session has ended. Returns how long to hold its blocks: 0
-        if nothing is known, or it is expected back too late."""
+        """Records that a request of the session has ended. Returns for how many seconds to hold its
+        blocks; 0 if no pause is known, or if the session is expected back too late."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0
 
     def expected_s(self, session: SessionGaps) -> float:
-        """Returns the median of the session's pauses, beginning at that of all sessions; 0 before
-        any session has returned."""
+        """Returns the expected pause of the session in seconds: the median of its pauses and of
+        PRIOR_GAPS pauses of the median over all sessions. Returns 0 before any session has
+        returned."""
         if not self._all_s:
             return 0.0
         return median([*session.gaps_s, *[median(self._all_s)] * PRIOR_GAPS])

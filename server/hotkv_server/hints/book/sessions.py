@@ -1,9 +1,9 @@
-"""Sessions that routers have named, each with the chain of its latest prompt in each key space; and
-prompts of requests without a session.
+"""Remembers the sessions that a router has named (for example conversations), each with the block
+hashes of its latest prompt in each key space; and the prompts of requests without a session.
 
-Belongs to one tenant. Always true: there are at most `most_sessions` with `most_bytes` of chains;
-the session used longest ago is dropped first. Prompts without a session have a separate bound over
-all key spaces, and expire. This module pins no block.
+The data belongs to one tenant. Always true: there are at most `most_sessions` sessions with
+`most_bytes` of hashes; the least recently used session is dropped first. Prompts without a session
+have a separate bound over all key spaces, and expire. This module pins no blocks.
 """
 
 import math
@@ -25,10 +25,11 @@ RECENT_S = 600.0
 
 @dataclass(slots=True)
 class SessionReceipt:
-    """Requests of a session, or one of them, as its engine reported them when it admitted them.
+    """Sums over requests of a session, as the engine reported them when it admitted each request.
 
-    hit_tokens: tokens that hit in the engine's own cache or here.
-    saved_s: prefill time saved by the hits here; 0 if the speed is unknown.
+    device_hit_tokens: tokens that hit in the engine's own cache.
+    hit_tokens: tokens that hit in the engine's own cache or in hotkv.
+    saved_s: seconds of prefill that hits in hotkv saved; 0 if the engine's speed is unknown.
     """
 
     num_requests: int = 0
@@ -38,7 +39,7 @@ class SessionReceipt:
     saved_s: float = 0.0
 
     def add(self, other: "SessionReceipt") -> None:
-        """Adds requests."""
+        """Adds the requests of another receipt."""
         self.num_requests += other.num_requests
         self.prompt_tokens += other.prompt_tokens
         self.device_hit_tokens += other.device_hit_tokens
@@ -48,14 +49,14 @@ class SessionReceipt:
 
 @dataclass(slots=True)
 class HintSession:
-    """A session.
+    """A router's session.
 
-    chains: hash words [n, 8] of its latest prompt, by key space.
-    keys: the blocks' `chain_keys`; views of the same memory.
-    message_id: message of the hints of the last request that used it.
-    used_s: time of that request.
-    before_s: time of the last request with another message.
-    receipt: of all its requests since this server knows it.
+    used_s: when a request last used it.
+    chains: hashes of its latest prompt, uint32 words [n, 8], by key space.
+    keys: `chain_keys` of these hashes, by key space; views of the same memory.
+    message_id: id of the hint message that came with the last request; empty without hints.
+    before_s: when a request with another hint message last used it.
+    receipt: sums over all its requests since this server knows it.
     gaps: its pauses, for `HintSessions.returns`.
     """
 
@@ -72,24 +73,25 @@ class HintSession:
         return sum(chain.nbytes for chain in self.chains.values())
 
     def use(self, message_id: str, now_s: float) -> None:
-        """Records a use by a request with these hints; `message_id` is empty without hints."""
+        """Records that a request used the session. message_id: id of the request's hint message;
+        empty without hints."""
         if not message_id or message_id != self.message_id:
             self.before_s = self.used_s
         self.message_id, self.used_s = message_id, now_s
 
     def used_beside_s(self, message_id: str) -> float:
-        """Returns when a request outside this message last used the session. Samples of one request
-        share its message."""
+        """Returns when the session was last used by a request with another hint message. (Several
+        samples of one request have the same message.)"""
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
 class HintSessions:
-    """See the module.
+    """Holds the sessions and prompts of a tenant (see the module).
 
-    num_bytes: bytes of the sessions.
-    other_bytes: bytes of the prompts without a session.
-    num_dropped: sessions that were dropped to make room.
-    returns: when they are expected back.
+    num_bytes: bytes of the hashes of the sessions' prompts.
+    other_bytes: bytes of the keys of prompts without a session.
+    num_dropped: number of sessions that were dropped because of a bound.
+    returns: predicts when sessions return.
     """
 
     def __init__(self, most_sessions: int, most_bytes: int) -> None:
@@ -121,9 +123,12 @@ class HintSessions:
         message_id: str = "",
         receipt: SessionReceipt | None = None,
     ) -> None:
-        """Records that a request of the session has this prompt, and hints of this message.
-        Truncates a prompt that exceeds the bound of all sessions. `receipt`: of a request that was
-        scheduled; None at its end."""
+        """Records the prompt of a request of the session; opens the session if it is new.
+
+        A prompt that exceeds the bound of all sessions is truncated.
+        message_id: id of the request's hint message; empty without hints.
+        receipt: figures of the request when it was scheduled; None at the request's end.
+        """
         session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
         if receipt is not None:
             session.receipt.add(receipt)
@@ -141,8 +146,8 @@ class HintSessions:
             self.num_dropped += 1
 
     def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
-        """Records the prompt of a request without a session; it may share blocks with other
-        prompts."""
+        """Records the prompt of a request without a session, because later requests may share its
+        blocks."""
         if not len(hashes):
             return
         keys = chain_keys(hashes)
@@ -167,11 +172,13 @@ class HintSessions:
             self.num_bytes -= ended.num_bytes
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
-        """Returns how many blocks of a chain, from the start, other sessions or recent requests
-        without a session may use again. `session_id`: the session that the chain belongs to, or
-        empty.
+        """Returns how many leading blocks of a prompt other sessions, or recent requests without a
+        session, may use again.
 
-        If the chain continues a prompt without a session, that prompt counts as the chain's own.
+        hashes: hashes of the prompt's blocks. session_id: the session of the prompt; empty if it
+            has no session.
+        If a recorded prompt without a session is a beginning of this prompt, it is not counted: the
+        prompt probably continues it.
         """
         keys, shared = chain_keys(hashes), 0
         for name, one in self._by_id.items():

@@ -1,11 +1,12 @@
-"""Accounts: usage by tenant, key space and engine, and its sums over time.
+"""Sums up usage (tokens, seconds, bytes) by account and over time. An account is a tenant, a key
+space and an engine.
 
 Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
-When there are too many accounts, the account used longest ago is folded: engines of a key space
-into an account whose engine is OTHERS, and such accounts into an account for the whole node. So new
-engine names do not grow memory. For each request, the tokens that hit on the device, the tokens
-that hit in each tier, and the tokens that missed for each reason add up to the tokens of its
-prompt. Memory is fixed.
+If there are too many accounts, the account used longest ago is folded, that is, merged: accounts of
+single engines into the key space's account with the engine OTHERS, and accounts with the engine
+OTHERS into one account for the whole node. So memory is fixed, however many engine names there are.
+For each request, the tokens that hit on the device, the tokens that hit in each tier, and the
+tokens that missed for each reason add up to the tokens of its prompt.
 """
 
 import math
@@ -21,12 +22,14 @@ from hotkv_server.cache.values import HOST_TIER
 
 NUM_MINUTES = 120
 NUM_HOURS = 192
-"""Two hours in minutes, eight days in hours."""
+"""Sums are kept for each of the last NUM_MINUTES (two hours) and NUM_HOURS (eight days)."""
 NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
+"""Rows of `Buckets.cells`: the sum of all time, then minutes, then hours."""
 FIRST_HOUR = 1 + NUM_MINUTES
 MAX_BACK_MINUTES = 60
+"""If the clock goes back by more, all minutes and hours are cleared."""
 Values = NDArray[np.float64]
-# In the order of the fields of Usage.
+# Names of columns, in the order of the fields of Usage.
 FIXED = (
     "requests",
     "prompt_tokens",
@@ -39,11 +42,13 @@ FIXED = (
 )
 HIT, MISSED = "hit_tokens/", "missed_tokens/"
 REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
-"""Reasons under which tokens are counted. ABSENT is refined before counting."""
+"""Reasons under which missed tokens are counted. ABSENT is replaced by a more exact reason before
+counting (see `outcome`)."""
 MAX_TIERS = 16
 MAX_ACCOUNTS = 64
-"""With some 30 columns an account has 75 KB."""
+"""Default limit of accounts. An account takes 75 KB if there are 30 columns."""
 OTHERS = "others"
+"""Engine, tenant and model of accounts into which others were folded."""
 
 
 # ----------------------------------------------------------------------------------- sums over time
@@ -58,15 +63,17 @@ def window_s(seconds: float) -> int:
 
 
 class Buckets:
-    """Sums of each column by minute, by hour, and in all.
+    """Sums each column by minute, by hour, and over all time.
 
-    A count is in the bucket of its minute, in the bucket of its hour, and in the sum of all. Time
-    is wall-clock time in whole minutes since 1970, so that buckets outlive the server. If the clock
-    goes back by an hour or less, time counts as standing still. If it goes back further, all
-    buckets start anew, because old buckets would hide new buckets for that long.
+    A count is added to the bucket of its minute, to the bucket of its hour, and to the sum of all
+    time. Time is wall-clock time in whole minutes since 1970, so that buckets outlive the server.
+    If the clock goes back by an hour or less, counts are added to the newest minute. If it goes
+    back further, all minutes and hours are cleared, because counts could otherwise not be told from
+    older counts until the clock has caught up.
 
-    cells: the sum of all, then minutes, then hours, each a ring by its number [NUM_CELLS, columns].
-    minute: the newest minute.
+    cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring of minutes, then a ring of
+        hours.
+    minute: the newest minute, since 1970.
     """
 
     __slots__ = ("cells", "minute")
@@ -80,12 +87,12 @@ class Buckets:
 
     @property
     def total(self) -> Values:
-        """The sum of all [columns]; not a copy."""
+        """The sum of all time [columns]; a view, not a copy."""
         total: Values = self.cells[0]
         return total
 
     def add(self, values: Values, minute: int) -> None:
-        """Counts `values` [columns] in this minute."""
+        """Adds `values` [columns] to the sums of this minute, of its hour, and of all time."""
         self.advance(minute)
         cells, at = self.cells, self.minute
         cells[0] += values
@@ -107,8 +114,8 @@ class Buckets:
         self.minute = minute
 
     def since(self, seconds: float, minute: int) -> Values:
-        """Returns the sums [columns] of the last `window_s(seconds)` before the end of this minute.
-        0: of all time."""
+        """Returns the sums [columns] of the last `window_s(seconds)` seconds, up to and including
+        this minute. `seconds` 0: the sums of all time."""
         self.advance(minute)
         if not (window := window_s(seconds)):
             return self.total.copy()
@@ -121,15 +128,15 @@ class Buckets:
         return sums
 
     def minutes(self, minute: int) -> Values:
-        """Returns the sums of the last minutes, oldest first, this minute last [NUM_MINUTES,
-        columns]."""
+        """Returns the sums of each of the last minutes [NUM_MINUTES, columns], oldest first; this
+        minute is the last row."""
         self.advance(minute)
         at = 1 + np.arange(self.minute - NUM_MINUTES + 1, self.minute + 1) % NUM_MINUTES
         newest: Values = self.cells[at]
         return newest
 
     def merge(self, other: "Buckets") -> None:
-        """Adds all counts of another object, in the same minutes and hours."""
+        """Adds all counts of `other` to the same minutes and hours of this object."""
         latest = max(self.minute, other.minute)
         self.advance(latest)
         other.advance(latest)
@@ -141,10 +148,14 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Amounts that a request, or a later event of it, adds to an account. Negative values subtract.
+    """Amounts to add to an account, for a request or for the end of its load. Negative amounts
+    subtract.
 
-    hit_tokens: by tier of hotkv.
-    missed_tokens: by reason.
+    device_hit_tokens: prompt tokens that hit in the engine's own device memory.
+    saved_s: seconds of prefill that hits saved.
+    waited_s: seconds that requests waited for the cache.
+    hit_tokens: prompt tokens that hit in hotkv, by name of the tier.
+    missed_tokens: prompt tokens that were computed, by reason.
     """
 
     requests: int = 0
@@ -160,7 +171,8 @@ class Usage:
 
 
 class Columns:
-    """The columns of a ledger. `tiers`: their names, host memory first."""
+    """The columns of a ledger, and the conversion between `Usage` and rows of columns. `tiers`:
+    names of the tiers, host memory first."""
 
     def __init__(self, tiers: Iterable[str]) -> None:
         self.tiers = tuple(dict.fromkeys((HOST_TIER, *tiers)))[:MAX_TIERS]
@@ -178,11 +190,12 @@ class Columns:
         return f"Columns({len(self)}, tiers={self.tiers})"
 
     def at(self, name: str) -> int:
-        """Returns the place of a column."""
+        """Returns the index of a column."""
         return self._at[name]
 
     def values(self, usage: Usage) -> Values:
-        """Returns a usage as values [columns]. An unknown tier counts as host memory."""
+        """Converts a usage into values [columns]. Hits in an unknown tier are added to host
+        memory."""
         values = np.zeros(len(self))
         values[: len(FIXED)] = (
             usage.requests,
@@ -202,8 +215,8 @@ class Columns:
         return values
 
     def usage(self, values: Values) -> Usage:
-        """Returns values as a usage, the inverse of `values`. Tokens and bytes are truncated to
-        whole numbers."""
+        """Converts values [columns] into a usage; the inverse of `values`. Counts of requests,
+        tokens and bytes are truncated to whole numbers."""
         numbers = values.tolist()
         whole = [int(number) for number in numbers]
         first_reason = len(FIXED) + len(self.tiers)
@@ -232,8 +245,8 @@ class Columns:
 class Account:
     """Identity of an account.
 
-    `tenant`: empty without tenants.
-    `key_space`: the fingerprint's first digits.
+    tenant: name of the tenant; empty if no tenants are configured.
+    key_space: first digits of the key space's fingerprint.
     """
 
     tenant: str
@@ -242,24 +255,29 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """Returns the account that this account is folded into. The account for the whole node
-        returns itself."""
+        """Returns the account into which this account is folded; the account itself if it is the
+        account for the whole node."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
 
 
 MAX_SPEEDS = 1024
-"""Key spaces whose prefill speed is remembered."""
+"""Most key spaces whose prefill speed is remembered."""
 SLOWEST, FASTEST = 1.0, 1e9
-"""Tokens per second. Other speeds are ignored: an engine must not make the sums infinite."""
+"""Limits of a prefill speed, in tokens per second. Speeds outside are ignored, so that a report
+can't make the sums infinite."""
 
 
 class Accounts:
-    """All accounts. Times are in whole minutes since 1970.
+    """Holds all accounts. Times are in whole minutes since 1970.
 
-    speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It
-        outlives the engine: a fresh engine hits before it has measured its own.
+    began_minute: when counting began.
+    num_folded: number of accounts that were folded into others.
+    total: sums of all accounts together.
+    speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It is
+        kept after the engine has ended, because a new engine has hits before it has measured its
+        own speed.
     """
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
@@ -279,7 +297,8 @@ class Accounts:
         return len(self._rows)
 
     def add(self, account: Account, values: Values, minute: int) -> None:
-        """Counts `values` [columns] for an account."""
+        """Adds `values` [columns] to an account and to the total. Opens the account if it is
+        new."""
         row = self._rows.get(account)
         if row is None:
             row = self._open(account, minute)
@@ -288,12 +307,12 @@ class Accounts:
         self.total.add(values, minute)
 
     def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
-        """Returns the seconds of prefill that a hit saved. Remembers the key space's speed.
+        """Returns the seconds of prefill that a hit saved, and remembers the key space's speed.
 
-        said_s: the engine's own figure, which is returned; 0 if the engine does not know. Then the
-            remembered speed gives the time, or 0 if no speed is remembered.
-        speed: the engine's prefill speed, tokens/s; 0 if the engine does not send it. Then
-            `said_s` and the hit's tokens give the speed.
+        said_s: seconds that the engine reports; they are returned unchanged. If 0 (the engine does
+            not know), the time is computed from the remembered speed; it is 0 without a speed.
+        speed: the engine's prefill speed in tokens/s. If 0 (the engine does not send it), the speed
+            is computed from `said_s` and `hit_tokens`.
         """
         if not speed and said_s > 0:
             speed = hit_tokens / said_s
@@ -306,8 +325,8 @@ class Accounts:
         return said_s or (max(0, hit_tokens) / known if known else 0.0)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
-        """Returns the sums of each account that is not 0, as `Buckets.since`; the most recently
-        used account comes first."""
+        """Returns the sums of each account over the window of `Buckets.since`, without accounts
+        whose sums are all 0. The most recently used account comes first."""
         sums = ((account, row.since(seconds, minute)) for account, row in self._rows.items())
         return [(account, values) for account, values in sums if values.any()][::-1]
 
@@ -318,8 +337,8 @@ class Accounts:
         return row
 
     def _fold(self) -> None:
-        """Folds the least recently used account. Each call removes an account, or moves it closer
-        to the account for all."""
+        """Folds the least recently used account. A call either removes an account or renames it to
+        the account into which it is folded, so repeated calls always reduce the number."""
         oldest = next(one for one in self._rows if one.folded() != one)
         row, target = self._rows.pop(oldest), oldest.folded()
         self.num_folded += 1
@@ -337,7 +356,8 @@ class Accounts:
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:
-        """Restores an account of an earlier server. It counts as used after those before it."""
+        """Restores an account of an earlier server. Call it in order of use: the account counts as
+        used more recently than the accounts restored before it."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row

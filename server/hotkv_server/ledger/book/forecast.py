@@ -1,19 +1,20 @@
 """Forecasts the hits of larger caches: an endless cache, and a cache with some more memory.
 
-Reports name each request's blocks. The forecast samples them by key. It stores which sampled keys
-were ever seen, and runs two shadow caches that are scaled down as the sample is: a cache of the
-arena's size, and a cache that is a step larger. Source of the sampling: Waldspurger et al.,
-"Efficient MRC construction with SHARDS", FAST 2015, and "Cache modeling and optimization using
-miniature simulations", USENIX ATC 2017.
+Engines report the block keys of each request. The forecast uses a sample of the keys. It stores
+which sampled keys have been seen, and simulates two shadow caches (`shadow`): a cache of the
+arena's size, and a cache that is a step larger. Both sizes are multiplied by the sample's share of
+all keys. Source of the sampling: Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
+2015, and "Cache modeling and optimization using miniature simulations", USENIX ATC 2017.
 
-Only misses are estimated: misses of the sample divided by its share. Hits are all tokens of full
-blocks minus these misses. A prompt that every request contains then does not depend on luck: it
-misses once, whether it is in the sample or not. Blocks are sampled, not requests. A key stands for
-its block and all blocks before it, and leaves are evicted first. So the sampled blocks after the
-first miss miss too, and the count of missed blocks has no bias.
+The number of missed blocks is estimated as the missed blocks of the sample divided by the sample's
+share. Hits are all tokens of full blocks minus these misses. So the hits of a prompt that many
+requests share hardly depend on whether its blocks are in the sample: the prompt misses only once.
+Blocks are sampled, not requests. A key depends on its block and all blocks before it, and blocks at
+the ends of prompts are evicted first. So if a block of a prompt misses, the sampled blocks after it
+miss too, and the estimate has no bias.
 
-Always true: memory is fixed. The shares only fall: they are halved when the sample grows too large.
-A restart empties the shadows, but the seen keys survive.
+Always true: memory is fixed. The sample's shares only fall: a share is halved when its sample grows
+too large. A restart empties the shadow caches, but the seen keys survive.
 """
 
 from dataclasses import dataclass
@@ -27,27 +28,33 @@ from hotkv_server.ledger.book.shadow import MakePolicy, Shadow
 
 GIB = 1 << 30
 STEP_SHARE = 8
-"""The larger cache has an eighth more, and at least one GiB more. The gain of a smaller step would
-be lost in the sampling error of a large arena."""
+"""The larger cache has 1 / STEP_SHARE more memory than the arena, and at least one GiB more. With a
+large arena, the gain of a smaller step could not be told from the sampling error."""
 MAX_SHADOW_KEYS = 4096
+"""Most keys in a shadow cache."""
 MAX_SEEN = 1 << 16
+"""Most seen keys that are stored."""
 SEEN_ROOM = 2
-"""The table of seen keys has four places for each key, so that no bucket is full."""
+"""Factor by which the table of seen keys is larger than MAX_SEEN, so that its buckets do not
+overflow."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
-"""Columns: tokens of prompts; tokens in their full blocks; and of these the tokens missed by an
-endless cache, by a cache of the present size, and by a cache a step larger."""
+"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and how many of
+the latter an endless cache, a cache of the arena's size, and a cache a step larger would miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One request's blocks.
+    """The blocks of one request.
 
-    keys: keys of its full blocks in chain order, uint64 [n]; the same for the same block after a
-        restart.
-    block_bytes: arena bytes of a block.
-    num_hits: blocks that did hit, so that they count as reachable.
-    may_keep: True if the node's policy may hold other blocks back and leave out some of these.
+    keys: keys of its full blocks in the order of the prompt, uint64 [n]. A block has the same key
+        after a restart.
+    block_tokens: tokens of a block.
+    block_bytes: bytes of the arena that a block takes.
+    num_hits: number of blocks that did hit. They are not counted as misses of an endless cache,
+        even if their keys have not been seen.
+    may_keep: True if the node's policy may prefer to keep other blocks, and so not store some of
+        these.
     """
 
     keys: Keys
@@ -60,13 +67,13 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Forecast as shares of the tokens of prompts.
+    """A forecast. The ratios are shares of all tokens of prompts.
 
-    prompt_tokens: tokens that the forecast rests on; if 0, the shares are 0.
-    ceiling_ratio: tokens that an endless cache would hit.
-    step_bytes: size of the step for `gain_ratio`.
-    gain_ratio: additional tokens that the arena would hit with `step_bytes` more.
-    gib_gain_ratio: part of `gain_ratio` for one GiB.
+    prompt_tokens: number of tokens from which the forecast was made; if 0, the ratios are 0.
+    ceiling_ratio: share of tokens that an endless cache would hit.
+    step_bytes: additional memory for which `gain_ratio` is forecast.
+    gain_ratio: by how much the share of hit tokens would rise if the arena had `step_bytes` more.
+    gib_gain_ratio: `gain_ratio` per GiB of additional memory.
     """
 
     prompt_tokens: int
@@ -77,7 +84,12 @@ class Outlook:
 
 
 class Forecast:
-    """See the module. `sums`: the counts, in columns NAMES."""
+    """Makes forecasts from observed requests (see the module).
+
+    sums: the counted and estimated tokens over time, in the columns NAMES.
+    seen_share, shadow_share: share of all keys in the sample of seen keys, and in the shadow
+        caches.
+    """
 
     def __init__(
         self,
@@ -100,7 +112,7 @@ class Forecast:
         )
 
     def observe(self, demand: Demand, capacity_bytes: int, now_s: float, minute: int) -> None:
-        """Records a request that came while the arena had `capacity_bytes`."""
+        """Records a request that came while the arena had `capacity_bytes` of memory."""
         low = spread(demand.keys) & LOW_32
         now_missed, more_missed = self._serve(demand, low, capacity_bytes, now_s)
         tokens = demand.block_tokens
@@ -119,8 +131,8 @@ class Forecast:
         )
 
     def _see(self, demand: Demand, low: Keys) -> float:
-        """Marks blocks as seen. Returns an estimate of how many missed blocks were never seen
-        before."""
+        """Marks the request's blocks as seen. Returns an estimate of how many of its blocks neither
+        hit nor were seen before: the misses of an endless cache."""
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
         was_seen, _ = self._seen.take(keys)
@@ -138,8 +150,8 @@ class Forecast:
     def _serve(
         self, demand: Demand, low: Keys, capacity_bytes: int, now_s: float
     ) -> tuple[float, float]:
-        """Returns estimates of how many blocks the arena misses, and how many a larger arena
-        misses."""
+        """Returns estimates of how many of the request's blocks miss in a cache of the arena's
+        size, and in a cache a step larger."""
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]
         while max(map(len, self._shadows)) + len(keys) > self._max_keys:
@@ -157,14 +169,16 @@ class Forecast:
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
 
     def _thin_out(self) -> None:
-        """Halves the share of blocks that the shadows receive."""
+        """Halves the share of keys that the shadow caches receive, and drops the other keys from
+        them."""
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
             shadow.drop(keys[(spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
-        """Returns the forecast from the requests of the last `seconds`, as `Buckets.since`."""
+        """Returns the forecast from the requests of the last `seconds`, a window as in
+        `Buckets.since`. capacity_bytes: present size of the arena."""
         values = self.sums.since(seconds, minute)
         prompt, blocks, endless, now, more = values.tolist()
         step = step_bytes(capacity_bytes)
@@ -177,14 +191,15 @@ class Forecast:
     # Saving and restoring
 
     def seen(self) -> Keys:
-        """Returns the seen keys, each as a number of its place in the table and its tag."""
+        """Returns the seen keys for the ledger's file, uint64 [n]: the place in the table in the
+        high 32 bits, the tag (a part of the key's hash) in the low 32 bits."""
         flat = self._seen.tags.reshape(-1)
         at = np.flatnonzero(flat)
         return at.astype(np.uint64) << np.uint64(32) | flat[at]
 
     def put_back(self, seen: Keys, seen_share: float) -> None:
-        """Restores an earlier server's seen keys and their share. Ignores places that this table
-        does not have, which occur only after a change of its size."""
+        """Restores an earlier server's seen keys and their share. Ignores keys whose place is not
+        in this table, which happens only if the table's size has changed."""
         places = (seen >> np.uint64(32)).astype(np.int64)
         self._seen.put_back(places, (seen & LOW_32).astype(np.uint32))
         self._num_seen, self.seen_share = len(self._seen), seen_share
@@ -200,7 +215,7 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """Returns by how many bytes the larger cache is larger."""
+    """Returns how many bytes more than the arena the larger cache has."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 
 

@@ -1,7 +1,7 @@
-"""Outcome of a request's blocks: the tier of each hit, and the reason of each miss.
+"""Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
-Covers a single group: the first in which a hit needs all blocks before it, or else the first of
-all.
+It looks at the blocks of a single group (the counted group): the first group in which a hit needs
+all blocks before it, or the first group if there is no such group.
 """
 
 from collections import Counter
@@ -22,17 +22,18 @@ ASKS_WHY = {
     Miss.UNKNOWN: Miss.IN_FLIGHT,
     Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
 }
-"""Miss reasons from engines that require a lookup of the blocks, each with the reason for a missed
-block that is ready. An engine that reports COMPUTED_SOONER may not have asked whether there is
-anything to load."""
+"""Miss reasons reported by engines that do not explain the miss, so the server looks the blocks up.
+Each maps to the reason that is counted for a missed block that is ready. COMPUTED_SOONER is among
+them because an engine that reports it may not have asked the server for the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
     """Outcome of a request in tokens.
 
-    `hit_tokens`: by number of the tier, 0 for host memory.
-    `missed_tokens`: by reason.
+    hit_tokens: tokens that hit, by number of the tier; 0 is host memory. Hits on the engine's
+        device are not included.
+    missed_tokens: tokens that missed, by reason.
     """
 
     hit_tokens: dict[int, int]
@@ -40,7 +41,7 @@ class PromptOutcome:
 
 
 def counted_group(key_space: KeySpace) -> int:
-    """Returns the group whose blocks are counted."""
+    """Returns the index of the group whose blocks are counted (see the module)."""
     closed = (at for at, group in enumerate(key_space.groups) if group.kind in PREFIX_CLOSED)
     return next(closed, 0)
 
@@ -54,13 +55,16 @@ def note_outcome(
     hit_tokens: int,
     reason: Miss,
 ) -> PromptOutcome:
-    """Returns the outcome of a request that was just scheduled, and credits its hits.
+    """Returns the outcome of a request that was just scheduled, and credits its hits to tiers.
 
-    hashes: hashes of its prompt, a hash for each full hash block [n, 8].
+    hashes: hashes of its prompt, uint32 words [n, 8], one for each full hash block.
+    device_hit_tokens: tokens at the prompt's start that hit on the engine's device.
+    hit_tokens: tokens at the prompt's start that hit, on the device or in the cache.
     reason: the miss reason that its engine reports.
 
-    Blocks that were promoted from a tier are credited to it once: for the first request that hits
-    them. This call looks up missed blocks, a moment after the engine asked for them.
+    A block that was promoted from a tier is credited to that tier once, for the first request that
+    hits it; later hits are credited to host memory. This call looks missed blocks up a moment after
+    the engine asked for them, so a block may have become ready since.
     """
     key_space = core.key_space(key_space_id)
     group_index = counted_group(key_space)
@@ -101,8 +105,8 @@ def note_outcome(
 def _by_origin(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> list[tuple[int, int]]:
-    """Returns how many of the blocks were promoted from each tier and not yet credited to it, and
-    marks them as credited."""
+    """Returns pairs of a tier's number and the number of blocks that were promoted from it and not
+    yet credited to it. Marks these blocks as credited."""
     origins = core.space.origins
     if not len(hashes):
         return []
@@ -119,14 +123,14 @@ def _by_origin(
 def _why(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words, if_ready: Miss
 ) -> Counter[Miss]:
-    """Returns the number of missed blocks for each reason. A block that is ready has the reason of
-    the block before it; `if_ready` is the reason if all blocks before it are ready too."""
+    """Returns how many of these missed blocks have each reason. A block that is ready missed only
+    because of a block before it, so it has the reason of the block before it. If no block before it
+    is missing, its reason is `if_ready`."""
     if not len(hashes):
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
     causes = core.space.removal.causes(key_space_id, group_index, hashes)
-    # More room would have kept the blocks that made room, here or in the tier to which a hint has
-    # demoted them.
+    # Evicted, and demoted because of a hint: with more room these blocks would have stayed.
     made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
     codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:
@@ -134,7 +138,7 @@ def _why(
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)
     is_ready = table.is_ready(words)
     codes[is_ready] = 0
-    # The last block at or before each place that was not ready.
+    # For each block, the index of the last block up to it that was not ready; -1 if there is none.
     at = np.maximum.accumulate(np.where(is_ready, -1, np.arange(len(codes))))
     codes = np.where(at >= 0, codes[at], int(if_ready))
     counts = np.bincount(codes)

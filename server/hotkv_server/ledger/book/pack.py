@@ -1,14 +1,14 @@
-"""The ledger's file: the part of the ledger that outlives the server, as bytes.
+"""Converts the ledger (accounts and forecast) into the bytes of its file, and back.
 
-Always true: bytes that are torn, damaged or of another format are refused as a whole. Columns are
-identified by name, so tiers and reasons may be added and removed between two servers.
+Always true: a file that is incomplete, damaged or of another format is refused as a whole. Columns
+are identified by name, so tiers and reasons may be added and removed between two servers.
 
     8 bytes  magic and format version
     4 bytes  CRC-32 of all bytes after it
     4 bytes  length of the JSON text
              the JSON text, which describes the arrays
-    arrays   for each account the numbers of cells (int32), then the cells (float64);
-             the same for the forecast; then the forecast's seen keys (uint64)
+    arrays   for each account the row numbers of its nonzero cells (int32), then these cells
+             (float64); the same for the forecast; then the forecast's seen keys (uint64)
 """
 
 import json
@@ -31,12 +31,19 @@ MAX_BYTES = 64 << 20
 
 
 class PackError(ValueError):
-    """The bytes are not a ledger of this format; the message says why."""
+    """Raised if the bytes are not a ledger of this format; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Ledger of an earlier server. The columns of `rows` are `names`."""
+    """The ledger of an earlier server, as read from its file.
+
+    names: names of the columns of `rows`.
+    rows: accounts with their sums, least recently used first.
+    forecast: the forecast's sums.
+    seen, seen_share: the forecast's seen keys, and the share of all keys that it samples.
+    speeds: prefill speed in tokens/s, by key space.
+    """
 
     names: tuple[str, ...]
     began_minute: int
@@ -49,13 +56,16 @@ class Kept:
 
     @property
     def tiers(self) -> list[str]:
-        """The tiers that it has counted."""
+        """Names of the tiers that have a column."""
         return [name.removeprefix(HIT) for name in self.names if name.startswith(HIT)]
 
 
 def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) -> list[bytes]:
-    """Returns the ledger as pieces of bytes. They are copies; `seal` makes a file of them, on any
-    thread. `seen`, `seen_share`: from the forecast, at any earlier time."""
+    """Returns the ledger as pieces of bytes, which are copies. `seal` joins them into the file's
+    content, on any thread.
+
+    seen, seen_share: the forecast's seen keys and their share, both read at the same earlier time.
+    """
     tables = [_cells(row) for _, row in accounts.rows()]
     outlook = _cells(forecast.sums)
     text = {
@@ -77,14 +87,14 @@ def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) 
 
 
 def seal(pieces: Iterable[bytes]) -> bytes:
-    """Returns the content of the file with these pieces."""
+    """Joins the pieces that `pack` returned into the content of the file."""
     text, *arrays = pieces
     body = struct.pack("<I", len(text)) + text + b"".join(arrays)
     return MAGIC + struct.pack("<I", zlib.crc32(body)) + body
 
 
 def unpack(content: bytes) -> Kept:
-    """Parses a file. Raises PackError."""
+    """Parses the content of a ledger's file. Raises PackError."""
     if len(content) < HEADER.size:
         raise PackError(f"it has {len(content)} bytes")
     magic, crc, length = HEADER.unpack_from(content)
@@ -133,28 +143,29 @@ def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
 
 
 def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
-    """Returns the columns of a ledger with these tiers that continues an earlier ledger."""
+    """Returns the columns for a ledger with these tiers and with the tiers of an earlier ledger
+    `kept`, if there is one."""
     return Columns([*tiers, *(kept.tiers if kept is not None else ())])
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Returns the numbers of the nonzero cells, int32 [n], and these cells, float64 [n,
-    columns]."""
+    """Returns the row numbers of the cells that are not all 0, int32 [n], and these rows, float64
+    [n, columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells
 
 
 class _Reader:
-    """Reads arrays from the content in turn. Each read raises ValueError if too few bytes are
-    left."""
+    """Reads arrays from the file's content one after the other, from offset `at` on. Each read
+    raises ValueError if too few bytes are left."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content = content
         self._at = at
 
     def buckets(self, count: int, num_columns: int, minute: int) -> Buckets:
-        """Reads buckets with `count` stored cells."""
+        """Reads a `Buckets` object of which `count` rows are stored; the others are 0."""
         row = Buckets(num_columns, minute)
         at = np.frombuffer(self._take(4 * count), "<i4")
         if len(at) and not (at.min() >= 0 and at.max() < NUM_CELLS):

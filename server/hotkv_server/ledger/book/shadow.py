@@ -1,9 +1,10 @@
-"""A shadow cache: tracks which of some keys a cache of a given size would hold under the node's
-policy.
+"""Simulates a cache of a given size under an eviction policy. It tracks only the keys of blocks,
+not their bytes (a shadow cache).
 
-It holds keys and no bytes. Always true: the held keys' bytes are within the limit of the last call.
-A key is held once. A request uses the keys that are held and then stores the rest, as in
-`hotkv_server.simulate`. It does not evict its own keys, and keys that find no room are declined.
+Always true: the bytes that the held blocks would take are within the limit of the last call. A key
+is held once. A request uses the keys that are held and then stores the other keys, as in
+`hotkv_server.simulate`. A request does not evict its own keys; if its keys find no room, they are
+not stored, and the policy is told so (`Policy.decline`).
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 MakePolicy = Callable[[int], Policy]
 """Makes a policy for entry numbers from 1 to the given capacity."""
 QUEUE = 1
-"""All keys are in the same queue of the policy, whatever their size."""
+"""Number of the policy's queue that holds all keys, whatever the size of their blocks."""
 
 
 class Shadow:
-    """See the module. Holds at most `max_keys`."""
+    """Simulates a cache (see the module) that holds at most `max_keys` keys."""
 
     def __init__(self, make_policy: MakePolicy, max_keys: int) -> None:
         self.used_bytes = 0
@@ -46,9 +47,12 @@ class Shadow:
     def serve(
         self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
     ) -> int:
-        """Serves a request for these distinct keys [n], in chain order. Returns how many keys were
-        held before the first miss. `may_keep`: True if the policy may hold other keys back and
-        leave out some of these."""
+        """Serves a request for these distinct keys [n], in the order of its blocks. Returns how
+        many keys were held before the first miss.
+
+        key_bytes: bytes of a block. limit_bytes: size of the cache.
+        may_keep: True if the policy may prefer to keep other keys, and so not store some of these.
+        """
         names = keys.tolist()
         found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
         held = found[found != 0]
@@ -75,8 +79,8 @@ class Shadow:
     def _make_room(
         self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
     ) -> None:
-        """Evicts until `more_bytes` fit, or no more keys may be evicted. `keep_at_s`: as in
-        `Policy.victims`."""
+        """Evicts keys until `more_bytes` fit into the limit, or no key can be evicted.
+        `keep_at_s`: as in `Policy.victims`."""
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]

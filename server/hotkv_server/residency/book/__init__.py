@@ -1,1 +1,1 @@
-"""Decides what residencies may pin, and pins it. Pure."""
+"""Decides which blocks residencies may pin, and pins them. Pure: no clock, no I/O, no threads."""

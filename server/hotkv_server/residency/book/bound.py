@@ -1,12 +1,16 @@
-"""Bounds the room that residencies are promised and pin.
+"""Bounds the room of residencies: slots promised (reserved, not yet pinned) and slots pinned.
 
-Always true: a tenant's residencies are promised and pin (each entry counted once) at most
-`residency.share` of the room that is guaranteed available to the tenant. All residencies together
-are within that share of the arena, with every other tenant's guarantee counted as used. Slabs can
-be had for each slot size's promises (`slab_floors`). So evicting unpinned blocks makes room for
-every promise. A slot counts with its part of the unused end of its slab.
+Always true:
 
-Bytes pinned by holds and leases also count, at the time of a promise: see `PinBudget`.
+- The bytes that a tenant's residencies are promised and pin (each entry counted once) are at most
+  `residency.share` (setting, 0 to 1) of the most bytes that the tenant may hold in the arena. They
+  are also at most that share of the arena less the bytes kept for the other tenants: for each, the
+  share of its guarantee, or what its residencies are promised and pin if that is more.
+- For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
+  can make room for every promise by evicting unpinned blocks.
+- A slot counts with its part of the unused end of its slab.
+
+When room is promised, bytes pinned by requests' holds and by leases also count: see `PinBudget`.
 """
 
 from collections.abc import Mapping
@@ -20,14 +24,14 @@ from hotkv_server.cache.values import Int64s
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the bytes of the arena that a slot costs in the shortest run: its share of a slab, or
-    the slabs that it spans. `slab_floors` promises such runs."""
+    """Returns the bytes of the arena that a slot costs if its slabs form the shortest possible run:
+    its share of a slab, or all slabs that it spans. `SlabPool.floors` reserves such runs."""
     size = aligned(slot_bytes)
     return -(-shortest_run(size, slab_bytes) * slab_bytes // max(1, slab_bytes // size))
 
 
 def slots_of(sizes: Int64s) -> dict[int, int]:
-    """Returns how many of the slots [n] have each size."""
+    """Returns how many slots there are of each size. sizes: size of each slot in bytes [n]."""
     if not len(sizes):
         return {}
     if (sizes == sizes[0]).all():
@@ -37,7 +41,10 @@ def slots_of(sizes: Int64s) -> dict[int, int]:
 
 
 class ResidencyBound:
-    """Counts the bytes promised and pinned, by tenant. `share`: `residency.share`."""
+    """Counts the bytes that residencies are promised and pin, by tenant, and checks the bounds.
+
+    share: the setting `residency.share`.
+    """
 
     def __init__(
         self, tenants: TenantBook, budget: PinBudget, share: float, pool: SlabPool
@@ -60,8 +67,8 @@ class ResidencyBound:
 
     @property
     def bound_bytes(self) -> int:
-        """Returns the bytes that all residencies together may be promised and pin, in the part of
-        the arena that has memory."""
+        """Returns the most bytes that all residencies together may be promised and pin. Counts only
+        the part of the arena that has memory by now."""
         capacity = self._tenants.capacity_bytes
         return min(int(self._share * capacity), most_pinned(capacity))
 
@@ -72,18 +79,20 @@ class ResidencyBound:
         return self._costs[slot_bytes]
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns the bytes that these slots, counted by size, cost together."""
+        """Returns the bytes of the arena that these slots cost together. slots: their number, by
+        size."""
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots by size as promised to a tenant. `sign` -1 subtracts them again."""
+        """Counts slots as promised to a tenant; with `sign` -1 subtracts them. slots: their number,
+        by size."""
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots of these sizes [n] as pinned for a tenant. `sign` -1 subtracts them
-        again."""
+        """Counts slots of these sizes [n] as pinned for a tenant; with `sign` -1 subtracts
+        them."""
         slots = slots_of(sizes)
         more = sign * self.costs(slots)
         self.pinned_bytes += more
@@ -98,17 +107,17 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """Returns the bytes that the tenant's residencies are promised and pin."""
+        """Returns the sum of the bytes that the tenant's residencies are promised and pin."""
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns the bytes that may be promised to the tenant at this moment."""
+        """Returns how many more bytes may be promised to the tenant now."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
     def most_bytes(self, tenant: int) -> int:
-        """Returns the bytes that could be promised to the tenant in an empty arena with all of its
-        memory."""
+        """Returns the most bytes that could be promised to the tenant if the arena were empty and
+        all of it had memory."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
@@ -161,8 +170,10 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if bytes by tenant, or all slots by size, differ or exceed the
-        bound."""
+        """Raises AssertionError if the counts differ from these, or exceed a bound.
+
+        promised, pinned: bytes by tenant. slots: number of promised and pinned slots, by size.
+        """
         self._floors.check(slots)
         taken = {
             tenant: promised.get(tenant, 0) + pinned.get(tenant, 0)

@@ -1,9 +1,11 @@
-"""Pins of residencies: the entries that they pin, and the marks of entries that clients may read.
+"""Pins entries (blocks and representations) for residencies, and marks entries that clients may
+read directly in the arena.
 
-Always true: an entry has one pin for each position of a residency that names it. An entry that is
-pinned here or kept by the grace is marked before any client learns its offset; no other entry is
-marked. If a residency pins an entry that another residency has pinned, its own promise still
-shrinks, and the entry counts once.
+Always true: an entry has one pin for each position at which a residency has it. An entry is marked
+if it is pinned here, or if it is kept for readers of the previous server (`cache.readers.Grace`);
+no other entry is marked. The mark is set before any client learns the entry's offset. If two
+residencies pin the same entry, the promise of each shrinks by a slot, but the pinned bytes count
+the entry once.
 """
 
 import numpy as np
@@ -19,11 +21,11 @@ from hotkv_server.residency.book.register import Residency
 class ResidencyPins:
     """Pins entries for residencies (see the module).
 
-    counts: pins from residencies, uint32 by entry number.
+    counts: number of pins by residencies, uint32, by entry number.
     """
 
     def __init__(self, space: Space, bound: ResidencyBound, grace: Grace, marks: Marks) -> None:
-        # The kernel allocates memory at the first pin of an entry nearby.
+        # The operating system allocates a page of this array at the first pin in that page.
         self.counts = np.zeros(space.index.capacity + 1, np.uint32)
         self._space = space
         self._bound = bound
@@ -37,11 +39,11 @@ class ResidencyPins:
     def representation_offsets(
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
-        """Returns the slot offsets of the representations that a residency pins with its blocks,
-        from `first_position` on; -1 without a representation.
+        """Returns the slot offset of the representation that the residency pins for each of
+        `block_count` positions from `first_position` on; -1 if it pins no representation there.
 
-        Representations of an earlier server count as missing until they have been compared with
-        their check values.
+        A representation that a restart has restored counts as missing until it has been compared
+        with its check value.
         """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
@@ -52,9 +54,11 @@ class ResidencyPins:
     def pin(
         self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
     ) -> None:
-        """Pins ready, verified blocks at rising positions, as many as the residency has left.
+        """Pins ready, verified blocks [n] at increasing positions [n], in this order until the
+        group has its most blocks.
 
-        Positions that already have a block keep it.
+        A position that already has a block keeps it. Does nothing if the residency is closing or
+        lacks the group.
         """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not len(positions):
@@ -66,8 +70,8 @@ class ResidencyPins:
         self._pin(residency, entries, group.block_bytes)
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
-        """Pins the representation of each block at `positions` whose kind the session declared; at
-        most one per position."""
+        """Pins the representation of each pinned, ready block at `positions`, if its kind is one of
+        the group's `kinds`. A position has at most one pinned representation."""
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
             return
@@ -83,7 +87,8 @@ class ResidencyPins:
         self._pin(residency, linked, group.kind_bytes)
 
     def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
-        """Pins entries in slots of this size, and reduces the promise by as many slots."""
+        """Pins entries whose slots have this size, and reduces the residency's promise by the same
+        number of slots."""
         fresh = entries[self.counts[entries] == 0]
         # Mark before any client learns the offsets: a killed server then leaves them marked.
         self._marks[entries] = 1
@@ -95,8 +100,8 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Removes a pin from each entry of a tenant's residency, and frees entries that were
-        flushed while pinned."""
+        """Removes one pin from each of these entries, which a residency of `tenant` pinned. Frees
+        entries that were flushed while they were pinned."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]
@@ -106,21 +111,22 @@ class ResidencyPins:
         self._space.removal.reap(distinct)
 
     def hold(self, entries: Entries) -> Entries:
-        """Pins entries, once each, while they are compared with their check values. Returns
-        them; pass them to `let_go`."""
+        """Pins each entry once, while entries are compared with their check values. Returns
+        `entries`; the caller must pass the same array to `let_go`."""
         if len(entries):
             self._space.index.pin(entries, 1)
             self._held.append(entries)
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """Releases the pins of a `hold`."""
+        """Releases the pins of a `hold`. `entries`: the array that `hold` returned."""
         self._held = [held for held in self._held if held is not entries]
         self._space.index.pin(entries, -1)
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns the pins of each entry [capacity + 1]. Linear in capacity."""
+        """Returns how often each entry is pinned here [capacity + 1]. Takes time linear in
+        capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)
@@ -150,7 +156,8 @@ class ResidencyPins:
 
 
 class ResidencyStore:
-    """Pins a store's blocks for its residency; implements `StorePins`."""
+    """Pins the blocks of a store for the residency that the store names; implements
+    `StorePins`."""
 
     def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
         self._residency, self._pins = residency, pins

@@ -1,11 +1,12 @@
-"""The residencies of all engines: the blocks that each pins, its remaining promise, and refusals
-for lack of room.
+"""Records the residencies of all engines: the blocks that each pins, the slots that it may still
+pin (its promise), and refusals for lack of room.
 
 Always true: an id names a single open residency of its engine; a closing residency has no id. A
-position of a residency names a single entry. A group has at most as many positions as were asked
-for by now, and at most as many representations as positions. Rows are in the order of positions.
-Residencies count for their owner, by number and by the memory of their lists (see `bounds`). An
-engine's latest refusal is kept while it has a session, until the residency opens, grows or
+position (index of a block in the request) names a single entry of a residency. A group has at most
+as many positions as the last successful call asked for, and at most one representation per
+position. A group's rows are sorted by position. The number of residencies and the memory of their
+lists are bounded for each owner (`cache.room.shares.FairBound`, `BoundShare`). An engine's latest
+refusal is kept until the refused residency opens, grows or closes, or the engine's last session
 closes.
 """
 
@@ -22,9 +23,10 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s, SessionRecord
 RESIDENCY_BYTES = 1024
 GROUP_BYTES = 512
 BLOCK_BYTES = 16
-"""Estimated bytes of a residency's lists: for itself, for each group, for each block that it may
-pin."""
+"""Estimated bytes of a residency's lists: RESIDENCY_BYTES for each residency, and GROUP_BYTES for
+each of its groups, and BLOCK_BYTES for each block that it may pin."""
 MAX_RESIDENCIES = 1 << 14
+"""Most residencies of all owners together."""
 
 
 # ------------------------------------------------------------------------------------ one residency
@@ -32,15 +34,16 @@ MAX_RESIDENCIES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """Blocks of a group.
+    """The blocks of one group that a residency pins, as a table with a row for each block.
 
-    most: positions that the group may have.
-    block_bytes, kind_bytes: slot sizes of a block, and of a representation; all `kinds` have the
-        same size, 0 without kinds.
-    kinds: kinds of representations to pin.
-    positions: rising, int64 [n].
-    entries: of the blocks, uint32 [n].
-    linked: of their representations, uint32 [n]; 0 without a representation.
+    most: most blocks (rows) that the group may have.
+    block_bytes: slot size of a block.
+    kinds: kinds of representations to pin, as group indexes.
+    kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
+    positions: position of each row's block in the request, int64 [n], increasing.
+    entries: number of each block's entry, uint32 [n].
+    linked: number of the entry of each block's pinned representation, uint32 [n]; 0 for none.
+    num_linked: number of rows with a pinned representation.
     """
 
     most: int
@@ -53,11 +56,12 @@ class ResidentGroup:
     num_linked: int = 0
 
     def left(self) -> dict[int, int]:
-        """Returns the slots, by size, that the group may still pin."""
+        """Returns how many slots of each size the group may still pin."""
         return self._slots(self.most - len(self.positions), self.most - self.num_linked)
 
     def slots(self, num_blocks: int) -> dict[int, int]:
-        """Returns the slots, by size, of this many blocks with a representation each."""
+        """Returns how many slots of each size this many blocks need, with one representation per
+        block."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -83,19 +87,20 @@ class ResidentGroup:
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds blocks at rising positions that are not yet there, without representations."""
+        """Adds rows for blocks, without representations. `positions` increase, and none of them has
+        a row."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records representations [n] for rows without a representation."""
+        """Records the pinned representations [n] of these rows [n], which had no representation."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
-        """Removes the last rows, at most `most`. Returns their entries, including
+        """Removes the last rows, at most `most` of them. Returns the entries of their blocks and
         representations."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
@@ -109,18 +114,23 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """Returns all its entries, including representations."""
+        """Returns the entries of all blocks and representations of the group."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
 
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """A residency of an engine.
+    """A residency of an engine: the room reserved for a request, and the blocks pinned in it.
 
-    asked: blocks by group, from the call that opened it or last grew it.
-    is_closing: it has no promise, accepts no blocks, and its pins are being released.
-    is_gone: all its pins are released.
+    owner: its tenant, or its engine if no tenants are configured; bounds count for the owner.
+    session_number: the session that opened it.
+    tenant: number of its key space's tenant.
+    opened_s: when it was opened, on the monotonic clock.
+    asked: number of blocks to reserve, by group, from the call that opened it or last grew it.
+    groups: the pinned blocks, by group.
+    is_closing: its promise is cancelled, it accepts no blocks, and its pins are being released.
+    is_gone: all its pins have been released.
     """
 
     engine_id: str
@@ -143,15 +153,16 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns how many blocks it pins."""
+        """Returns how many blocks it pins, without representations."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
-        """Returns the slots, by size, that it may still pin."""
+        """Returns how many slots of each size it may still pin (its promise)."""
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the slots, by size, of these blocks by group with their representations."""
+        """Returns how many slots of each size these blocks need, with their representations.
+        num_blocks: number of blocks, by group."""
         slots: Counter[int] = Counter()
         for group, count in num_blocks.items():
             slots.update(self.groups[group].slots(count))
@@ -177,11 +188,11 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns the most bytes that its lists may use, estimated."""
+        """Returns an estimate of the most bytes that its lists may use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
-        """Yields its entries, a group at a time."""
+        """Yields, for each group, the entries that the residency pins in it."""
         for group in self.groups.values():
             yield group.pinned()
 
@@ -193,12 +204,13 @@ class Residency:
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """Returns True if its clients may read any of these blocks."""
+        """Returns True if the residency pins any of these blocks, so that its clients may read
+        it."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 
 def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
-    """Returns the slots, by size, that these groups may still pin together."""
+    """Returns how many slots of each size these groups together may still pin."""
     left: Counter[int] = Counter()
     for group in groups.values():
         left.update(group.left())
@@ -206,8 +218,8 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns the most bytes, estimated, that the lists of a residency for these blocks by group
-    use."""
+    """Returns an estimate of the most bytes that a residency's lists use. asked: number of blocks,
+    by group."""
     return RESIDENCY_BYTES + GROUP_BYTES * len(asked) + BLOCK_BYTES * sum(asked.values())
 
 
@@ -216,9 +228,13 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An engine's latest residency that was refused for lack of room.
+    """The latest refusal of an engine's residency for lack of room.
 
-    num_attempts: refusals of this residency in a row.
+    asked_bytes: bytes of the arena that the refused call would have reserved.
+    available_bytes: bytes that could be reserved at that time.
+    message: the error's text.
+    at_s: when it was refused, on the monotonic clock.
+    num_attempts: how many times in a row this residency has been refused.
     """
 
     engine_id: str
@@ -231,9 +247,11 @@ class Refusal:
 
 
 class ResidencyBook:
-    """Residencies by id and by session.
+    """Finds residencies by id and by session, and bounds them by owner.
 
-    orphans: sessions that ended while the server drained; their residencies stay.
+    bound: counts residencies for each owner.
+    memory: counts the bytes of their lists for each owner.
+    orphans: numbers of sessions that ended while the server drained; their residencies stay.
     """
 
     def __init__(self, memory: BoundShare) -> None:
@@ -253,7 +271,8 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the open residency that a call repeats; None if the id is new.
+        """Returns the residency with this id if it is already open, so that the call repeats or
+        grows it; None if the id is new.
 
         Raises DUPLICATE_ID if the engine uses the id in another key space.
         """
@@ -275,14 +294,16 @@ class ResidencyBook:
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency that a call names; None if it is not open in this key space."""
+        """Returns the residency that a call names; None if it is not open in the session's key
+        space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
         return residency
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """Returns the residency that a call works on. Raises UNKNOWN_RESIDENCY."""
+        """Returns the open residency that a call names. Raises UNKNOWN_RESIDENCY if it is not open
+        in the session's key space."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(
@@ -293,8 +314,11 @@ class ResidencyBook:
         return residency
 
     def check_room(self, residency: Residency) -> None:
-        """Raises RESIDENCY_TOO_LARGE if the residency exceeds what any owner may have, OVERLOADED
-        if the owner may have no other."""
+        """Checks a new residency against the bounds of its owner.
+
+        Raises RESIDENCY_TOO_LARGE if its lists would use more memory than any owner may have,
+        OVERLOADED if the owner has too many residencies or too little memory left for their lists.
+        """
         self._check_memory(residency.owner, residency.weight, residency.weight)
         if not self.bound.room(residency.owner):
             raise HotKVError(
@@ -304,12 +328,14 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Raises as `check_room`, for a residency that grows to these blocks by group."""
+        """Checks the memory of an open residency's lists after it grows; raises as `check_room`.
+        num_blocks: its number of blocks after growth, by group."""
         weight = weight_of(num_blocks)
         self._check_memory(residency.owner, weight, weight - residency.weight)
 
     def _check_memory(self, owner: str, weight: int, more: int) -> None:
-        """Raises HotKVError unless an owner may have `more` bytes for a residency of `weight`."""
+        """Raises HotKVError unless the owner may use `more` further bytes for a residency whose
+        lists then use `weight` bytes."""
         if weight > self.memory.capacity // 2:
             raise HotKVError(
                 Reason.RESIDENCY_TOO_LARGE,
@@ -333,7 +359,8 @@ class ResidencyBook:
         self._settle_refusal(residency)
 
     def grow(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Lets a residency have these blocks by group, at least as many as before."""
+        """Raises the number of blocks that a residency may have. num_blocks: the new number, by
+        group, at least the old number."""
         weight = residency.weight
         residency.asked = dict(num_blocks)
         for group, count in num_blocks.items():
@@ -342,18 +369,19 @@ class ResidencyBook:
         self._settle_refusal(residency)
 
     def begin_closing(self, residency: Residency) -> None:
-        """Frees the id of a residency."""
+        """Frees the id of a residency that is to be closed, so that a call may use it again."""
         del self._by_id[residency.engine_id, residency.residency_id]
         self._settle_refusal(residency)
 
     def _settle_refusal(self, residency: Residency) -> None:
-        """Forgets that this residency was refused room."""
+        """Deletes the engine's recorded refusal if it is about this residency."""
         refusal = self._refusals.get(residency.engine_id)
         if refusal is not None and refusal.residency_id == residency.residency_id:
             del self._refusals[residency.engine_id]
 
     def remove(self, residency: Residency) -> None:
-        """Forgets a closing residency that has no pins left."""
+        """Removes a closing residency that has no pins left, and subtracts it from its owner's
+        counts."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -393,11 +421,12 @@ class ResidencyBook:
         )
 
     def forget_engine(self, engine_id: str) -> None:
-        """Forgets the refusal of an engine whose last session has closed."""
+        """Deletes the recorded refusal of an engine whose last session has closed."""
         self._refusals.pop(engine_id, None)
 
     def refusals(self) -> list[Refusal]:
-        """Returns each engine's latest refusal that it has not resolved."""
+        """Returns, for each engine that has one, its latest refusal. A refusal is deleted once the
+        refused residency opens, grows or closes."""
         return list(self._refusals.values())
 
     def check_invariants(self) -> None:

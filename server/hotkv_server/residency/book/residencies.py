@@ -1,12 +1,15 @@
-"""Residencies: requests whose blocks stay in the arena as long as they run, for engines that read
-them there without a copy.
+"""Opens, extends and closes residencies. A residency keeps the blocks of a running request pinned
+in the arena, so that the engine can read them there without a copy.
 
-Opening a residency reserves room, and opening it again for more blocks grows it. Extending it, or
-storing into it, pins blocks and returns their offsets. Always true: the pinned and promised bytes
-are within `ResidencyBound`. Before the server unpins blocks that their engine has not released, the
-session's word has changed (`cache.readers`). Residencies belong to their engine, as leases do, and
-end with the session that opened them. If the server drains, they stay for the next server.
-`resident` pins; the core's `grace` keeps the blocks of an earlier server's residencies.
+Opening a residency reserves room. Opening it again with more blocks reserves more room. Extending a
+residency pins blocks that are stored, and returns their offsets; a store that names the residency
+pins its blocks when they become ready.
+
+Always true: the pinned and promised bytes are within `ResidencyBound`. If the server unpins blocks
+that their engine has not released, it first changes the session's validity word, by which readers
+check that their blocks are still pinned (`cache.readers`). All sessions of an engine can use its
+residencies; a residency ends with the session that opened it. If the server drains, residencies
+stay for the next server, whose `Grace` keeps their blocks for a time.
 """
 
 from collections import Counter
@@ -46,7 +49,11 @@ PART_BLOCKS = 1 << 14
 
 
 class Residencies:
-    """Opens, extends and closes residencies (see the module). A `Pinner` of its core."""
+    """Opens, extends and closes residencies (see the module). Registers itself as a `Pinner` of
+    the core.
+
+    book: the residencies. bound: the bytes promised and pinned. resident: pins their entries.
+    """
 
     def __init__(self, core: CacheCore) -> None:
         space = core.space
@@ -70,13 +77,15 @@ class Residencies:
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
-        """Reserves room for a residency, with representations of the session's declared kinds.
+        """Reserves room for a residency: for its blocks, and for one representation per block if
+        the session has declared a kind.
 
-        num_blocks: blocks to reserve, by group.
+        num_blocks: number of blocks to reserve, by group.
         If the residency is already open, the call reserves only the additional blocks. It raises
-        DUPLICATE_ID if `num_blocks` has other groups, or fewer blocks in a group, than the call
-        before. Raises NO_ROOM_FOR_RESIDENCY, RESIDENCY_TOO_LARGE and others. A refusal is recorded
-        for operators and changes no other state.
+        DUPLICATE_ID if `num_blocks` has other groups than the residency, or fewer blocks in a group
+        than are already reserved. Raises NO_ROOM_FOR_RESIDENCY if there is no room now,
+        RESIDENCY_TOO_LARGE if there never can be, and others. A refusal is recorded for operators
+        and changes no other state.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -113,7 +122,8 @@ class Residencies:
     ) -> None:
         """Reserves additional slots for an open residency.
 
-        num_blocks: all its blocks after the call, by group. growth: additional slots, by slot size.
+        num_blocks: number of its blocks after the call, by group.
+        growth: number of additional slots, by slot size.
         """
         with self._noting_refusal(residency, growth, now_s):
             self.bound.check_ever(
@@ -128,7 +138,10 @@ class Residencies:
     def _noting_refusal(
         self, residency: Residency, slots: Mapping[int, int], now_s: float
     ) -> Iterator[None]:
-        """Records a refusal of these slots, counted by size, for operators."""
+        """Records a HotKVError raised inside the `with` block as a refusal, for operators.
+
+        slots: number of slots that the call would have reserved, by size.
+        """
         try:
             yield
         except HotKVError as error:
@@ -139,9 +152,10 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs of the slot sizes that the residency, or its growth, needs, in parts.
+        """Frees slabs, in parts, for the slot sizes that a new or growing residency needs.
 
-        Does nothing if there are enough, or if the call would be refused anyway.
+        Does nothing if there are enough, or if opening the residency would be refused anyway.
+        num_blocks: as in `open`.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -169,8 +183,12 @@ class Residencies:
     ) -> Int64s:
         """Pins the listed blocks that are ready and verified, with their representations.
 
-        Returns the slot offset of each block; -1 if it is not pinned. A block that the residency
-        already has keeps its offset, even if it has been flushed since.
+        first_position: position of the first block in the request; the others follow it.
+        hashes: hashes of the blocks, uint32 words [n, 8].
+        Returns the slot offset of each block in the arena [n]; -1 if it is not pinned, or not yet
+        verified. A block that the residency already pins keeps its offset, even if it has been
+        flushed since. Raises HotKVError: DUPLICATE_ID if the residency has another block at a
+        position, UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
         """
         session = self._sessions.record(session_number)
         _check_position(first_position, len(hashes))
@@ -202,7 +220,8 @@ class Residencies:
     def _named(
         self, session: SessionRecord, residency_id: str, group_index: int, num_blocks: int
     ) -> tuple[Residency, ResidentGroup]:
-        """Returns the residency and group of a call. Raises HotKVError."""
+        """Returns the residency and group that a call names. Raises HotKVError if the residency is
+        not open, lacks the group, or `num_blocks` is too large for a call."""
         residency = self.book.live(session, residency_id)
         if group_index not in residency.groups:
             raise HotKVError(
@@ -223,8 +242,9 @@ class Residencies:
     def begin_comparing(
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
-        """Pins the listed ready blocks that have not been compared with their check values, and
-        returns them. The caller must pass them to `resident.let_go`."""
+        """Pins those of the listed ready blocks that a restart has restored and that have not been
+        compared with their check values. Returns them; the caller must compare them, and then pass
+        them to `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
@@ -234,37 +254,41 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Ends the residencies of a session in parts, after notifying its readers.
+        """Ends the residencies of a session in parts, after it has changed the session's validity
+        word.
 
-        If the server drains, they stay: the next server keeps them for their readers.
+        If the server drains, the residencies stay pinned, and the next server keeps their blocks
+        for a time.
         """
         for residency in self._begin_ending(session):
             yield from self.closing(residency)
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins a residency in parts. Its engine has closed it, or its readers have been
-        notified."""
+        """Unpins a residency in parts. Before the call, its engine must have closed it or the
+        session's validity word must have changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Cancels the residency's promise and frees its id. `give_back` unpins its blocks."""
+        """Cancels the residency's promise and frees its id. Call `give_back` to unpin its
+        blocks."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Unpins a whole residency at once. If its engine did not close it, its readers must have
-        been notified before."""
+        """Unpins a whole residency at once. Before the call, its engine must have closed it or the
+        session's validity word must have changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
 
     def give_back(self, residency: Residency, most: int) -> bool:
-        """Unpins up to `most` blocks of a closing residency. Returns True once it is gone."""
+        """Unpins up to `most` blocks of a closing residency. Returns True once all are unpinned and
+        the residency is removed."""
         if residency.is_gone:
             return True
         for group in residency.groups.values():
@@ -278,7 +302,8 @@ class Residencies:
         return True
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
-        """Notifies the readers of a session's residencies. Returns the residencies to unpin."""
+        """Changes the session's validity word, so that its readers stop. Returns the residencies to
+        unpin; an empty list if the server drains."""
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:
             self.book.orphans.add(session.number)
@@ -291,7 +316,7 @@ class Residencies:
     def condemned(self, entries: Entries) -> None:
         """Ends the residencies of every session that reads any of these blocks.
 
-        The blocks do not match their check values, so readers have seen bytes that were not stored.
+        The blocks do not match their check values, so readers may have read damaged bytes.
         """
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
@@ -316,7 +341,8 @@ class Residencies:
     # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if the books disagree. Linear in capacity."""
+        """Raises AssertionError if the records of residencies, pins and bounds disagree. Takes time
+        linear in capacity."""
         counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
         slots: Counter[int] = Counter()
@@ -339,8 +365,8 @@ class Residencies:
 def _new_groups(
     session: SessionRecord, record: KeySpaceRecord, num_blocks: Mapping[int, int]
 ) -> dict[int, ResidentGroup]:
-    """Returns the groups of a new residency, without blocks. Raises INVALID_FIELD unless a
-    residency may be opened for them."""
+    """Returns empty groups for a new residency. Raises INVALID_FIELD if a group or a number of
+    blocks is not valid. num_blocks: number of blocks to reserve, by group."""
     check_named(record, num_blocks, 0, 0, only_blocks=True)
     if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
         raise HotKVError(
@@ -360,8 +386,8 @@ def _check_position(first_position: int, num_blocks: int) -> None:
 
 
 def _check_most(group: ResidentGroup, num_fresh: int) -> None:
-    """Raises INVALID_FIELD if the group would have more blocks than the residency was opened
-    for."""
+    """Raises INVALID_FIELD if `num_fresh` additional blocks exceed the number for which the
+    residency was opened."""
     count = len(group.positions) + num_fresh
     if count > group.most:
         raise HotKVError(

@@ -1,1 +1,1 @@
-"""The HTTP pages: probes, metrics, and the status page with its API."""
+"""Makes the answers of HTTP: probes, metrics, and the status page with its API."""

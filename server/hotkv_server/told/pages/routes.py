@@ -1,7 +1,8 @@
-"""The paths of HTTP: probes and metrics for everybody, the page and its API by `PageAccess`.
+"""Answers each HTTP path. Everybody may read the probes and metrics; `PageAccess` decides who may
+read the status page and its API.
 
-Always true: figures are read on the node's loop, and written as JSON on the loop of HTTP. However
-many clients ask for metrics, the status or savings, the node computes each answer once at a time.
+Always true: figures are read on the node's event loop, and converted to JSON on the event loop of
+the HTTP thread. Clients that ask for the same answer at the same time share one computation.
 """
 
 import array
@@ -43,7 +44,7 @@ from hotkv_server.told.status import NodeStatus, as_json_values, read_status
 # Requests and answers of HTTP, as values.
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Prometheus' type for metrics; also used for the other texts."""
+"""Content type of metrics for Prometheus; also used for all other texts."""
 JSON_TYPE = "application/json"
 PRIVATE: Mapping[str, str] = {
     "Cache-Control": "no-store",
@@ -51,13 +52,17 @@ PRIVATE: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every answer that is not public."""
+"""Headers of the answers of the status page and its API."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. `host`, `authorization` and `accept` are headers, empty if missing. `body`: of a
-    question."""
+    """The parts of an HTTP request that decide the answer.
+
+    path, query: of the address, without and after the question mark.
+    host, authorization, accept: values of these headers; empty if the header is missing.
+    body: of a POST to CHECK_PATH.
+    """
 
     path: str
     query: str = ""
@@ -69,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of HTTP."""
+    """An HTTP answer."""
 
     status: int
     body: bytes
@@ -78,29 +83,30 @@ class Reply:
 
     @staticmethod
     def text(status: int, line: str, headers: Mapping[str, str] = PRIVATE) -> "Reply":
-        """Makes an answer with a line of text."""
+        """Makes an answer whose body is a line of text."""
         return Reply(status, f"{line}\n".encode(), headers=headers)
 
     @staticmethod
     def json(value: Any) -> "Reply":
-        """Makes a private answer of JSON."""
+        """Makes an answer with status 200 and the value as JSON, with the headers PRIVATE."""
         body = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
         return Reply(200, body, JSON_TYPE, PRIVATE)
 
 
 # ----------------------------------------------------------------------------------------- The page
-# A single file without dependencies, and the headers that enforce this.
+# The status page is a single file without dependencies, sent with headers that enforce this.
 #
-# Always true: the page contains no figures; it asks the API for them. The browser runs only the
-# file's one script and one style sheet, by their hashes. It loads nothing from elsewhere, and
-# makes no elements out of text.
+# Always true: the page contains no figures; it asks the API for them. The Content-Security-Policy
+# lets the browser run only the file's script and style sheet, which it identifies by hash. It
+# forbids loading from other hosts, and making HTML elements from text.
 
 HTML_TYPE = "text/html; charset=utf-8"
 FILE = "page.html"
 
 
 def _hash(tag: str, text: str) -> str:
-    """Returns the hash by which a Content-Security-Policy names the single element of this tag."""
+    """Returns the SHA-256 (base64) of the content of the only element with this tag, as a
+    Content-Security-Policy needs it."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
@@ -123,7 +129,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """The page's file, read once."""
+    """Makes the answer with the status page. Reads its file once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -136,24 +142,26 @@ class Page:
         }
 
     def reply(self, status: int = 200) -> Reply:
-        """Returns the page. With status 401, it first asks for a token."""
+        """Returns the page. If `status` is 401, the page first asks the reader for a token."""
         return Reply(status, self._body, HTML_TYPE, self._headers)
 
 
 # ------------------------------------------------------------------------------------------ Savings
-# Answers `/api/v1/savings`. While the node rests, the answer is the latest one, with its age.
+# Answers `/api/v1/savings` (the ledger's figures). After the node has computed an answer, it rests:
+# it computes no other for a time. Until then clients get the latest answer, with its age.
 #
 # Always true: the node computes one answer at a time and then rests. So all answers together take
-# about RESTING_SHARE of its loop's time, however many clients ask, and for whatever windows. On the
-# loop of HTTP only.
+# about RESTING_SHARE of its event loop's time, however many clients ask, and for whatever windows
+# of time. Use on the HTTP thread's event loop only.
 
 RESTING_SHARE = 0.05
+"""Share of the event loop's time that answers may take."""
 MAX_REST_S = 5.0
 """Longest rest after an answer, however long the node took for it."""
 MAX_SINCE_S = 8 * 86_400.0
-"""The ledger's longest window, except 0, which asks for everything it has."""
+"""Longest window that the ledger has. The window 0 stands for all time."""
 MAX_KEPT = 32
-"""Most answers in the cache: by window, with names and without."""
+"""Most answers in the cache. Each has another window, or is with or without names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +176,11 @@ class _Made:
 
 
 class SavingsPage:
-    """Caches and schedules answers about savings (see above). `read(since_s, has_names)` asks the
-    node."""
+    """Caches and schedules answers about savings (see above).
+
+    read: called as `read(since_s, has_names)`; returns the figures from the node.
+    clock, sleep: replaced in tests.
+    """
 
     def __init__(
         self,
@@ -187,10 +198,11 @@ class SavingsPage:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
 
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
-        """Returns the answer for the last `since_s` seconds; 0 for all.
+        """Returns the answer for the last `since_s` seconds, rounded up to minutes; 0 for all time.
 
-        Starts a new computation, which waits for its turn. Returns the latest answer if it exists
-        and the node rests; otherwise waits for the new answer. Raises the node's errors.
+        Starts a new computation, which begins after the running computation and the rest. While the
+        node computes or rests, returns the latest answer for the same window if there is one.
+        Otherwise waits for the new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -231,13 +243,15 @@ PAGE_PATH = "/"
 API = "/api/v1/"
 STATUS_PATH, SAVINGS_PATH = f"{API}status", f"{API}savings"
 CHECK_PATH = f"{API}check_blocks"
-"""The only path of POST. Its form is that of Dynamo's `SharedKvCacheHttpClient`."""
+"""The only path that accepts POST: a router asks which blocks are cached. The format is that of
+Dynamo's `SharedKvCacheHttpClient`."""
 ALL_PATHS = f"try /, /metrics, /livez, /readyz, {STATUS_PATH} or {SAVINGS_PATH}"
 T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """Returns the answer of a probe."""
+    """Returns 200, or 503 with the problems of the server. `also_draining`: draining counts as a
+    problem too."""
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
         problems += ("the server drains",)
@@ -250,7 +264,11 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
-    """Returns the answer of the capability that answers such questions; None without one."""
+    """Returns which blocks [n] are cached, from the first capability that answers such questions;
+    None if none does.
+
+    model: name of the model. block_tokens: tokens of a block. hashes: the router's block hashes.
+    """
     for one in node.capabilities:
         if (found := await one.check_blocks(model, block_tokens, hashes)) is not None:
             return found
@@ -262,7 +280,8 @@ async def _status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def since(query: str) -> float:
-    """Returns the seconds of `since_s=`; 0 if it is missing. Raises ValueError."""
+    """Returns the value of the parameter `since_s` of a query, in seconds; 0 if it is missing.
+    Raises ValueError."""
     values = urllib.parse.parse_qs(query).get("since_s", ["0"])
     try:
         seconds = float(values[-1])
@@ -274,7 +293,7 @@ def since(query: str) -> float:
 
 
 class Routes:
-    """Answers requests (see the module). On the loop of HTTP only."""
+    """Answers requests (see the module). Use on the HTTP thread's event loop only."""
 
     def __init__(
         self, node: Node, node_loop: asyncio.AbstractEventLoop, access: PageAccess
@@ -291,7 +310,7 @@ class Routes:
         self._savings = SavingsPage(self._read_savings)
 
     def prepare(self) -> None:
-        """Runs `NodeCollector.prepare`."""
+        """Runs `NodeCollector.prepare`, on the node's event loop."""
         self._collector.prepare()
 
     async def answer(self, request: Request) -> Reply:
@@ -318,8 +337,12 @@ class Routes:
         return Reply.text(404, ALL_PATHS)
 
     async def _checked(self, request: Request, *, has_names: bool) -> Reply:
-        """Answers a router's question, `{"block_hashes": […]}`, by `{"ranges": [[first, end], …]}`:
-        positions of blocks that are cached."""
+        """Answers a router's question about blocks.
+
+        The request's body is `{"block_hashes": […]}`. The answer is
+        `{"ranges": [[first, end], …]}`: the ranges of positions in that list (`end` exclusive)
+        whose blocks are cached.
+        """
         if not has_names:
             return Reply.text(
                 403, "questions about blocks need a token of security.admin_token_sha256"
@@ -368,8 +391,8 @@ class Routes:
         return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Returns the answer in progress under this name, or starts to make it. Requests that come
-        while it is in progress share it."""
+        """Returns the result of `make`. Requests with the same `name` that come while `make` runs
+        share its result."""
         task = self._shared.get(name)
         if task is None or task.done():
             task = self._shared[name] = asyncio.create_task(make())
