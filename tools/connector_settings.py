@@ -36,8 +36,8 @@ one:
   server never does.
 - If `VLLM_PLUGINS` is set, name `hotkv` in it: vLLM has the connector's name from hotkv's plugin.
   Or add `"kv_connector_module_path": "hotkv_vllm.connector"`.
-- No variable switches hotkv on (such as `HOTKV=1`): vLLM passes nothing to its general plugins, so
-  one could set `kv_transfer_config` only by patching `EngineArgs` or rewriting the command line.
+- No variable switches hotkv on (such as `HOTKV=1`): vLLM gives a plugin no way to set
+  `kv_transfer_config`.
 
 `tools/connector_settings.py` makes this page from the code.
 """

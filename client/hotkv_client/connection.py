@@ -120,7 +120,8 @@ class Connection:
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
-        """Opens the session, opens the link and registers the engine's memory. Blocks.
+        """Opens the session, opens the link and registers the engine's memory. Blocks the calling
+        thread.
 
         Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
         stream breaks or if all of this takes longer than `connect_timeout_s`.
@@ -211,7 +212,8 @@ class Connection:
             self.outbox.put(request)
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
-        """Resolves calls as answers arrive, until the server ends the stream. Blocks.
+        """Resolves calls as answers arrive, until the server ends the stream. Blocks the calling
+        thread.
 
         Raises grpc.RpcError if the stream breaks.
 

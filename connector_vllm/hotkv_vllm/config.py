@@ -3,7 +3,7 @@
 Every setting is a key `hotkv.<name>`, or a field of an object `hotkv`, which vLLM makes of
 arguments with dots (`--kv-transfer-config.kv_connector_extra_config.hotkv.load always`). Other keys
 belong to others and are ignored. A wrong setting stops the engine's start; the message names the
-key, the value and the allowed values. An absent server never stops it.
+key, the value and the allowed values. An absent server never stops the start.
 """
 
 import os
@@ -41,16 +41,17 @@ class ConnectorConfig:
     target: `unix:/path/grpc.sock` or `host:port`.
     tenant: engines of different tenants never share blocks; a server that knows tenants demands a
         proof that this engine may act for it.
-    tls_ca, tls_certificate, tls_key, tls_server_name, token_file: over TCP: files with the
-        authorities that sign the server's certificate, this engine's certificate, its key; the name
-        that the server's certificate must have; a file with the tenant's token.
+    tls_ca: file with the authorities that sign the server's certificate.
+    tls_certificate, tls_key: files with this engine's certificate and its key.
+    tls_server_name: name that the server's certificate must have.
+    token_file: file with the tenant's token (over TCP).
     weights_identity: a name in place of the identity that is computed from the weights; equal names
         promise equal weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
-    load: `auto` takes a hit if loading it is faster than computing it, as far as this engine has
-        measured both, and the server does not load from a slow tier blocks that are computed
-        sooner. `always` takes every block that the server has.
+    load: `auto` takes a hit unless this engine's measurements show that computing is faster than
+        loading; and the server leaves blocks in a slow tier that the engine computes sooner.
+        `always` takes every block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
@@ -69,24 +70,24 @@ class ConnectorConfig:
         change what hotkv uses of vLLM's API.
     use_table: probe the shared block table if the server offers it; else ask by calls.
     state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
-        many tokens, rounded up to a boundary that can be hit, and at the end of a prompt; 0 for
-        every state that vLLM hands over.
+        many tokens, rounded up to a length at which a hit can end, and at the end of a prompt; 0
+        for every state that vLLM hands over.
     hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown.
-    sparse: sparse decode (CPU engines; CUDA engines only with `residency` and
-        `allow_sparse_cuda_never_run`), an object; without it attention is vLLM's own.
-    sparse_centre: file with the model's calibrated centres (`python -m
-        hotkv_vllm.sparse.calibrate`), which improve selections. Engines share representations only
-        if their files are the same.
+    sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
+        without it attention is vLLM's own.
+    sparse_centre: file with the model's mean keys (centres), measured by `python -m
+        hotkv_vllm.sparse.calibrate`; they improve selections. Engines share representations
+        (summaries of keys) only if their files are equal.
     tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env`
         for the variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
         a request with a trace context is traced if its client traces it.
-    residency_timeout_s: how long a request with old blocks in host memory waits for the server
-        to store its blocks, before it ends with an error.
+    residency_timeout_s: how long a request with `residency` waits for the server to accept its
+        blocks, before it ends with an error.
     allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, although this code
         has never run on a GPU; without it such an engine does not start.
-    representation_tokens: on CUDA, tokens of all running contexts whose representations the
-        device's memory can hold.
+    representation_tokens: on CUDA, tokens of all running contexts for whose representations device
+        memory is allocated.
     sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
         against exact attention; 0 for never.
     """

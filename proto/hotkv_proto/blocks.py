@@ -141,10 +141,11 @@ class StoreOptions:
     """Options of a store, in addition to its blocks. The connector and the server both use this
     class.
 
-    retention: how to retain the blocks. The server reads it only from the first store under a
-        lease, which reserves the slots, not from the other ranks' stores.
-    residency_id: an open residency of this engine, or empty. The residency pins each block of the
-        store: at once if the block is already ready, otherwise when the store makes it ready.
+    retention: how to retain the blocks. All ranks store a block under the same write lease. The
+        first of these stores reserves the slots, and the server reads only its `retention`.
+    residency_id: an open residency of this engine (room reserved for a request whose context is in
+        host memory), or empty. The residency pins each block of the store: at once if the block is
+        already ready, otherwise when the store makes it ready.
     traceparent: the caller's span as a W3C traceparent header; empty without a span.
     """
 

@@ -62,8 +62,8 @@ class OpenedNode:
 
     @staticmethod
     def open(settings: Settings, *, reset: bool) -> "OpenedNode":
-        """Maps memory, looks for devices, and restores the blocks of an earlier server. Blocks.
-        Raises StartError."""
+        """Maps memory, looks for devices, and restores the blocks of an earlier server. Blocks the
+        calling thread. Raises StartError."""
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
         # If the start fails, files of an earlier server stay; files that this server made are
@@ -104,8 +104,8 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool) -> None:
-        """Closes all parts, after the node. `keep`: leaves the blocks to the next server.
-        Blocks."""
+        """Closes all parts, after the node. `keep`: leaves the blocks to the next server. Blocks
+        the calling thread."""
         self.memory.filling.close()
         self.cuda.close()
         if self.below is not None:

@@ -56,7 +56,7 @@ def read_centres(path: str | os.PathLike[str]) -> Centres:
 
 
 def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
-    """Writes centres to a file, atomically replacing an existing file. Blocks.
+    """Writes centres to a file, atomically replacing an existing file. Blocks the calling thread.
 
     Raises OSError; the existing file is unchanged then.
     """

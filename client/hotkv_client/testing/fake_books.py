@@ -28,7 +28,7 @@ Shards = dict[int, bytes]
 
 class FakeMemory:
     """The engine memory of a session. Without a layout the session has no memory, and this object
-    knows only the groups."""
+    knows only the session's groups."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -41,8 +41,9 @@ class FakeMemory:
         }
 
     def shape(self, group: int) -> GroupSpec | Representation:
-        """Returns the group of this index. Indices after the last group are the kinds of
-        representation that the session declares."""
+        """Returns the group of this index. Indices after the last group stand for the kinds of
+        representation (summaries of blocks' keys, for sparse attention) that the session
+        declares."""
         groups = self._config.key_space.groups
         return (
             groups[group]
@@ -51,8 +52,9 @@ class FakeMemory:
         )
 
     def number(self, group: int) -> int:
-        """Returns the number that stands for a group in the server's keys (`Key`): the index of a
-        group, or the salt of a representation, which differs for each of its versions."""
+        """Returns the number that stands for `group` in the server's keys (`Key`): for a group of
+        KV blocks, its index; for a kind of representation, its salt, a number that differs for each
+        format, version and size."""
         shape = self.shape(group)
         return (
             self._config.key_space.representation_salt(shape)

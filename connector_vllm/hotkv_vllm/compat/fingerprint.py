@@ -252,8 +252,8 @@ def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
     """Returns `value` as JSON that is equal in every process for equal settings. It holds no
     addresses and does not depend on the order of sets.
 
-    An object of an unknown class is written as its class and attributes; an object inside itself as
-    its class.
+    An object of an unknown class is written as its class and attributes. If an object contains
+    itself (a cycle), the inner occurrence is written as its class only.
 
     within: ids of the objects that contain this object.
     """

@@ -5,12 +5,13 @@ vLLM's hash and the identity of the bytes that this engine's workers hold. So en
 adapter only if their adapters are equal.
 
 Always true:
-- A request of an adapter has no keys (so neither hits nor stores) unless all ranks have named the
-  bytes that they hold for each id of that adapter, and the names were always equal.
+- A request of an adapter has no keys (so neither hits nor stores) unless all ranks have reported
+  the identity of the bytes that they hold for each id of that adapter, and these identities were
+  always equal.
 - If an adapter was seen with two identities, its requests have no keys for the rest of the engine's
   life: vLLM's own cache gives both the same name and mixes their KV.
-- While requests of an adapter live, workers retain the bytes that they have named. A question about
-  the adapter is repeated until all ranks have answered, whatever steps or reports are lost.
+- While requests of an adapter live, workers retain the bytes that they have identified. A question
+  about the adapter is repeated until all ranks have answered, whatever steps or reports are lost.
 """
 
 import enum
@@ -29,7 +30,7 @@ way."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
-"""A rank's answer if it can't name the bytes that it holds."""
+"""A rank's answer if it can't identify the bytes that it holds."""
 LATER = "later"
 """A rank's answer if it has already read the allowed number of adapters ahead of vLLM. It sends
 another answer, without another question, as soon as it can."""
@@ -42,9 +43,9 @@ AdapterName = tuple[str, str]
 class AdapterWork:
     """The work for the workers in a step's metadata. They carry out `released` before `asked`.
 
-    asked: (number of the question, vLLM's LoRARequest) of adapters to name.
-    released: ids without a live request.
-    acknowledged: ids whose change of bytes the scheduler has processed.
+    asked: the adapters to identify, each as (number of the question, vLLM's LoRARequest).
+    released: ids of adapters without a live request.
+    acknowledged: ids of adapters whose change of bytes the scheduler has processed.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -59,8 +60,10 @@ NO_WORK = AdapterWork()
 class AdapterReport:
     """The workers' report about adapters.
 
-    answers: identities, by number of the question and rank.
-    changed: ids whose bytes have changed, until the change is acknowledged.
+    answers: the adapters' identities (derived from their bytes), by the number of the scheduler's
+        question and by the rank that answers.
+    changed: ids of adapters whose bytes have changed, reported until the scheduler acknowledges the
+        change.
     """
 
     answers: Mapping[int, Mapping[int, str]] = field(default_factory=dict)

@@ -1,17 +1,18 @@
-"""Manages resident requests, whose old blocks only the server holds. The server reserves room when
-such a request arrives and as it grows, and pins its blocks when they are stored. vLLM may then free
-the pinned blocks to its pool.
+"""Manages resident requests: requests whose earlier blocks are in the server's memory only, not on
+the device. The server reserves room when such a request arrives and as it grows, and pins its
+blocks when they are stored. vLLM may then free these blocks on the device to its pool.
 
 Always true:
 - A request that may outgrow the device is not admitted before the server has reserved room for all
-  blocks that it has. With `residency = "auto"` this holds from the moment in which it is moved.
+  blocks that it has. With `residency = "auto"` this holds from the moment in which the request is
+  moved off the device.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
   If all running requests are held for `PARK_S`, the last of them is parked: it releases its room
   and waits, as if preempted.
 - A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
   this with the step in which the block may be freed.
-- Every request has names for all its blocks. Blocks whose KV is not exact, and blocks of requests
-  that may not be shared, have private names, which no other request finds.
+- Every request has names (hashes) for all its blocks. Blocks whose KV is not exact, and blocks of
+  requests that may not be shared, have private names, which no other request finds.
 
 Scheduler thread only. Never blocks.
 """
@@ -49,7 +50,8 @@ MAX_LOSSES = 8
 
 
 class ResidentRequests:
-    """The residencies of a scheduler: opens them, follows their stores, and closes them."""
+    """Opens, follows and closes a residency for each resident request. A residency is the room that
+    the server reserves for the request, with the blocks pinned in it."""
 
     def __init__(
         self,
@@ -268,9 +270,11 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """Returns names of a resident request's first `until` blocks, whose tokens are known and
-        computed. The names last as long as the server holds the blocks. A block that may not be
-        shared at this moment stays private."""
+        """Returns the names of a resident request's first `until` blocks, or of more: the hashes
+        under which the server finds them. The caller ensures that these blocks are computed.
+
+        The name of a block that the server is known to hold never changes. A block that must not be
+        shared when it is first named gets a private name, which no other request has."""
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
         shared = self._groups.hashes(request, 0)
@@ -298,8 +302,8 @@ class ResidentRequests:
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """Notes that `job` stores blocks of the request, so that the server is not asked for them
-        before the store ends."""
+        """Notes that `job` stores blocks of the request, so that the server is not asked for these
+        blocks before the store ends."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:

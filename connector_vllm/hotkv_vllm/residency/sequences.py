@@ -1,11 +1,17 @@
-"""The requests of a resident engine in a worker, from the scheduler's first row to their end, and
-the representations of their blocks.
+"""A worker's record of the requests of an engine with residency: from the first step in which the
+scheduler lists a request (`ResidentRow`) to the request's end. Also holds the representations of
+the requests' blocks: summaries of keys, by which sparse attention selects blocks.
 
 Always true:
-- Each request has one sequence, which ends before another request gets its representation rows.
-- A block that is not on the device has an address in a mapped arena, or its sequence is lost.
-- A hot slot of a layer holds the page of the position in `content`.
-- A request whose bytes were lost is reported once, with the step in which the loss was found.
+- Each request has one `ResidentSequence`, which ends before another request gets the rows of its
+  representations.
+- A block that is not on the device has an address in a mapped arena; otherwise its sequence is
+  marked as lost when the block is needed.
+- A *hot slot* is a block of the device's pool into which selected blocks are copied. If `content`
+  says that a layer's hot slot holds the block at some position of the context, the slot has that
+  block's page.
+- A request whose bytes in the server were lost is reported once, with the step in which the loss
+  was found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +32,8 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Upper limit on the representation rows that a request allocates before it has the blocks."""
+"""Upper limit on the rows that a request allocates for the representations of blocks that it does
+not have yet."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
@@ -115,17 +122,18 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """A request. Positions are those of blocks in its context.
+    """A request of an engine with residency. A position is that of a block in the request's
+    context.
 
     addresses: int64, by position, the address of the block's arena slot in this process; -1 if the
         server is not known to hold the block.
     representations: int64, by position, the address of the slot with the block's representation; -1
         if the server is not known to hold it.
     rows: int32, by position, the row of `KeptRows` for the block's representation.
-    num_kept: by layer, the number of leading blocks whose representation is in its row.
-    num_freed: position up to which the blocks behind the sinks are not on the device.
-    content: by layer index, the position of the block that each of `hot_blocks` holds.
-    pin: the pin under which the addresses are read.
+    num_kept: by layer, the number of leading blocks whose representations are in `rows`.
+    num_freed: position up to which the blocks after the sinks (first blocks) are not on the device.
+    content: by layer index, the position of the block that each hot slot (`hot_blocks`) holds.
+    pin: the server's pin under which the bytes at the addresses are read.
     arenas: the arenas that the addresses are in.
     has_read: True if bytes were read from an arena in this step.
     """
@@ -177,7 +185,7 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """See the module.
+    """Holds the sequences of all requests; see the module.
 
     arena_of: returns the arena that this process maps.
     of_step: the sequences of the present step, by the block that the step writes last.

@@ -1,8 +1,8 @@
-"""The scheduler side's messages to the workers about resident requests, one per step.
+"""The scheduler side's messages to the workers about resident requests, one message per step.
 
-A resident request's old blocks are only in the server's arena. A worker's block tables still have
-the ids of blocks that the scheduler has freed. So each step says up to which position a request's
-blocks were freed, and at which offsets of the arena the server holds them.
+A resident request's earlier blocks are only in the server's memory (arena). A worker's block tables
+still have the ids of blocks that the scheduler has freed. So each message says up to which position
+a request's blocks were freed, and at which offsets of the arena the server holds them.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,8 @@ class KeptBlocks:
 
     offsets: int64 [n], bytes from the start of the arena `file_id` to the blocks' slots.
     representations: int64 [n], bytes from the start of the arena to the slots of the blocks'
-        representations; -1 if the server lacks a representation.
+        representations (summaries of a block's keys, by which sparse attention selects blocks); -1
+        if the server lacks a representation.
     """
 
     first: int
@@ -42,10 +43,11 @@ class ResidentRow:
     written_block: id of the block that the step writes last, by which workers find the row.
     first_block: id of the context's first block, by which workers report the request as lost.
     may_outgrow: True if the server has reserved room for the request, so its blocks may be freed.
-    num_freed: position up to which the blocks behind the sinks are not on the device.
-    hot_blocks: the request's hot slots, blocks of vLLM's pool. Sent when they change.
+    num_freed: position up to which the blocks after the sinks (first blocks) are not on the device.
+    hot_blocks: the request's hot slots: blocks of vLLM's pool into which selected blocks are
+        copied. Sent when they change.
     kept: blocks that the server has pinned. Sent once.
-    pin: the pin under which their bytes are read. Sent when it changes.
+    pin: the server's pin under which workers read the kept blocks' bytes. Sent when it changes.
     context_tokens: length of the context, including the step's `new_tokens`.
     """
 

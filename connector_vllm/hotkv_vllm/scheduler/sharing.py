@@ -199,7 +199,7 @@ class Joining:
 class Agreement:
     """The key space and settings on which all ranks agree.
 
-    kinds: the kinds of representation.
+    kinds: the kinds of representation (summaries of blocks' keys, for sparse attention).
     sparse_layers: (layer, vLLM's group) of each sparse layer.
     revocations: the ranks' fences (shared pages in which the scheduler revokes stores); None if
         workers revoke their stores.
@@ -214,8 +214,9 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Returns the agreement of the ranks' handshakes. Maps the ranks' fence pages if the scheduler
-    must be able to revoke stores.
+    """Checks that the ranks' handshakes agree and returns what they agree on. If the scheduler must
+    be able to revoke stores, also maps each rank's fence: a page of shared memory in which stores
+    are revoked.
 
     An engine shares KV only if every rank has reported, all ranks are on the scheduler's machine,
     and they have the same key space. Raises Unsupported otherwise, with the reason for the engine's

@@ -1,5 +1,6 @@
-"""Tracks the stores that ranks are working on. `StoreFence` revokes stores, `StoresInFlight` knows
-which blocks they read, and `settle` counts their results. Scheduler thread only."""
+"""Tracks the stores on which the engine's ranks are working. `StoreFence` revokes stores,
+`StoresInFlight` knows which blocks they read, and `settle` counts their results. Scheduler thread
+only."""
 
 import itertools
 import time
@@ -28,16 +29,17 @@ class StoreFence:
     """Revokes stores whose blocks a step is about to write: the single fence of the scheduler side.
 
     Always true: before a block that a store reads is written, that store is revoked or has ended.
-    There are two ways, and callers need not know which is in use:
+    There are two ways to revoke a store. The first is always used; the second is added if the first
+    would come too late.
 
     - Each step lists the stores that read blocks which it reallocates. Each worker ends those
-      stores before the step goes on (`worker.rank_stores`). This is always done.
+      stores before the step goes on (`worker.rank_stores`).
     - If the runner writes blocks before it notifies connectors (`checks.writes_before_it_tells`),
-      the list would come too late. Each rank then shares a memory page (fence) with the scheduler,
-      in which each store has a word. The scheduler sets the word before any worker gets the step.
-      The server reads the word after its copy and commits the store only if the word is not set.
+      each rank shares a memory page (fence) with the scheduler, in which each store has a word. The
+      scheduler sets the word before any worker gets the step. The server reads the word after its
+      copy and commits the store only if the word is not set.
 
-    `revocations` are the ranks' pages. Without them, only workers revoke stores.
+    `revocations`: the ranks' pages of the second way; None if only the first way is used.
     """
 
     def __init__(self, revocations: Revocations | None = None) -> None:
@@ -86,7 +88,7 @@ class StoreInFlight:
     """A store that ranks are working on.
 
     read: ids of all blocks that it reads.
-    ranks_left: number of ranks that have not reported its end.
+    ranks_left: number of ranks that have not reported the store's end.
     results: the ranks' results: an array of `BlockResult` bytes per rank.
     fence_index: index of the word that revokes it in the fence page; 0 without a word.
     planned_s: time of the plan, monotonic clock.

@@ -1,7 +1,7 @@
-"""A step's batch as sparse decode sees it: its layers and rows, and the block tables that it
-returns.
+"""A step's batch as sparse decode sees it: its layers, its rows (requests), and the block tables
+that sparse decode returns.
 
-Always true: arrays of vLLM are views and are not written; a rewrite has its own arrays.
+Always true: arrays of vLLM are views and are not written; a `Rewrite` has its own arrays.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -75,7 +75,7 @@ class SparseRow:
         of a selection.
     always_blocks: int32, the blocks that are always attended (sinks, recent window, partial block).
         Of all their tokens the first `always_tokens` exist; the last block may be partial.
-    attends_to_all: True if the hot set would hold the whole context.
+    attends_to_all: True if the hot set (the blocks on the device) would hold the whole context.
     """
 
     row: int
@@ -101,7 +101,7 @@ class SparseRow:
         """Returns the row.
 
         table_C: the row's block table.
-        rows_C: the places of the blocks' representations.
+        rows_C: the rows of the blocks' representations in their pool.
         """
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)
@@ -133,13 +133,18 @@ class Rewrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A plan that all layers of a group share in a step.
+    """The data that sparse decode needs about a step's batch, computed once and shared by all
+    layers of a KV cache group.
 
-    key: vLLM's metadata object from which the plan was made.
-    complete: complete blocks of the contexts, which need representations.
-    lacking: layers that lack representations of these blocks, with the pool's `num_forgets` at
-        which this was found.
-    written: by row, the block tables that `rewrite` has in place of the batch's.
+    key: vLLM's metadata object of the step, from which the plan was made.
+    complete: the complete blocks of the contexts, an array for each row. They need representations
+        (summaries of keys, by which blocks are selected).
+    lacking: layers without representations of some of these blocks.
+    num_forgets: the pool's `num_forgets` (how often it has dropped representations) when `lacking`
+        was computed; if it has changed since, `lacking` is computed again.
+    rewrite: the batch's block tables as the last layer that left blocks out used them; None before
+        such a layer.
+    written: by row, the block tables in `rewrite` that differ from the batch's.
     """
 
     key: object

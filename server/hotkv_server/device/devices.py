@@ -1,8 +1,9 @@
 """The devices that this server can use, and the open memory of engines on them.
 
-Always true: an allocation is opened once, however many sessions name it, and is closed when its
-last session closes it. So no memory of an engine that has ended stays open. Opening and closing
-wait for the device, so they must not run on the event loop. Methods may be called from any thread.
+Always true: an allocation is opened once, however many sessions name it, and is closed when the
+last of these sessions closes it. So no memory of an engine that has ended stays open. Opening and
+closing wait for the device, so they must not run on the event loop. Methods may be called from any
+thread.
 """
 
 import logging
@@ -68,8 +69,8 @@ class _Opened:
 
 
 class Devices:
-    """The devices; see the module. Without a runtime there are no devices, and refusals quote
-    `why_none`.
+    """Holds the devices and the engines' open memory; see the module. Without a runtime there are
+    no devices, and refusals quote `why_none`.
 
     engines: copy engines by device; owned by the caller.
     pinner: pins the arena; None if it is not pinned. Owned by the caller.
@@ -100,7 +101,7 @@ class Devices:
 
     @property
     def runtime(self) -> DeviceRuntime:
-        """The runtime. Raises ValueError if there are no devices."""
+        """The device runtime (CUDA's calls). Raises ValueError if there are no devices."""
         if self._runtime is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
         return self._runtime
@@ -155,11 +156,12 @@ class Devices:
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
         """Opens an engine's allocation; it stays open until `close_memory` is called as often as
-        `open_memory`. Blocks.
+        `open_memory`. Blocks the calling thread.
 
-        Raises DeviceError, also if another tenant has it open: a handle alone gives no access to
-        another tenant's memory. Raises ValueError if the memory belongs to another device, which
-        CUDA can open too if the devices reach each other.
+        Raises DeviceError, also if another tenant has the allocation open: a handle alone gives no
+        access to another tenant's memory. Raises ValueError if the memory is on another device than
+        `device`. CUDA alone would not refuse it: it also opens memory of devices that can reach
+        each other.
         """
         with self._lock:
             opened = self._memory.get((device, handle))
@@ -201,8 +203,8 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Closes an allocation once. Blocks. A failure is logged, because no other reaction is
-        possible."""
+        """Closes an allocation once. Blocks the calling thread. A failure is logged, because no
+        other reaction is possible."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

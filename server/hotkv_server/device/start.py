@@ -114,7 +114,8 @@ class CudaPart:
             self.pinner.start()
 
     def close(self) -> None:
-        """Closes copy engines and unpins the arena. All sessions must have ended. Blocks."""
+        """Closes copy engines and unpins the arena. All sessions must have ended. Blocks the
+        calling thread."""
         self.copy_engine.close()
         if (pinner := self.pinner) is not None:
             # The driver unpins page by page; a large arena has hundreds of millions.
@@ -124,7 +125,7 @@ class CudaPart:
 
 def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
     """Makes copy engines and the pinner for the devices found. The caller then calls
-    `CudaPart.start`. Blocks. Raises CudaError."""
+    `CudaPart.start`. Blocks the calling thread. Raises CudaError."""
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
         if copy.cuda == "on":

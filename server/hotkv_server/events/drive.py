@@ -169,7 +169,8 @@ class EventPublisher(Protocol):
         """Returns how long ago its thread last made progress, in seconds."""
 
     def close(self) -> None:
-        """Sends queued events for a short time, then stops the thread. Blocks."""
+        """Sends queued events for a short time, then stops the thread. Blocks the calling
+        thread."""
 
 
 class EventHub:

@@ -133,7 +133,7 @@ class Verifier:
 
     def verify_for(self, budget_s: float) -> int:
         """Compares blocks of an earlier server, in random order, for at most `budget_s`. Returns
-        the number of unverified blocks that are left. Blocks."""
+        the number of unverified blocks that are left. Blocks the calling thread."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
         waiting = np.random.default_rng().permutation(

@@ -266,7 +266,8 @@ class LiveLedger:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
-        """Passes waiting requests to the forecast and writes the file. Blocks."""
+        """Passes waiting requests to the forecast and writes the file. Blocks the calling
+        thread."""
         for _ in self.follow():
             pass
         self._note_seen()

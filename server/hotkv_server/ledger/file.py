@@ -12,7 +12,7 @@ LEDGER_FILE = "ledger"
 
 def save_ledger(directory: Path, content: bytes) -> None:
     """Replaces the ledger's file with this content. Raises OSError; then the old file is unchanged.
-    Blocks."""
+    Blocks the calling thread."""
     scratch = directory / f"{LEDGER_FILE}.new"
     scratch.unlink(missing_ok=True)
     fd = os.open(

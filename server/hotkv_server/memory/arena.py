@@ -63,8 +63,8 @@ class RecordsMemory:
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults the first `num_entries` records, at most all. Blocks. Raises OSError if memory
-        is short; the number of usable entries is then unchanged."""
+        """Prefaults the first `num_entries` records, at most all. Blocks the calling thread. Raises
+        OSError if memory is short; the number of usable entries is then unchanged."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (

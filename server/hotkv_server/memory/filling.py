@@ -106,8 +106,8 @@ class Filling:
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills for `budget_s`, but at least one piece and at least `least_bytes`. Blocks. Raises
-        OSError if memory is short for even one piece."""
+        """Fills for `budget_s`, but at least one piece and at least `least_bytes`. Blocks the
+        calling thread. Raises OSError if memory is short for even one piece."""
         if self._filled_bytes:
             # An earlier server has filled these bytes. `settle` collapses the huge pages that are
             # not counted in this time.
@@ -224,7 +224,7 @@ class Filling:
             )
 
     def _fill_next(self) -> None:
-        """Fills a piece. Blocks. Raises OSError if memory is short."""
+        """Fills a piece. Blocks the calling thread. Raises OSError if memory is short."""
         # A caller of `wait` before `start` fills by itself, possibly still when the thread begins.
         with self._turn:
             start = self._filled_bytes

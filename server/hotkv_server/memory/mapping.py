@@ -247,8 +247,8 @@ class FileMapping:
         refuses.
 
         Returns where it ended, a multiple of 2 MiB; before it there may be single pages that the
-        kernel refused. Adds to `huge_bytes`. Blocks. The budget is needed because a kernel that
-        must compact memory first is slow.
+        kernel refused. Adds to `huge_bytes`. Blocks the calling thread. The budget is needed
+        because a kernel that must compact memory first is slow.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

@@ -77,7 +77,7 @@ class ArenaPinner:
         )
 
     def pin_next(self) -> None:
-        """Registers the next piece. Blocks. Raises DeviceError."""
+        """Registers the next piece. Blocks the calling thread. Raises DeviceError."""
         start = self._pinned_bytes
         count = min(self.piece_bytes, self.num_bytes - start)
         if self._prepare is not None:
@@ -90,7 +90,8 @@ class ArenaPinner:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and unregisters all pieces. Blocks. The copy engines must be closed."""
+        """Stops the thread and unregisters all pieces. Blocks the calling thread. The copy engines
+        must be closed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()

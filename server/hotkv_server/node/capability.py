@@ -326,7 +326,7 @@ class Capability:
 
     def release(self) -> None:
         """Closes resources outside the node. Called after the node has ended, or if it never
-        started. Blocks."""
+        started. Blocks the calling thread."""
 
     # Events
 

@@ -156,7 +156,8 @@ class Node:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes times of last use and the capabilities' files, for the next server. Blocks."""
+        """Writes times of last use and the capabilities' files, for the next server. Blocks the
+        calling thread."""
         self._persistence.save_use()
         for one in self.capabilities:
             one.save()

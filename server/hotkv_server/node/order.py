@@ -217,7 +217,7 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the marks. Blocks."""
+        """Closes the marks. Blocks the calling thread."""
         if self.marks is not None:
             self.marks.close()
 
@@ -289,7 +289,8 @@ def open_order(
     regions: dict[str, Region],
 ) -> SessionOrder:
     """Opens the marks that an engine has offered: counters in words of memory if possible, else
-    CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks.
+    CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks the
+    calling thread.
 
     Its `message` names the marks that failed. Words are preferred, because only the engine's queue
     writes them: CUDA does not document the state of an event whose engine has died.

@@ -141,7 +141,7 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Collects all times of last use and writes them. Blocks."""
+        """Collects all times of last use and writes them. Blocks the calling thread."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)
@@ -160,7 +160,7 @@ class Persistence:
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core with the blocks that `memory` found, if any. Blocks.
+    """Fills an empty core with the blocks that `memory` found, if any. Blocks the calling thread.
 
     check_s: longest time to compare bytes; None: bytes are never compared, and all blocks count as
         verified.

@@ -173,7 +173,8 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> SessionMemory:
-    """Maps all files with their page tables and opens all device allocations. Blocks.
+    """Maps all files with their page tables and opens all device allocations. Blocks the calling
+    thread.
 
     fds: descriptors by handle id; closed here, also if the call raises.
     on_cut: called if a client has truncated its file, see FileMapping.

@@ -27,7 +27,7 @@ def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
     """Returns the core with the blocks of an earlier server, and the verifier. Verifies blocks for
-    as long as the settings allow. Blocks. Raises StartError."""
+    as long as the settings allow. Blocks the calling thread. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,

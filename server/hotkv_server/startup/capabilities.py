@@ -22,15 +22,16 @@ from hotkv_server.warm_start import capability as warm_start
 
 
 class OpenedBelow(Protocol):
-    """The opened tiers below host memory. A start calls `add_books`, `take_over` and `drive`, in
-    this order."""
+    """The opened tiers below host memory (disk, shared stores). The server's start calls
+    `add_books`, `take_over` and `drive`, in this order."""
 
     def add_books(self, core: CacheCore) -> None:
-        """Adds the books of the blocks in these tiers to the core."""
+        """Adds the books (records) of the blocks in these tiers to the core."""
 
     def take_over(self, core: CacheCore) -> bool:
         """Fills the books with the blocks that an earlier server left in the tiers. Returns True if
-        this may have registered key spaces in the core. Blocks. Raises StartError."""
+        this may have registered key spaces in the core. Blocks the calling thread. Raises
+        StartError."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
         """Returns the object through which the node moves blocks between host memory and the tiers.
@@ -41,19 +42,22 @@ class OpenedBelow(Protocol):
 
     def discard(self) -> None:
         """Removes the records of flushes, unless a tier's own folder keeps blocks. Called when the
-        arena is removed at the end. Blocks."""
+        arena is removed at the end. Blocks the calling thread."""
 
 
 class Attaches(Protocol):
-    """The module `capability` of a capability's folder. It may have two more functions:
+    """What the server requires of the module `capability` in the folder of each capability (an
+    optional part of the server, such as `tiers`). Besides `attach`, the module may define two
+    functions:
 
     - `check(settings)` raises StartError for settings that this machine can't serve.
-    - `open_below(settings, arena, reset=)` returns an OpenedBelow; None if the settings ask for no
-      tiers. At most one capability has it. Blocks. Raises StartError.
+    - `open_below(settings, arena, reset=)` opens the tiers below host memory and returns an
+      OpenedBelow; None if the settings ask for no tiers. At most one capability defines it. Blocks
+      the calling thread. Raises StartError.
     """
 
     def attach(self, settings: Settings, node: Node) -> Capability:
-        """Returns the capability, for this node. Raises StartError."""
+        """Creates the capability for this node and returns it. Raises StartError."""
 
 
 CAPABILITIES: tuple[Attaches, ...] = (
@@ -77,9 +81,10 @@ def attach_all(settings: Settings, node: Node) -> None:
 
 
 def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow | None:
-    """Opens the tiers below host memory; None without tiers. Blocks. Raises StartError.
+    """Opens the tiers below host memory; returns None without tiers. Blocks the calling thread.
+    Raises StartError.
 
-    `reset`: drops the blocks that an earlier server left there.
+    `reset`: drop the blocks that an earlier server left in the tiers.
     """
     for module in CAPABILITIES:
         opens = getattr(module, "open_below", None)

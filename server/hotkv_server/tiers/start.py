@@ -177,7 +177,7 @@ class OpenedTiers:
     def take_over(self, core: CacheCore) -> bool:
         """Restores the blocks that an earlier server left on the disk, encoded blocks included, and
         starts to write the disk's records. Returns True if there is a disk; the core may then know
-        more key spaces than before. Blocks. Raises StartError."""
+        more key spaces than before. Blocks the calling thread. Raises StartError."""
         if self._lower is None:
             return False
         memory, began_s = self._lower.memory, time.monotonic()
@@ -228,7 +228,7 @@ class OpenedTiers:
 
     def discard(self) -> None:
         """Discards the notes of flushes, unless there is a disk, which keeps blocks. Called if the
-        server leaves no blocks in the arena. Blocks."""
+        server leaves no blocks in the arena. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

@@ -239,7 +239,8 @@ class HttpServer:
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Stops listening, drops all connections and joins the thread. Blocks."""
+        """Stops listening, drops all connections and joins the thread. Blocks the calling
+        thread."""
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self._loop.close()

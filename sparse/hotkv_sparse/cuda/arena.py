@@ -136,7 +136,8 @@ class MappedArena:
         return np.where(is_readable, offsets + self.address, 0).astype(np.int64)
 
     def close(self) -> None:
-        """Waits for the device, unregisters all memory, and drops the mapping. Blocks.
+        """Waits for the device, unregisters all memory, and drops the mapping. Blocks the calling
+        thread.
 
         After this call the caller must not queue steps that read the arena. During the call no
         CUDA graph may be captured.

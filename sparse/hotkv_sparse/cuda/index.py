@@ -1,5 +1,5 @@
-"""A layer's representations in device memory: a pool with a row per block, which a kernel builds
-from the engine's keys.
+"""A layer's representations (summaries of blocks' keys, by which sparse attention selects blocks)
+in device memory: a pool with a row per block, which a kernel builds from the engine's keys.
 
 `CudaSelector` scores the rows. The bytes are those of `hotkv_sparse.representations`, so the server
 may store rows with their blocks, and any engine may load them. Because of float rounding the code
@@ -183,11 +183,11 @@ class Index:
         num_tokens: Array | None = None,
         addresses: Array | None = None,
     ) -> None:
-        """Builds the representations of blocks from the engine's cache.
+        """Builds the representations of blocks from the keys in the engine's cache.
 
         The work is queued on the stream; the keys must not change until it is done. Raises
-        INVALID_FIELD for summary formats, for which there is no kernel here; use
-        `hotkv_sparse.representations`.
+        INVALID_FIELD for formats without a code per token (summary formats): there are no kernels
+        for them here, so build them with `hotkv_sparse.representations`.
 
         pages: int32 [num_blocks], page of each block; not used if `addresses` is given.
         rows: int32 [num_blocks], row of the pool for each block; a negative row skips the block.

@@ -1,10 +1,11 @@
-"""Records for each tenant the outcomes of hints' actions, its budget of actions, and how many
-blocks of an action were reused.
+"""Records for each tenant its budget of actions, the outcomes of the actions that its hints ask
+for, and how many blocks of each action were reused.
 
 Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't see each other's
-data. An action is done once, even if its message comes again. Each change of an outcome gives it a
-new sequence number, higher than all before of this tenant. A block counts as reused once a request
-has hit it in hotkv after the action; an action counts each of its blocks once.
+data. An action is done once, even if its message comes again. Each change of an outcome gives the
+outcome a new sequence number, higher than all earlier numbers of this tenant. A block counts as
+reused once a request has hit it in hotkv after the action; an action counts each of its blocks
+once.
 """
 
 from collections import OrderedDict
@@ -33,10 +34,10 @@ class HintOutcome:
     came_s: when the hint came, on the monotonic clock.
     reason: explanation of the status, for people.
     num_blocks: number of blocks to which the action applies, over all groups.
-    num_done: number of blocks for which it was done.
+    num_done: number of blocks for which the action was done.
     reused_blocks: number of the action's hash blocks that requests have hit since.
     saved_s: seconds of prefill that these hits saved; 0 if the engine's speed is unknown.
-    sequence: number of its last change.
+    sequence: sequence number of the outcome's last change.
     """
 
     message_id: str
@@ -176,8 +177,12 @@ class TenantHints:
     def track(
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """Starts tracking whether requests hit the hash blocks [start, stop) of a prompt after an
-        action. If the same action is already tracked in this key space, its hits are preserved."""
+        """Starts tracking whether requests hit blocks after an action of a hint (such as pin or
+        prefetch) was done for them: the blocks [start, stop) of a prompt, counted in blocks of the
+        engine's hash block size (hash blocks).
+
+        If the action is already tracked in this key space from the same `start` on, the hits
+        counted so far are kept. `hashes`: of the prompt's hash blocks, uint32 words [n, 8]."""
         if start >= stop:
             return
         seen = np.zeros(stop - start, np.bool_)

@@ -2,11 +2,11 @@
 space and an engine.
 
 Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
-If there are too many accounts, the account used longest ago is folded, that is, merged: accounts of
-single engines into the key space's account with the engine OTHERS, and accounts with the engine
-OTHERS into one account for the whole node. So memory is fixed, however many engine names there are.
-For each request, the tokens that hit on the device, the tokens that hit in each tier, and the
-tokens that missed for each reason add up to the tokens of its prompt.
+If there are too many accounts, the account used longest ago is folded, that is, merged into another
+account: an account of a single engine into the key space's account with the engine OTHERS, and an
+account with the engine OTHERS into one account for the whole node. So memory is fixed, however many
+engine names there are. For each request, the tokens that hit on the device, the tokens that hit in
+each tier, and the tokens that missed for each reason add up to the tokens of its prompt.
 """
 
 import math
@@ -148,8 +148,9 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Amounts to add to an account, for a request or for the end of its load. Negative amounts
-    subtract.
+    """Amounts to add to an account: for a request that an engine has scheduled, for the end of its
+    load of blocks from the cache, or for the bytes of transfers. The end of a failed load has
+    negative amounts, which take back the hit.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.

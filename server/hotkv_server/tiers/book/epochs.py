@@ -155,7 +155,7 @@ class Raise:
 class EpochBook:
     """Decides on epochs and flushes; see the module.
 
-    `stores`: names of the stores.
+    `stores`: names of the shared stores.
     `base`: seal number (`Record.local`) of key spaces without a record.
     `last`: the highest seal number that was ever used.
     `revision`: grows with each change of the state that is saved.
@@ -219,8 +219,9 @@ class EpochBook:
         """Returns a key space to flush on this node now, and counts the flush as begun. Returns ""
         if no flush is due.
 
-        A flush first waits up to TELL_S for stores that must raise their epoch, so that it begins
-        after the new epoch is known, and no second flush is needed.
+        First waits up to TELL_S until each shared store has raised the key space's epoch. A new
+        epoch needs a flush here that begins after the store has answered; a flush that began
+        earlier would have to run again.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]

@@ -52,7 +52,7 @@ class EpochNotes:
 
     def read(self, stores: Sequence[str]) -> EpochBook:
         """Returns the book that an earlier server wrote, for the stores with these names; an empty
-        book without a file. Blocks."""
+        book without a file. Blocks the calling thread."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # A folder with blocks and without a file was left by a server that kept no notes.
@@ -64,8 +64,9 @@ class EpochNotes:
         return EpochBook(stores, records, base, last)
 
     def write(self, text: str) -> None:
-        """Replaces the file in each folder. Blocks. Callable from any thread, but only one call at
-        a time. If a folder fails, tries the others, then raises the first OSError."""
+        """Replaces the file in each folder. Blocks the calling thread. Callable from any thread,
+        but only one call at a time. If a folder fails, tries the others, then raises the first
+        OSError."""
         failed: OSError | None = None
         for one in self._folders:
             try:
@@ -77,7 +78,7 @@ class EpochNotes:
 
     def discard(self, book: EpochBook) -> None:
         """Removes the files, unless a store has not been told of a flush yet. Called if the server
-        leaves no blocks. Blocks."""
+        leaves no blocks. Blocks the calling thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)

@@ -102,8 +102,8 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Locks the folder, makes a new table, and reads the table of an earlier server. Blocks.
-        Raises BusyError if another server uses the folder, or OSError.
+        """Locks the folder, makes a new table, and reads the table of an earlier server. Blocks the
+        calling thread. Raises BusyError if another server uses the folder, or OSError.
 
         `num_bytes`: size of the disk tier, which is rounded down to whole slabs.
         `slab_bytes`: size of slabs, unless there is a usable old table; then its size is kept.
@@ -181,8 +181,8 @@ class LowerMemory:
         self._asked.set()
 
     def read_written(self) -> Written:
-        """Returns the writes in the note of an earlier server; empty without a note. Blocks. Raises
-        StateError if the note is damaged, or OSError."""
+        """Returns the writes in the note of an earlier server; empty without a note. Blocks the
+        calling thread. Raises StateError if the note is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]

@@ -148,11 +148,11 @@ class Page:
 
 # ------------------------------------------------------------------------------------------ Savings
 # Answers `/api/v1/savings` (the ledger's figures). After the node has computed an answer, it rests:
-# it computes no other for a time. Until then clients get the latest answer, with its age.
+# for some time it computes no other answer. Until then clients get the latest answer, with its age.
 #
 # Always true: the node computes one answer at a time and then rests. So all answers together take
-# about RESTING_SHARE of its event loop's time, however many clients ask, and for whatever windows
-# of time. Use on the HTTP thread's event loop only.
+# about RESTING_SHARE of its event loop's time, however many clients ask, and whatever windows of
+# time they ask for. Use on the HTTP thread's event loop only.
 
 RESTING_SHARE = 0.05
 """Share of the event loop's time that answers may take."""
@@ -161,7 +161,8 @@ MAX_REST_S = 5.0
 MAX_SINCE_S = 8 * 86_400.0
 """Longest window that the ledger has. The window 0 stands for all time."""
 MAX_KEPT = 32
-"""Most answers in the cache. Each has another window, or is with or without names."""
+"""Upper limit on answers in the cache. They differ in their window, or in whether they have
+names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +199,13 @@ class SavingsPage:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
 
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
-        """Returns the answer for the last `since_s` seconds, rounded up to minutes; 0 for all time.
+        """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0 for
+        all time.
 
-        Starts a new computation, which begins after the running computation and the rest. While the
-        node computes or rests, returns the latest answer for the same window if there is one.
-        Otherwise waits for the new answer. Raises the node's errors.
+        Requests a new computation, unless the same one is already requested. It begins when the
+        running computation has ended and the rest (pause) after it is over. While the node computes
+        or rests, returns the latest answer for the same window if there is one. Otherwise waits for
+        the new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s

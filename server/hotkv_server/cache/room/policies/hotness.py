@@ -32,9 +32,10 @@ from hotkv_server.cache.room.policies.shared import (
 #
 # Each contender is a setting of the hotness formula. A small sample of keys has one shadow cache
 # per contender, scaled down as the sample is. It tracks which keys that contender would hold. After
-# every epoch, the contender with the most hits becomes the setting of the cache; older epochs count
-# less. Shadows hold keys and no bytes. Source of the sampling: Waldspurger et al., "Cache modeling
-# and optimization using miniature simulations", USENIX ATC 2017.
+# every epoch (EPOCH_S), the contender with the most hits becomes the setting of the cache; hits of
+# older epochs count less. Shadow caches (shadows) hold keys and no bytes. Source of the sampling:
+# Waldspurger et al., "Cache modeling and optimization using miniature simulations", USENIX ATC
+# 2017.
 
 
 EPOCH_S = 60.0
@@ -151,7 +152,8 @@ class Duel:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender's shadow cache up to the last epoch; older epochs count less."""
+        """Hits of each contender's shadow cache up to the last epoch; hits of older epochs count
+        less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
@@ -198,8 +200,8 @@ class Duel:
     def _resample(self, num_resident: int) -> None:
         """Adapts the share of sampled keys to the number of blocks.
 
-        A smaller sample removes its excluded keys from all shadows. A larger sample starts with
-        empty shadows.
+        The shadows (shadow caches) see only sampled keys. If the share falls, keys that are no
+        longer sampled are removed from all shadows. If it rises, all shadows start empty.
         """
         if num_resident < self._too_few:
             self.share = 1.0

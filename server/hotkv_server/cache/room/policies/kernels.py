@@ -1,6 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import them through `hotkv_proto.native.require`.
-`tests/core/test_hotness.py`, `test_duel.py` and `test_ghosts.py` have models of them."""
+"""Numba kernels of the eviction policies. Import this module at the first use and through
+`hotkv_proto.native.require`, which names the fix if Numba is missing: importing Numba takes a
+second. `tests/core/test_hotness.py`, `test_duel.py` and `test_ghosts.py` compare the kernels with
+plain Python implementations of the same rules."""
 
 from typing import Any
 
