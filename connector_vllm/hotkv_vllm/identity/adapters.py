@@ -1,4 +1,5 @@
-"""Keys for requests of LoRA adapters, by the adapter's content. Scheduler thread only; pure.
+"""Computes the block keys of requests that use LoRA adapters, from the adapter's content. Scheduler
+thread only; pure.
 
 vLLM's block hashes cover an adapter's name and path, but not its bytes. Here a key is a hash over
 vLLM's hash and the identity of the bytes that this engine's workers hold. So engines share KV of an
@@ -120,7 +121,7 @@ class _Id:
 class _Question:
     """Asks the ranks for the identity of an id's bytes.
 
-    asked_s: when a step last carried it to the workers; None before.
+    asked_s: when a step last carried the question to the workers; None before.
     """
 
     adapter_id: int

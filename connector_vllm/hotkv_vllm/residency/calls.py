@@ -1,5 +1,5 @@
-"""Sends the server calls of resident requests (their old blocks are only in the server): the calls
-that reserve room for their blocks, and the calls that pin stored blocks.
+"""Sends the server calls of resident requests (requests whose old blocks are only in the server's
+memory): the calls that reserve room for their blocks, and the calls that pin stored blocks.
 
 Always true: a request has at most one call of each kind in flight. After the server was away, the
 calls are repeated. Blocks that the server no longer pins at their old offset are lost. No request
@@ -130,8 +130,8 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Notes that the server has room. If the server was away, or has opened the residency anew,
-        asks it to pin the known blocks again."""
+        """Notes that the server has reserved room for the request. If the server was away, or has
+        opened the residency anew, asks it to pin the known blocks again."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
         one.room, one.stream = one.asked_room, one.asked_stream

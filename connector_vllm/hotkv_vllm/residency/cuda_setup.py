@@ -1,7 +1,9 @@
 """Installs residency in the layers of a CUDA engine, once, when vLLM registers its KV caches.
 
-Allocates all device memory here, before vLLM captures graphs: hot sets, representations
-(`hotkv.representation_tokens`), and a staging area for one layer of the longest context.
+Allocates all device memory here, before vLLM captures graphs: tables of hot sets (the blocks of
+each request and layer that are on the device), representations of blocks (summaries of their keys,
+by which sparse attention selects blocks; `hotkv.representation_tokens`), and a staging area for one
+layer of the longest context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -161,7 +163,8 @@ class _Shaped:
 def totals(
     config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """Computes the memory of a rank: vLLM's pool, and all that `install` allocates beside it."""
+    """Computes the memory of a rank: vLLM's pool, and all memory that `install` allocates beside
+    it."""
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)

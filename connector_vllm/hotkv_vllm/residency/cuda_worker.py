@@ -54,7 +54,8 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceArena:
-    """An arena that this process maps, and its mapping on the device."""
+    """A server's arena (its memory of blocks) that this process maps, and its mapping on the
+    device."""
 
     arena: Arena
     mapped: MappedArena
@@ -62,15 +63,18 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """One request whose blocks may leave the device. Positions are those of blocks in its context.
+    """One request whose blocks may leave the device. A position is that of a block in the request's
+    context.
 
     state: index of the request's entries in the device's arrays.
-    first_block: block id of its first block, by which it is reported as lost.
-    num_freed: position before which only the sinks are on the device.
+    first_block: id of the context's first block, by which the request is reported as lost.
+    num_freed: position before which only the sinks (first blocks) are on the device.
     num_built: number of leading blocks whose representations are built once the planned step has
         run.
-    is_sparse: True if the scheduler has decided that it attends sparsely in the present step.
-    rows: int32, by position, the row of the block's representation.
+    is_sparse: True if the scheduler has decided that the request attends sparsely in the present
+        step.
+    rows: int32, by position, the row of the block's representation (a summary of its keys, by which
+        blocks are selected).
     addresses: int64, by position, the address at which the device reads the block in the arena; 0
         if not known.
     pin: the server's pin under which the addresses are read; None before it is known.

@@ -1,10 +1,11 @@
-"""Copies pages for a step over resident contexts: from the mapped arena into hot slots, and the
-pages of a whole batch into a staging area.
+"""Copies pages for a step over contexts whose old blocks are only in the server's arena: from the
+mapped arena into hot slots (blocks of the device's pool for selected blocks), and the pages of a
+whole batch into a staging area.
 
-`SlotPlaces` locates the bytes of one rank. A slot holds the shards of all ranks in order. A shard
-of a block holds the pages of the group's layers in vLLM's order. A shard of a representation holds
-all sparse layers in the model's order, each with its formats in the order of the configuration
-(`sparse.shared`).
+`SlotPlaces` locates the bytes of one rank. A slot of the arena holds a block: the shards of all
+ranks in order. A shard of a block holds the pages of the group's layers in vLLM's order. A shard of
+a representation (a summary of the block's keys) holds all sparse layers in the model's order, each
+with its formats in the order of the configuration (`sparse.shared`).
 
 Always true:
 - A page that only the server has is copied from the address that the server named. Otherwise
@@ -262,7 +263,7 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Bytes of a request are lost. The text says why."""
+    """Raised if bytes of a request are lost. The text says why."""
 
 
 class ResidentPages:
@@ -294,8 +295,8 @@ class ResidentPages:
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the server's slots of blocks that only it has. `positions` must
-        ascend. Raises LostBytesError."""
+        """Returns the addresses of the server's slots of blocks that only the server has.
+        `positions` must ascend. Raises LostBytesError."""
         if sequence.is_lost:
             raise LostBytesError("it was lost before")
         known = sequence.addresses

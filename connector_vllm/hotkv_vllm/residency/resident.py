@@ -1,5 +1,6 @@
-"""The scheduler side's state of a resident request (its old blocks are only in the server): its
-blocks in the server, their names (hashes), and which of them the workers know.
+"""The scheduler side's state of a resident request (a request whose old blocks are only in the
+server's memory): its blocks in the server, their names (hashes), and which of them the workers
+know.
 
 Always true:
 - `places` say where the server holds the first `kept` blocks, in order and without gaps.
@@ -29,7 +30,8 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A request. `most_blocks` is the most blocks that it may ever have.
+    """The state of a resident request. `most_blocks` is the most blocks that the request may ever
+    have.
 
     Blocks:
     computed: the largest number of complete blocks that the request has ever had.
@@ -44,7 +46,7 @@ class Resident:
         secret of this engine.
 
     Reservation:
-    wanted: number of blocks for which it should have room now.
+    wanted: number of blocks for which the request should have room now.
     room: number of blocks for which the server has reserved room; 0 before the reservation.
     asked_room, asked_stream: of the reservation call in flight, the number of blocks and the
         stream.
@@ -53,7 +55,8 @@ class Resident:
     pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
         not known whether a server that came back holds the blocks where they were.
     refusal: reason why the server will never reserve room; empty otherwise.
-    waited_s: seconds, up to `seen_s`, in which the server has not accepted any of its blocks.
+    waited_s: seconds, up to `seen_s`, in which the server has not accepted any of the request's
+        blocks.
     """
 
     state: RequestState
@@ -190,8 +193,8 @@ class Resident:
 
 
 class ResidentRows:
-    """Builds the rows of a step's requests. They give the workers the location of blocks that are
-    not on the device.
+    """Builds the rows (`ResidentRow`) of a step's requests. The rows give the workers the location
+    of blocks that are not on the device.
 
     residents: by request id, the requests that outgrow the device.
     """

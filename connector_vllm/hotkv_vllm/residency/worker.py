@@ -1,11 +1,12 @@
-"""Decides which blocks each row attends to if old blocks of a context are in host memory only.
+"""Decides which blocks each row (request) of a batch attends to if old blocks of its context are in
+host memory only.
 
-For each row that the scheduler has named, the worker chooses a hot set of blocks, as in
-`sparse.worker.SparseWorker`. Chosen blocks that are not on the device are copied from the server's
-mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so a single call of
-vLLM's attention serves the whole batch. A context that fits in the hot slots is copied there once,
-without a choice. Rows without a name, and rows whose selection raised, attend to everything: their
-whole context is copied into a staging area, layer by layer.
+For each row that the scheduler has named, the worker chooses a hot set (the blocks to have on the
+device), as in `sparse.worker.SparseWorker`. Chosen blocks that are not on the device are copied
+from the server's mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so
+a single call of vLLM's attention serves the whole batch. A context that fits in the hot slots is
+copied there once, without a choice. Rows without a name, and rows whose selection raised, attend to
+everything: their whole context is copied into a staging area, layer by layer.
 
 Always true: attention reads no freed block. A page copied from the arena is valid only if the
 server still pinned it after the copy (`take_lost`). Otherwise the request is reported as lost: vLLM
@@ -69,7 +70,8 @@ class BatchRow:
 
 @dataclass(slots=True)
 class ResidentPlan(StepPlan):
-    """A step's plan. `residents`: all rows of the batch that the scheduler has named, by row."""
+    """A step's plan (`StepPlan`) with `residents`: the requests of all rows of the batch that the
+    scheduler has named, by row."""
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
 

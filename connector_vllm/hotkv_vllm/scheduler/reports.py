@@ -55,7 +55,7 @@ class UseReports:
     def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
         """Notes the answer to vLLM about the request's hit.
 
-        waits: the request has to ask again.
+        waits: True if the request has to ask again.
         may_read: False if hotkv is not asked for this request.
         """
         use = state.use

@@ -279,7 +279,7 @@ class Engine:
     """The parts that live as long as the engine, across key spaces.
 
     counts_media: True if block hashes do not cover the content of images and other media.
-    pool: the device's blocks, as residency sees them.
+    pool: the device's blocks, as residency (contexts beyond device memory) sees them.
     learnt_prefill: measured prefill speed, with which a hit's load time is compared. None if every
         hit is to be loaded, as with contexts in host memory.
     failed_loads: requests whose load failed.

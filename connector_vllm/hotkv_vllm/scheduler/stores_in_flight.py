@@ -90,10 +90,11 @@ class StoreInFlight:
     read: ids of all blocks that it reads.
     ranks_left: number of ranks that have not reported the store's end.
     results: the ranks' results: an array of `BlockResult` bytes per rank.
-    fence_index: index of the word that revokes it in the fence page; 0 without a word.
+    fence_index: index of the store's word in the fence page, by which the store is revoked; 0
+        without a word.
     planned_s: time of the plan, monotonic clock.
-    request_id: the resident request that it belongs to, or empty.
-    span: None if it is not traced.
+    request_id: the resident request to which the store belongs, or empty.
+    span: None if the store is not traced.
     """
 
     store_id: int
@@ -113,7 +114,7 @@ class StoreInFlight:
 
 
 class StoresInFlight:
-    """The stores that ranks are working on, and the blocks that these read.
+    """Holds the stores on which ranks are working, and the blocks that these stores read.
 
     Always true: a block has at most one store in flight; the bytes in flight are the bytes of the
     stores held here; a store leaves when all ranks have reported its end, or UNREPORTED_S after it

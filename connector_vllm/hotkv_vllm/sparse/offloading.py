@@ -1,12 +1,12 @@
 """Sparse offloading under the names of vLLM's RFC #37263: host memory holds every block, hot slots
-hold the attended blocks.
+(blocks of device memory) hold the attended blocks.
 
 `SparseOffloadingManager` is the scheduler's part: it selects the relevant blocks of a prefix, pins
 them while they are loaded, and allocates new blocks of host memory. `SparseOffloadingHandler` is
 the worker's part: a layer's step and the copies that it needs. `BlockReprManager` (`pool`) holds
-representations by host block. All three are thin: selection and hot sets come from `hotkv_sparse`.
-Host memory is an array of this process (`ArrayPages`) or a residency of hotkv-server
-(`ResidencyPages`).
+representations (summaries of keys, by which blocks are selected) by host block. All three are thin:
+selection and hot sets come from `hotkv_sparse`. Host memory is an array of this process
+(`ArrayPages`) or a residency of hotkv-server (`ResidencyPages`).
 
 Always true:
 - A block is attended only in a hot slot that holds its bytes.
@@ -49,7 +49,7 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Pinned blocks of host memory, int32."""
+    """Ids of the host blocks to load, int32. They are pinned until the load ends."""
 
     blocks: I32
 

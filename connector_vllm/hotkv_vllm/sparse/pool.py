@@ -1,4 +1,5 @@
-"""Representations of the engine's blocks, by layer and block id, in memory that the server may map.
+"""Representations (summaries of keys, by which sparse attention selects blocks) of the engine's
+blocks, by layer and block id, in memory that the server may map.
 
 Always true:
 - A block that is marked built holds the representation of the keys in its page. Before a page is
@@ -94,7 +95,7 @@ class BlockReprManager:
     fd: the pool as a file that another process can map, open as long as this object lives; None
         without such a file.
     rows: the pool's parts, layers ascending, each layer's formats in their order.
-    num_forgets: how often marks were cleared.
+    num_forgets: how often marks of built blocks were cleared.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:

@@ -1,6 +1,7 @@
 """Decides, step by step, which blocks a sequence attends to in a layer.
 
-Always true: sinks, recent window and the partial block are attended. After the first step, at most
+Always true: sinks, recent window and the partial block are attended. The hot set has the blocks of
+the sequence that are on the device for the layer. After the first step, at most
 `max_correction_blocks` other blocks join the hot set within a step. Further wanted blocks join in
 the next step, through spare slots.
 

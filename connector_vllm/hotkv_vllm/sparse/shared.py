@@ -1,4 +1,5 @@
-"""Describes a rank's representations to the server: their kinds, and the place of their bytes.
+"""Describes a rank's representations (summaries of blocks' keys, for sparse attention) to the
+server: their kinds, and the place of their bytes.
 
 There is one kind of representation for each KV cache group that has sparse layers. A server's slot
 holds, per rank, all sparse layers of the group in the model's order, and for each layer its formats
@@ -28,7 +29,7 @@ HANDLE = "representations"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool of a rank.
+    """The pool of a rank's representations, as the server may map it.
 
     kinds: one per group with sparse layers, in the order of the groups. `tensors` refers to a kind
         by its index in this order.

@@ -5,8 +5,8 @@ Always true:
   table and length.
 - A sparse row retains the order of its blocks and ends with its last block, so its length tells how
   many tokens of the last block count.
-- If hot set and context are the same, the row is unchanged: a budget that covers the context is
-  exact.
+- If the hot set (the blocks on the device) is the whole context, the row is unchanged: a budget
+  that covers the context is exact.
 
 Attention is dense in rows without a name, in layers that were not attached, in layers whose
 representations are not calibrated yet, and for a while in layers that keep failing.

@@ -35,9 +35,9 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device of this process.
+    """A device that this process can use.
 
-    number: its number in this process.
+    number: index of the device in this process, by which CUDA's calls name it.
     numa_node: node of its PCIe slot; -1 if unknown.
     """
 

@@ -1,5 +1,5 @@
-"""The hot sets of a layer on CUDA: for each sequence the blocks in the layer's hot slots, to which
-a step attends.
+"""The hot sets of a layer on CUDA. A sequence's hot set is the blocks in its hot slots (pages of
+device memory for selected blocks), to which a step attends.
 
 In each step and layer the engine calls:
     hot_sets.grow()      before the layer writes the step's keys and values to the slots' `pages`
@@ -38,7 +38,7 @@ class Fragment:
 
     offset_bytes: start of the bytes in the block's slot in the arena.
     address: device address of the bytes in page 0 of the cache.
-    num_bytes: length.
+    num_bytes: number of these bytes.
     """
 
     offset_bytes: int

@@ -1,7 +1,9 @@
-"""Tables on the device for contexts beyond device memory, whose old blocks are in host memory only.
+"""Tables on the device for contexts beyond device memory: their old blocks are in host memory only.
 All layers of a step share the tables.
 
-Such a block is called *away*. The engine (vLLM) owns the pages and the block tables. It calls:
+A block in host memory only is called *away*. The engine (vLLM) owns the pages and the block tables.
+It calls:
+
     residents.name_rows({block: row})   on the host, between two steps
     residents.find(batch, …)            once a step, before the forward pass
 
@@ -13,7 +15,8 @@ Always true:
 - Blocks [sinks, `freed`) of a state are away and have an address in the arena. All other blocks are
     in the pages that the engine's block table names. `freed` is raised only after the addresses
     are written.
-- When `epochs` of a state changes, its hot sets in all layers are made again from the start.
+- `epochs` has a number for each state. When the number changes, the state's hot sets in all layers
+  are made again from the start.
 
 Shapes: R rows of a batch, S states, B most blocks of a sequence, K hot slots of a sequence, P pages
 of the engine's pool.

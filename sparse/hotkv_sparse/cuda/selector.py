@@ -50,7 +50,7 @@ class Queries:
 class CudaSelector:
     """The sparse decode of a layer on CUDA (see the module).
 
-    index: the layer's representations.
+    index: the layer's representations (summaries of blocks' keys, from which blocks are scored).
     keys, values: the layer's cache.
     hot: the layer's hot sets.
 

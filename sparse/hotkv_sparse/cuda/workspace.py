@@ -9,8 +9,9 @@ Always true:
 - A sequence whose `context_tokens` is 0 is skipped at almost no cost. The caller passes 0 if the
     row is empty, or if its request attends to its whole context.
 
-A *state* is a sequence with hot sets; its tables stay for many steps. A *row* is a sequence of the
-current step. `state_of` maps rows to states.
+A *state* is a sequence with hot sets (blocks in device memory to which its steps attend); its
+tables stay for many steps. A *row* is a sequence of the current step. `state_of` maps rows to
+states.
 
 Shapes: R rows of a step, S states, Q query heads, B most blocks of a sequence, K hot slots of a
 sequence.

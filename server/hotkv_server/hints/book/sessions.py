@@ -51,11 +51,11 @@ class SessionReceipt:
 class HintSession:
     """A router's session.
 
-    used_s: when a request last used it.
-    chains: hashes of its latest prompt, uint32 words [n, 8], by key space.
+    used_s: when a request last used the session.
+    chains: by key space, the block hashes of the session's latest prompt, uint32 words [n, 8].
     keys: `chain_keys` of these hashes, by key space; views of the same memory.
     message_id: id of the hint message that came with the last request; empty without hints.
-    before_s: when a request with another hint message last used it.
+    before_s: when a request with another hint message last used the session.
     receipt: sums over all its requests since this server knows it.
     gaps: its pauses, for `HintSessions.returns`.
     """

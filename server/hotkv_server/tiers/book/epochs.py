@@ -1,5 +1,5 @@
-"""Decides how flushes of key spaces reach all nodes. Each shared store keeps an epoch per key
-space: a number that every flush raises.
+"""Decides how flushes of key spaces (deletions of all their blocks) reach all nodes. Each shared
+store keeps an epoch per key space: a number that every flush raises.
 
 The book has a record for each key space, named by its fingerprint. The record has, for each store,
 the epoch of all the key space's blocks on this node. The book has no clock: its caller reports
