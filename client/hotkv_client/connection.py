@@ -4,8 +4,8 @@ A connection owns the channel, the link (the connection to the server's descript
 mapped block table, and every call that waits for its answer. Always true: each call is resolved
 once, by the answer with the same `request_id`. If an answer can't be read, only its own call fails.
 If the stream breaks, calls that touch no engine memory fail at once. A store with a word of the
-fence is revoked and then fails at once. A load, or a store without a word of the fence, fails only
-when the server can no longer touch the engine's memory.
+fence (a shared page through which stores are revoked) is revoked and then fails at once. A load, or
+a store without such a word, fails only when the server can no longer touch the engine's memory.
 """
 
 import itertools

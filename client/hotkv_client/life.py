@@ -1,8 +1,9 @@
 """The life of a session: a sequence of connections, with back-off between them.
 
-Owns the session's thread, its state, and the engine's memory and fence. Always true: at most one
-connection is open, and the state is CONNECTED only while a connection is open. Only `close` ends
-the thread. After a connection has failed, the thread opens a new connection, whatever the reason.
+Owns the session's thread, its state, the engine's memory, and its fence (the page through which
+stores are revoked). Always true: at most one connection is open, and the state is CONNECTED only
+while a connection is open. Only `close` ends the thread. After a connection has failed, the thread
+opens a new connection, whatever the reason.
 """
 
 import logging

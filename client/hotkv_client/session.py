@@ -281,7 +281,8 @@ class Session:
         """Opens a residency: reserves room in the arena for the blocks of a request.
 
         num_blocks: the most blocks that the request will need, by group index. The server also
-            reserves room for their representations, of the kinds that this session declares.
+            reserves room for the blocks' representations (compact forms of keys, for sparse
+            attention), of the kinds that this session declares.
 
         The same call again gets the same answer. If the server `grows_residencies`, the call may be
         repeated with more blocks; if that fails, the residency stays as it was. The residency

@@ -60,8 +60,8 @@ class ResidentBlocks:
     """Byte offsets, in the arena, of the n blocks that a call of `extend_residency` named.
 
     offsets: int64 [n], start of each block's slot; -1 if the block is not pinned.
-    representations: int64 [n], start of each block's sparse representation; -1 if the server has
-        not pinned a representation with the block.
+    representations: int64 [n], start of each block's representation (a compact form of its keys,
+        for sparse attention); -1 if the server has not pinned a representation with the block.
     """
 
     offsets: Int64s
@@ -103,7 +103,8 @@ class SelectConfig:
     layer_indices: the sparse layers, ascending. A shard's part of a representation holds these
         layers in order. Each layer holds the formats of `config.scorers_of(layer)` in order. Each
         format holds `kv_heads` heads.
-    hot_blocks: size of the hot set that the server maintains per layer and shard; 0: no hot set.
+    hot_blocks: size of the hot set (the blocks in device memory) that the server records per layer
+        and shard; 0: no hot set.
     scale: scale of attention; None: 1 / sqrt(head_size).
     centres: centres that the representations were made with, for the heads of all shards; None: the
         representations have none. They must belong to the kind that the session declares. The

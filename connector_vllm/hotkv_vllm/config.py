@@ -77,7 +77,7 @@ class ConnectorConfig:
         without it attention is vLLM's own.
     sparse_centre: file with the model's mean keys (centres), measured by `python -m
         hotkv_vllm.sparse.calibrate`; they improve selections. Engines share representations
-        (summaries of keys) only if their files are equal.
+        (compact forms of keys) only if their files are equal.
     tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, or `env`
         for the variables OTEL_EXPORTER_OTLP_*, as vLLM's own.
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;

@@ -31,7 +31,8 @@ from hotkv_vllm.sparse.rows import SparseRows
 class LoadJob:
     """Blocks of a request to load under a read lease.
 
-    representations: representations to load with the blocks.
+    representations: runs of representations (compact forms of keys, for sparse attention) to load
+        with the blocks.
     traceparent: names the load's trace span to the server; None if the request is not traced.
     """
 

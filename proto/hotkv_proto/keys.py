@@ -1,4 +1,4 @@
-"""Key spaces, representations, block keys and block hashes.
+"""Key spaces, representations (compact forms of blocks' keys), block keys and block hashes.
 
 A block key is (key space, group index, block hash). Two engines share blocks exactly when the
 fingerprints of their key spaces are equal, so every field that changes the bytes of a block is a

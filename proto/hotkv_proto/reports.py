@@ -90,8 +90,8 @@ def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
     """Computes the figures of a layer that operators see from its counters of sparse decode. A
     figure is None if its denominator is 0.
 
-    hit_ratio: share of the selected blocks that were already in the hot set, without the blocks
-        that are always kept.
+    hit_ratio: share of the selected blocks that were already on the device (in the hot set),
+        without the blocks that are always kept.
     recall_ratio: mean over sampled selections of the share of the exactly best blocks to which the
         layer attended.
     mean_estimated_mass: mean estimated share of attention of the selected blocks.

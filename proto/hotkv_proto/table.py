@@ -4,8 +4,8 @@ The server publishes the index of its blocks in a file. Only the server writes i
 (`hotkv_server.cache.table.index`); any process that has the descriptor can read it without a call.
 What a reader finds is a *hint*, because a block may be evicted at any time: only a lease pins it.
 
-File: header (4096 bytes), buckets, records; all words little-endian uint32. An entry is a block or
-a representation in the index; it has a number from 1 on.
+File: header (4096 bytes), buckets, records; all words little-endian uint32. An entry is a block, or
+a block's representation (for sparse attention), in the index; it has a number from 1 on.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
     mixed hash. An entry word is the entry's number, with the high bit set while the entry is
     reserved (not ready); 0: no entry. An entry is in its home bucket or, if that was full, in one

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that rotate and quantise keys to representations, and queries to int8 codes.
+"""Numba kernels that rotate and quantise keys to representations (compact forms of keys), and
+queries to int8 codes.
 
 `hotkv_sparse.kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy. The
 kernels do not check their arguments; callers do. They run without the GIL and allocate only scratch

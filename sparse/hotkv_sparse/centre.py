@@ -1,5 +1,6 @@
-"""The centre of a layer's keys: the mean key of each head. Representations encode a key minus the
-centre, so that their codes spend no bits on the part that all keys share.
+"""The centre of a layer's keys: the mean key of each head. Representations (compact forms of
+blocks' keys) encode a key minus the centre, so that their codes spend no bits on the part that all
+keys share.
 
 A centre is calibrated once per model from any ordinary text. With a centre, codes of the same size
 are clearly more accurate (SmolLM2-135M, 4k tokens, 5 % budget, rot2u, centre from another text: the

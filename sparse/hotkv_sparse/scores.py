@@ -1,5 +1,5 @@
-"""Scores blocks: estimates from the blocks' representations how much attention a query pays to each
-block.
+"""Scores blocks: estimates from the blocks' representations (compact forms of their keys) how much
+attention a query pays to each block.
 
 A score is a log mass in nats. In a token format it estimates the logsumexp of q · k * scale over
 the block's tokens; in a summary format it is the value of the format's formula (see `score`).

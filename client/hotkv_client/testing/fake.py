@@ -2,9 +2,9 @@
 
 The double copies the blocks' bytes, by the engines' layouts. The ranks of an engine store under one
 write lease, as with the real server (`FakeWrites`): a block is ready when every shard is written. A
-store can't commit if its session is closed or has called `revoke_stores`. If a store over a shared
-fence is cancelled, its future resolves at once; the server still ends the store later and finds it
-revoked. `FakeServer.residencies` is a `FakeResidencies`.
+store can't commit if its session is closed or has called `revoke_stores`. If a store is cancelled
+that another process can revoke (over a shared fence), its future resolves at once; the server still
+ends the store later and finds it revoked. `FakeServer.residencies` is a `FakeResidencies`.
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.

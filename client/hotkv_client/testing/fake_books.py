@@ -42,7 +42,7 @@ class FakeMemory:
 
     def shape(self, group: int) -> GroupSpec | Representation:
         """Returns the group of this index. Indices after the last group stand for the kinds of
-        representation (summaries of blocks' keys, for sparse attention) that the session
+        representation (compact forms of blocks' keys, for sparse attention) that the session
         declares."""
         groups = self._config.key_space.groups
         return (

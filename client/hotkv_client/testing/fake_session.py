@@ -2,8 +2,9 @@
 
 Always true: each call is first recorded in `FakeServer.calls`. Its future is resolved at once,
 unless an attribute of the server (such as `hold`) delays the answer. A store commits no block if
-its session is closed or has called `revoke_stores`. If a store over a shared fence is cancelled,
-its future resolves at once; the server still ends the store later and finds it revoked.
+its session is closed or has called `revoke_stores`. If a store is cancelled that another process
+can revoke (over a shared fence), its future resolves at once; the server still ends the store later
+and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -133,7 +133,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
 
 
 class HotFlashImpl(FlashAttentionImpl):
-    """One layer's attention. `attach` makes it resident."""
+    """One layer's attention. `attach` lets it attend to contexts whose old blocks are in host
+    memory."""
 
     attached: tuple[CudaWorker, CudaLayer] | None = None
 

@@ -1,9 +1,9 @@
 """Installs residency in the layers of a CUDA engine, once, when vLLM registers its KV caches.
 
 Allocates all device memory here, before vLLM captures graphs: tables of hot sets (the blocks of
-each request and layer that are on the device), representations of blocks (summaries of their keys,
-by which sparse attention selects blocks; `hotkv.representation_tokens`), and a staging area for one
-layer of the longest context.
+each request and layer that are on the device), representations of blocks (compact forms of their
+keys, by which sparse attention selects blocks; `hotkv.representation_tokens`), and a staging area
+for one layer of the longest context.
 """
 
 from collections.abc import Mapping, Sequence

@@ -73,8 +73,8 @@ class CudaSequence:
         run.
     is_sparse: True if the scheduler has decided that the request attends sparsely in the present
         step.
-    rows: int32, by position, the row of the block's representation (a summary of its keys, by which
-        blocks are selected).
+    rows: int32, by position, the row of the block's representation (a compact form of its keys, by
+        which blocks are selected).
     addresses: int64, by position, the address at which the device reads the block in the arena; 0
         if not known.
     pin: the server's pin under which the addresses are read; None before it is known.

@@ -1,5 +1,6 @@
 """Decides which requests to move off the device (`residency = "auto"`). A moved request has its
-whole context in the server. Only its sinks, its recent window and its hot slots stay on the device.
+whole context in the server. Only its sinks (first blocks), its recent window and its hot slots
+(blocks for selected parts of the context) stay on the device.
 
 Always true:
 - A request is moved only if the coming step, or the first waiting request, lacks blocks.

@@ -4,8 +4,8 @@ whole batch into a staging area.
 
 `SlotPlaces` locates the bytes of one rank. A slot of the arena holds a block: the shards of all
 ranks in order. A shard of a block holds the pages of the group's layers in vLLM's order. A shard of
-a representation (a summary of the block's keys) holds all sparse layers in the model's order, each
-with its formats in the order of the configuration (`sparse.shared`).
+a representation (a compact form of the block's keys) holds all sparse layers in the model's order,
+each with its formats in the order of the configuration (`sparse.shared`).
 
 Always true:
 - A page that only the server has is copied from the address that the server named. Otherwise

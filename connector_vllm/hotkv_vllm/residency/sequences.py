@@ -1,6 +1,6 @@
 """A worker's record of the requests of an engine with residency: from the first step in which the
 scheduler lists a request (`ResidentRow`) to the request's end. Also holds the representations of
-the requests' blocks: summaries of keys, by which sparse attention selects blocks.
+the requests' blocks: compact forms of keys, by which sparse attention selects blocks.
 
 Always true:
 - Each request has one `ResidentSequence`, which ends before another request gets the rows of its

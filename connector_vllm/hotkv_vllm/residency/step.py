@@ -19,8 +19,8 @@ class KeptBlocks:
 
     offsets: int64 [n], bytes from the start of the arena `file_id` to the blocks' slots.
     representations: int64 [n], bytes from the start of the arena to the slots of the blocks'
-        representations (summaries of a block's keys, by which sparse attention selects blocks); -1
-        if the server lacks a representation.
+        representations (compact forms of a block's keys, by which sparse attention selects blocks);
+        -1 if the server lacks a representation.
     """
 
     first: int

@@ -24,8 +24,8 @@ class Totals:
     """Bytes on one rank, by purpose.
 
     pool: vLLM's KV cache, hot slots included.
-    representations: representations of the pool's blocks; on CUDA, of as many tokens as
-        `hotkv.representation_tokens` sets.
+    representations: those of the pool's blocks (compact forms of keys, for sparse attention); on
+        CUDA, of as many tokens as `hotkv.representation_tokens` sets.
     rows: representations of the longest context; 0 on CUDA, where `representations` includes them.
     staging: pages of one layer for the longest context; in a CPU engine two such areas.
     tables: on CUDA, block tables, hot sets and scratch memory of the kernels; 0 on CPUs.

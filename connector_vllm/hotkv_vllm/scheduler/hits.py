@@ -10,8 +10,9 @@ Always true:
 - An answer after its deadline is a miss, and its lease is released. While a late answer is
   outstanding, requests without a call in flight are misses.
 - A hit does not cover the last token, which is always computed.
-- Keys of a failed load are not offered again until the server answers for them or has a new epoch.
-- Representations never change the length of a hit.
+- Keys of a failed load are not offered again until the server answers for them, or has lost its
+  cache (which gives it a new epoch).
+- Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
 `HitFinder` is the entry point. It uses the parts above it: `HiddenKeys` (keys whose load failed),
 `TableProbe` (the hint), arithmetic over the blocks of a hit, and `Patience` (short waits).

@@ -50,7 +50,8 @@ class HitState:
         the first group.
     ready: per group, which blocks of the hit are pinned, from the group's first block on. The
         blocks in `left_out` count as pinned.
-    represented: by group, which leased blocks have a pinned representation too.
+    represented: by group, for which leased blocks the representation (a compact form of the keys)
+        is pinned too.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
         known.
     unproved_loads: number of started loads whose completion has not been reported.

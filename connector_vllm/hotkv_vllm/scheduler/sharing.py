@@ -199,7 +199,7 @@ class Joining:
 class Agreement:
     """The key space and settings on which all ranks agree.
 
-    kinds: the kinds of representation (summaries of blocks' keys, for sparse attention).
+    kinds: the kinds of representation (compact forms of blocks' keys, for sparse attention).
     sparse_layers: (layer, vLLM's group) of each sparse layer.
     revocations: the ranks' fences (shared pages in which the scheduler revokes stores); None if
         workers revoke their stores.

@@ -135,8 +135,8 @@ class MissingBlocks:
     """Finds which of a request's full blocks the server lacks, as runs of neighbours.
 
     Always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact blocks
-    (`exactness`), and no block twice at a time. The same holds for a block whose representation is
-    stored.
+    (`exactness`), and no block twice at a time. The same holds for a block whose representation (a
+    compact form of its keys, for sparse attention) is stored.
     """
 
     def __init__(
@@ -445,7 +445,8 @@ class StorePlanner:
 
     def reset(self, state: RequestState) -> None:
         """Voids the record of the request's stores. It stores anew, unless it holds blocks computed
-        before the reset. A resident request always stores anew: no other request finds its blocks.
+        before the reset. A resident request (with old blocks in the server only) always stores
+        anew: no other request finds its blocks.
         """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)

@@ -138,7 +138,7 @@ class StepPlan:
 
     key: vLLM's metadata object of the step, from which the plan was made.
     complete: the complete blocks of the contexts, an array for each row. They need representations
-        (summaries of keys, by which blocks are selected).
+        (compact forms of keys, by which blocks are selected).
     lacking: layers without representations of some of these blocks.
     num_forgets: the pool's `num_forgets` (how often it has dropped representations) when `lacking`
         was computed; if it has changed since, `lacking` is computed again.

@@ -4,8 +4,8 @@
 `SparseOffloadingManager` is the scheduler's part: it selects the relevant blocks of a prefix, pins
 them while they are loaded, and allocates new blocks of host memory. `SparseOffloadingHandler` is
 the worker's part: a layer's step and the copies that it needs. `BlockReprManager` (`pool`) holds
-representations (summaries of keys, by which blocks are selected) by host block. All three are thin:
-selection and hot sets come from `hotkv_sparse`. Host memory is an array of this process
+representations (compact forms of keys, by which blocks are selected) by host block. All three are
+thin: selection and hot sets come from `hotkv_sparse`. Host memory is an array of this process
 (`ArrayPages`) or a residency of hotkv-server (`ResidencyPages`).
 
 Always true:

@@ -1,4 +1,4 @@
-"""Representations (summaries of keys, by which sparse attention selects blocks) of the engine's
+"""Representations (compact forms of keys, by which sparse attention selects blocks) of the engine's
 blocks, by layer and block id, in memory that the server may map.
 
 Always true:

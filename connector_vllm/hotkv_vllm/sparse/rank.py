@@ -1,9 +1,9 @@
 """Sparse decode of a rank, as the connector's worker side drives it from step to step.
 
-Always true: attention never uses a representation (summary of a block's keys, by which blocks are
-selected) that is older than the block's keys. If it is not known which blocks a step writes, all
-representations are forgotten; if that fails, sparse decode is turned off. After a fault here rows
-attend to everything, or blocks have no representations.
+Always true: attention never uses a representation (compact form of a block's keys, by which blocks
+are selected) that is older than the block's keys. If it is not known which blocks a step writes,
+all representations are forgotten; if that fails, sparse decode is turned off. After a fault here
+rows attend to everything, or blocks have no representations.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Describes a rank's representations (summaries of blocks' keys, for sparse attention) to the
+"""Describes a rank's representations (compact forms of blocks' keys, for sparse attention) to the
 server: their kinds, and the place of their bytes.
 
 There is one kind of representation for each KV cache group that has sparse layers. A server's slot

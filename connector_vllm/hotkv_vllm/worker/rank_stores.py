@@ -37,7 +37,8 @@ FENCE_GRACE_S = 0.5
 class ActiveStore:
     """A store of this rank.
 
-    representations: runs whose representations are built.
+    representations: runs of blocks whose representations (compact forms of keys, for sparse
+        attention) are built.
     answer: None until the store is sent.
     """
 

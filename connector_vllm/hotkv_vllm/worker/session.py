@@ -44,8 +44,8 @@ logger = link.logger
 class RankSession:
     """Owns a rank's memory, session and transfers.
 
-    shared: the sparse worker whose representations are stored and loaded with blocks; None if no
-        representations are.
+    shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
+        are stored and loaded with blocks; None if blocks are stored without them.
     adapters: the watch over this rank's adapters.
     """
 

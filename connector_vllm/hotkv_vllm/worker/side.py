@@ -11,9 +11,9 @@ Every transfer has a mark in the device's queue (`device_order`) and begins afte
 can test the mark, the transfer is sent at once. Otherwise it is sent by the first hook that sees
 the mark passed. Deadlines of a transfer run from its mark.
 
-With sparse decode, representations travel with blocks. They are built before their block's store
-begins, and marked as built when a load has succeeded. A fault in building or loading them only
-leaves blocks without representations.
+With sparse decode, representations (compact forms of the blocks' keys) are stored and loaded with
+blocks. They are built before their block's store begins, and marked as built when a load has
+succeeded. A fault in building or loading them only leaves blocks without representations.
 """
 
 import time

@@ -29,8 +29,8 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space with its number in the old server, and the kinds of its representations in the
-    order of their numbers."""
+    """A key space with its number in the old server, and its kinds of representation (compact forms
+    of keys, for sparse attention) in the order of their numbers."""
 
     number: int
     key_space: KeySpace

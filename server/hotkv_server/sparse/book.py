@@ -1,5 +1,5 @@
 """Selects blocks in the server, with the same functions as engines (`hotkv_sparse`), from
-representations in the arena.
+representations (compact forms of the blocks' keys) in the arena.
 
 A `SelectSpec` says at which offset in a slot each layer's representation is. A contradictory spec
 is refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations

@@ -2,5 +2,6 @@
 (`selector`).
 
 The kernels compute the same as `hotkv_sparse` on a CPU, and tests compare the two. Representations
-have the same bytes. No module imports CuPy or torch before the first device object is made.
+(compact forms of blocks' keys) have the same bytes. No module imports CuPy or torch before the
+first device object is made.
 """

@@ -1,5 +1,5 @@
-"""A layer's representations (summaries of blocks' keys, by which sparse attention selects blocks)
-in device memory: a pool with a row per block, which a kernel builds from the engine's keys.
+"""A layer's representations (compact forms of blocks' keys, by which sparse attention selects
+blocks) in device memory: a pool with a row per block, which a kernel builds from the engine's keys.
 
 `CudaSelector` scores the rows. The bytes are those of `hotkv_sparse.representations`, so the server
 may store rows with their blocks, and any engine may load them. Because of float rounding the code

@@ -50,7 +50,8 @@ class Queries:
 class CudaSelector:
     """The sparse decode of a layer on CUDA (see the module).
 
-    index: the layer's representations (summaries of blocks' keys, from which blocks are scored).
+    index: the layer's representations (compact forms of blocks' keys, from which blocks are
+        scored).
     keys, values: the layer's cache.
     hot: the layer's hot sets.
 

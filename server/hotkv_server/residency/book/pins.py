@@ -1,5 +1,5 @@
-"""Pins entries (blocks and representations) for residencies, and marks entries that clients may
-read directly in the arena.
+"""Pins entries (blocks, and their representations for sparse attention) for residencies, and marks
+entries that clients may read directly in the arena.
 
 Always true: an entry has one pin for each position at which a residency has it. An entry is marked
 if it is pinned here, or if it is kept for readers of the previous server (`cache.readers.Grace`);

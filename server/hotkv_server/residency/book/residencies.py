@@ -52,7 +52,9 @@ class Residencies:
     """Opens, extends and closes residencies (see the module). Registers itself as a `Pinner` of
     the core.
 
-    book: the residencies. bound: the bytes promised and pinned. resident: pins their entries.
+    book: the residencies.
+    bound: the bytes promised and pinned.
+    resident: pins the residencies' entries.
     """
 
     def __init__(self, core: CacheCore) -> None:
@@ -77,8 +79,8 @@ class Residencies:
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
-        """Reserves room for a residency: for its blocks, and for one representation per block if
-        the session has declared a kind.
+        """Reserves room for a residency: for its blocks, and for one representation (a compact form
+        of its keys) per block if the session has declared a kind.
 
         num_blocks: number of blocks to reserve, by group.
         If the residency is already open, the call reserves only the additional blocks. It raises

@@ -2,10 +2,10 @@
 is copied soon. Old blocks (loaded from the disk, left by an earlier server, or failed before) are
 copied at a limited rate.
 
-Always true: a block is written only under an epoch that the store has confirmed lately, and only if
-its bytes match its check value. For old blocks the tier is first asked whether it has them already;
-such blocks are not written. While the tier has a known problem, copying pauses. Runs on the event
-loop; the tier answers on threads.
+Always true: a block is written only under a key space's epoch (a number that each flush raises)
+that the store has confirmed lately, and only if its bytes match its check value. For old blocks the
+tier is first asked whether it has them already; such blocks are not written. While the tier has a
+known problem, copying pauses. Runs on the event loop; the tier answers on threads.
 """
 
 import asyncio

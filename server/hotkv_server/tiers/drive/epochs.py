@@ -1,6 +1,6 @@
 """Executes flushes in all tiers, as the book of flushes (`tiers.book.epochs`) decides: asks the
-stores of shared tiers for epochs, raises the epochs, flushes key spaces on this node, and saves the
-book.
+stores of shared tiers for epochs (of each key space, a number that every flush raises), raises the
+epochs, flushes key spaces on this node, and saves the book.
 
 Always true: a flush belongs to the node. Callers wait until it is done, and it continues if they
 leave. One task makes the decisions. At most one action of each kind is under way: a question and a

@@ -2,8 +2,8 @@
 are copied to the tier, and lookups ask it for blocks that host memory lacks.
 
 Always true: blocks are read and written only if the store has lately confirmed the epoch of their
-key space, see `epochs`. Written blocks match their check values. Runs on the event loop; the tier
-answers on threads.
+key space (a number that each flush raises; see `epochs`). Written blocks match their check values.
+Runs on the event loop; the tier answers on threads.
 """
 
 import asyncio

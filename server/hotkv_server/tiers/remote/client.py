@@ -2,8 +2,8 @@
 
 Always true: a method sets the code (`Read` or `Write`) of each block whose result it knows; other
 blocks keep their former code. If it raises StoreError, the client must be closed. Only `read`
-writes to slots. A client asks for epochs after it has read the blocks, so that a flush holds:
-`valkey.epochs` has the proof.
+writes to slots. A client asks for epochs (numbers that flushes raise) after it has read the blocks,
+so that a flush holds: `valkey.epochs` has the proof.
 """
 
 from collections.abc import Callable, Sequence
