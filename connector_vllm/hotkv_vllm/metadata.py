@@ -53,7 +53,7 @@ class StoreJob:
     representations: blocks whose representations are to be stored. These blocks are among `runs` or
         were stored earlier.
     fence_index: the word by which the scheduler revokes the store; 0 if only workers revoke it.
-    request_id: the resident request that the store belongs to, or empty. `options` name it to the
+    request_id: the resident request to which the store belongs, or empty. `options` name it to the
         server.
     """
 

@@ -31,7 +31,7 @@ _KINDS: dict[KVCacheSpecKind, GroupKind] = {
 class CacheGroup:
     """One prefix-cacheable group of the engine. Its index in hotkv is its place in the list.
 
-    vllm_group: its id in vLLM.
+    vllm_group: id of the group in vLLM.
     states_by_handoff: Mamba "align" mode: only blocks that vLLM hands over
         (`boundary_state_offloads`) hold a state that can be stored.
     is_draft: layers of a drafter, whose last block may change while decoding.

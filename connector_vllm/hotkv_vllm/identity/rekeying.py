@@ -70,8 +70,9 @@ class Watch(Protocol):
 
 
 class Rekeying:
-    """The scheduler's side. At most one check is open; a new check voids the answers to the check
-    before it."""
+    """Asks, on the scheduler's side, all ranks which weights they have, and decides whether the key
+    space changes. At most one such check is open; a new check voids the answers to the check before
+    it."""
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
         """`original`: the weights' identity at the start.
@@ -181,7 +182,7 @@ class Rekeying:
 
 
 class RankWeights:
-    """A rank's side."""
+    """Answers, on a rank's side, the scheduler's checks of the weights."""
 
     def __init__(self, watch: Watch | None, original: str) -> None:
         """`watch`: None if the models were not found; then every check counts as a change."""

@@ -275,7 +275,7 @@ class ResidentPages:
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
     ) -> None:
-        """longest_blocks: of the longest context."""
+        """longest_blocks: number of blocks of the longest context."""
         self._places = places
         self._copier = PageCopier()
         self.staging = PageStaging(layers, places, self._copier, longest_blocks)

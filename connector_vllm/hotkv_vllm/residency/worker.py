@@ -88,7 +88,7 @@ class ResidentWorker(SparseWorker):
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
     ) -> None:
-        """longest_blocks: of the longest context."""
+        """longest_blocks: number of blocks of the longest context."""
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.representations)

@@ -178,7 +178,7 @@ class Wait:
 class RequestState:
     """A request of the engine, from its arrival to its end.
 
-    request: vLLM's request.
+    request: vLLM's object for the request.
     asked: hints that came with the request.
     wait: None before the request's hit is first asked for.
     trace: None if the request is not traced.

@@ -18,7 +18,7 @@ RETRY_S = 1.0
 
 
 class Stores(Protocol):
-    """The engine's stores.
+    """The engine's stores, as a reset sees them.
 
     in_flight: true while stores are under way.
     is_held: set while nothing may be stored.

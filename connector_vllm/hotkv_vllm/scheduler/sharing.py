@@ -90,7 +90,7 @@ class WorkerLinks:
     def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
         """Processes the reports of workers.
 
-        links: by rank, why it has no session; empty if it has a session.
+        links: by rank, why the rank has no session; empty if it has one.
         stream: number of the scheduler's own connection, from 1; 0 while it has none.
         """
         for rank, why in links.items():

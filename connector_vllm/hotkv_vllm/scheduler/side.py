@@ -32,8 +32,8 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class HotKVScheduler:
-    """The scheduler side. Idle until `connect` receives the workers' key space. The methods
-    `*_broke` are the fallbacks of hooks that raised."""
+    """The connector's scheduler side. Idle until `connect` receives the workers' key space. The
+    methods `*_broke` are the fallbacks of hooks that raised."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge

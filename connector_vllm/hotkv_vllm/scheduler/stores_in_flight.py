@@ -56,7 +56,7 @@ class StoreFence:
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: from here on it can't commit."""
+        """Revokes the store of this word: from here on the store can't commit."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
@@ -184,8 +184,8 @@ class StoresInFlight:
     ) -> StoreJob | None:
         """Begins a store of these runs. Returns None if it could not be revoked.
 
-        request_id: the resident request that it belongs to, or empty.
-        trace: of the request that owns the blocks; None if it is not traced.
+        request_id: the resident request to which the store belongs, or empty.
+        trace: the trace of the request that owns the blocks; None if the request is not traced.
         """
         fence_index = self.fence.take()
         if fence_index is None:

@@ -56,7 +56,7 @@ class HotAttentionBackend(CPUAttentionBackend):
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
-    """A layer's attention. `attach` makes it sparse."""
+    """A layer's attention. `attach` lets it attend sparsely."""
 
     _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
 

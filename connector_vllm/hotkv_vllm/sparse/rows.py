@@ -48,7 +48,8 @@ class ResidentOnly:
 
 
 class RowNames:
-    """The scheduler's side. Knows the requests that have arrived and not ended."""
+    """Decides, on the scheduler's side, which rows of each step attend sparsely. Knows the requests
+    that have arrived and not ended."""
 
     def __init__(
         self,

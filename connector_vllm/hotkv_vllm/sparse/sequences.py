@@ -60,7 +60,7 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request.
+    """A request that the server follows.
 
     ids: ids of the request's sequences, one per group, created in stream `stream`; empty before.
     num_sent: number of blocks that were sent to the server, per group. The next block is complete

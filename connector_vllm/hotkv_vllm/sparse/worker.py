@@ -111,9 +111,9 @@ class LayerFaults:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request.
+    """The state of a request's sequence.
 
-    layers: by name.
+    layers: its state in each layer, by the layer's name.
     selected: bool, positions that were selected since the last report.
     """
 

@@ -36,8 +36,8 @@ from hotkv_vllm.worker.session import RankSession
 
 
 class HotKVWorker:
-    """The worker side. Idle until the memory was exported and a session opened. The methods
-    `*_broke` are the fallbacks of hooks that raised."""
+    """The connector's worker side. Idle until the memory was exported and a session opened. The
+    methods `*_broke` are the fallbacks of hooks that raised."""
 
     def __init__(
         self,

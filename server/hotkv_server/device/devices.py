@@ -59,8 +59,8 @@ class Queue:
 class _Opened:
     """An open allocation.
 
-    tenant: its owner.
-    num_users: number of sessions' handles that point into it.
+    tenant: the owner of the allocation.
+    num_users: number of sessions' handles that point into the allocation.
     """
 
     allocation: Allocation

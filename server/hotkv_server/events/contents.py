@@ -85,8 +85,8 @@ uint32 words [n, 8]."""
 class _Record:
     """A record in the ring.
 
-    fingerprint: of its key space.
-    group_index, depth: of a run of blocks; 0 for a name.
+    fingerprint: fingerprint of the record's key space.
+    group_index, depth: group and depth of a run of blocks; 0 for a name.
     name: name of a model; empty for a run of blocks.
     """
 
@@ -101,7 +101,7 @@ class _Record:
 class KnownRun:
     """A run of blocks as it was stored.
 
-    fingerprint: of its key space.
+    fingerprint: fingerprint of the blocks' key space.
     is_newest: for each block [n], False if a later record has the same block.
     """
 

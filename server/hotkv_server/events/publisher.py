@@ -105,8 +105,11 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Queued to end a key space. number: of the key space. topics: its topics that have no other
-    key space and so end too."""
+    """Queued to end a key space.
+
+    number: number of the key space.
+    topics: topics that no other key space has, and that so end too.
+    """
 
     number: int
     topics: tuple[_Topic, ...]

@@ -40,7 +40,7 @@ MAX_OWNER_BYTES = 4096
 class ArenaLeft:
     """An arena directory.
 
-    name: its path below the folder.
+    name: path of the directory below the folder.
     num_bytes: memory that its files use.
     arena_bytes: size of the arena.
     is_running: a server holds the lock; None if this user may not check.

@@ -124,9 +124,9 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Which blocks of some lists lie in a tier.
+    """Says which blocks of some lists lie in a tier.
 
-    name: the tier's name.
+    name: name of the tier.
     masks: for each list, a mask of its blocks that lie in the tier.
     is_up: True if the tier can be read.
     bytes_per_s: rate of its last reads; 0 if no read has found a block.

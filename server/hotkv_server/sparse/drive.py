@@ -60,7 +60,7 @@ LATENCY_BOUNDS_S = (
 class SparseCounters:
     """Counts since the server started.
 
-    reports: engines' reports.
+    reports: number of reports that engines have sent.
     unknown_sequences: sequences in reports that the session does not have.
     used_blocks: blocks whose use was counted for hotness.
     """

@@ -46,9 +46,8 @@ class OpenedBelow(Protocol):
 
 
 class Attaches(Protocol):
-    """What the server requires of the module `capability` in the folder of each capability (an
-    optional part of the server, such as `tiers`). Besides `attach`, the module may define two
-    functions:
+    """The interface of the module `capability` in the folder of each capability (an optional part
+    of the server, such as `tiers`). Besides `attach`, the module may define two functions:
 
     - `check(settings)` raises StartError for settings that this machine can't serve.
     - `open_below(settings, arena, reset=)` opens the tiers below host memory and returns an
