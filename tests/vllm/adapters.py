@@ -14,8 +14,8 @@ LORA = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
 
 
 def write_adapter(folder: Path, seed: int) -> Path:
-    """Returns an adapter of the tiny llama's attention, in PEFT's layout; files are replaced as
-    `save_pretrained` would."""
+    """Writes a LoRA adapter of the tiny llama's attention in PEFT's layout and returns its path.
+    Files are replaced as `save_pretrained` would."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     hidden, kv = COMMON["hidden_size"], COMMON["num_key_value_heads"] * COMMON["head_dim"]
@@ -46,7 +46,7 @@ _numbers: dict[Path, int] = {}
 
 
 def adapter(path: Path) -> dict[str, Any]:
-    """Fields of the LoRARequest for an adapter's folder."""
+    """Returns the fields of the LoRARequest for an adapter's folder."""
     return {
         "lora_name": path.name,
         "lora_int_id": _numbers.setdefault(path, len(_numbers) + 1),

@@ -1,8 +1,8 @@
-"""The harness with a model that attends sparsely, and knows what it does: a row that decodes
-sparsely, and whatever reads inexact KV, writes other values than the exact ones.
+"""The harness with a model that attends sparsely. A row that decodes sparsely, or that reads
+inexact KV, writes values other than the exact values.
 
-Layers that could decode sparsely are not there; the engine only says that it does (`SPARSE`,
-`without_layers`). A value that is neither exact nor of that approximation fails at once.
+The model has no layers for sparse decode; the engine only reports it (`SPARSE`, `without_layers`).
+Any value that is not exact and not of that approximation fails at once.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ INEXACT = 0x2A5A
 
 
 def without_layers(monkeypatch: Any) -> None:
-    """Has engines that ask for sparse decode start, though they have no layers for it."""
+    """Lets engines start that ask for sparse decode, although they have no layers for it."""
 
     def install(*_: Any) -> Any:
         raise Unsupported("the harness has no layers that could decode sparsely")
@@ -28,8 +28,8 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """Writes `INEXACT` values where its metadata says that a row is sparse, and behind such
-    tokens. `num_sparse_rows`: how many rows were sparse so far."""
+    """Writes `INEXACT` values for rows that its metadata calls sparse and for rows that read such
+    values. `num_sparse_rows` counts the sparse rows so far."""
 
     sparse_rows: frozenset[str] = frozenset()
     num_sparse_rows = 0
@@ -67,4 +67,4 @@ class Approximate(Engine):
         return found
 
     def _check(self, name: str, computed: int) -> None:
-        """Does nothing: `_write` has checked the values."""
+        """`_write` has checked the values."""

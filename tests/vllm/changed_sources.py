@@ -6,7 +6,8 @@ from typing import Any
 
 
 class Replaced:
-    """Sources with text in place of other text: rows of file, before, after, and anything."""
+    """Sources with some texts replaced. A row of `changes` is file, text before, text after; the
+    rest of the row is ignored."""
 
     name = "a later vLLM"
 
@@ -24,7 +25,7 @@ class Replaced:
 
 
 class Changed:
-    """Sources with other texts for some files; None: there is no such file."""
+    """Sources in which the given files have other texts; None removes a file."""
 
     def __init__(self, source: Any, texts: dict[str, str | None]) -> None:
         self._source, self._texts = source, texts

@@ -1,5 +1,5 @@
-"""vLLM's config classes as this version has them: every field of every object below `VllmConfig`,
-and other values for it. A field that is new in another vLLM version is tested unasked."""
+"""Walks vLLM's config classes as this version has them: every field of every object below
+`VllmConfig`, with other values for it. Fields of later vLLM versions are covered too."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, object) of `config` and all config objects below it that are there."""
+    """Yields path and object of `config` and of every config object below it."""
     yield path, config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
@@ -19,8 +19,8 @@ def config_objects(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def other_values(kind: type, name: str, value: Any) -> list[Any]:
-    """Values that a field of this declared type may have instead; nothing where none can be made
-    up."""
+    """Returns other values that a field of this declared type may have; an empty list if none can
+    be made."""
     found = []
     for hint in _choices(typing.get_type_hints(kind).get(name, Any)):
         if hint is bool:

@@ -1,9 +1,10 @@
-"""A CUDA engine's steps on the CPU: vLLM's real builder and attention class over hotkv's, the
-kernels of `hotkv_sparse.cuda` as `tests.device.cuda_on_cpu` runs them, and a FlashAttention that is
-a loop. The connector's own parts decide which rows attend sparsely, and count exact tokens.
+"""Runs a CUDA engine's steps on the CPU: vLLM's real metadata builder and attention class over
+hotkv's, the kernels of `hotkv_sparse.cuda` as `tests.device.cuda_on_cpu` runs them, and a
+FlashAttention that is a loop. The connector's own code decides which rows attend sparsely, and
+counts exact tokens.
 
-The model is arithmetic: keys, values and queries are random, so what a row must attend to is known.
-A page that was given back is NaN until somebody writes it.
+Keys, values and queries are random numbers, so the expected attention is known. A freed page is NaN
+until it is written again.
 """
 
 import mmap
@@ -71,7 +72,7 @@ def attention(
     scheduler_metadata: Any,
     **_: Any,
 ) -> None:
-    """As FlashAttention's, over pages [P, T, H, D]."""
+    """Computes attention like FlashAttention, over pages [P, T, H, D]."""
     assert causal and scheduler_metadata is None
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
@@ -89,7 +90,7 @@ def attention(
 def exact(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, before: int
 ) -> np.ndarray:
-    """Causal attention [n, Q, D] of the tokens from `before` on."""
+    """Returns causal attention [n, Q, D] of the tokens from `before` on."""
     group = queries.shape[1] // keys.shape[1]
     scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
     at = before + np.arange(len(queries))
@@ -101,8 +102,10 @@ def exact(
 
 @dataclass(eq=False)
 class Request:
-    """`kv` [layers, 2, tokens, H, D]: the truth. `slots`: of its blocks in the arena.
-    `approximate`: the first token whose attention left out anything."""
+    """kv: [layers, 2, tokens, H, D], the expected values.
+    slots: the arena slots of its blocks.
+    approximate: the first token whose attention left out a block.
+    """
 
     name: str
     kv: np.ndarray
@@ -132,8 +135,11 @@ class Request:
 
 
 class Engine:
-    """`is_v2`: metadata is built before the connector hears of the step. `replays_decode`: steps of
-    one token a row may be replayed from graphs, so they must not stage."""
+    """A CUDA engine without a device.
+
+    is_v2: metadata is built before the connector hears of the step.
+    replays_decode: steps of one token a row may be replayed from graphs, so they must not stage.
+    """
 
     def __init__(
         self,
@@ -231,7 +237,8 @@ class Engine:
         return self.taken[-1]
 
     def hit(self, one: Request, tokens: int) -> None:
-        """The arena has the first blocks; sinks and recent window are on the device."""
+        """Puts the first blocks of a request into the arena; sinks and recent window are on the
+        device."""
         count = tokens // BLOCK_TOKENS
         for block in range(count):
             self.store(one, block)
@@ -276,7 +283,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, plan: dict[str, int], *, padding: int = 0, checks: bool = True) -> None:
-        """One step of these requests with so many new tokens; rows in that order."""
+        """Runs a step of these requests with the given numbers of new tokens; rows keep their
+        order."""
         rows = [(self.requests[name], count) for name, count in plan.items()]
         told = [self.tell(one, count) for one, count in rows]
         step = ResidentStep(tuple(told), tuple(self.ended))
@@ -305,8 +313,8 @@ class Engine:
             self.after(one)
 
     def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
-        """Returns the scheduler's part of a step: which rows attend sparsely, and what is exact
-        then."""
+        """Returns the scheduler's part of a step: which rows attend sparsely, and which tokens are
+        exact."""
         is_here = {one.name: self.is_here(one) for one, _ in rows}
         tables = {
             one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)
@@ -336,7 +344,7 @@ class Engine:
         return sparse
 
     def preempt(self, name: str) -> None:
-        """As `end`, of a request that begins anew; its answer so far is computed like a prompt."""
+        """Ends a request and begins it anew; its answer so far is computed like a prompt."""
         one = self.requests[name]
         self.give_back(self.pages_of(one))
         self.ended.append(name)
@@ -430,8 +438,8 @@ class Engine:
     def check(
         self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
     ) -> None:
-        """Attention is exact; that of a row that attends sparsely is over blocks of its context,
-        among them those always kept."""
+        """Checks the attention output. A row that attends sparsely attends to blocks of its
+        context, among them all that are always kept; any other row attends to everything."""
         context = one.context + count
         keys, values = one.kv[layer]
         tokens = np.arange(context)
@@ -454,7 +462,7 @@ class Engine:
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
         """Checks that scores follow the exact log masses of the blocks' keys, and that the mass of
-        the blocks that are always kept is exact."""
+        the always-kept blocks is exact."""
         work = self.worker._work
         first, last, *_, context = work.plan[row, :6].tolist()
         if last - first < 8:
@@ -474,7 +482,7 @@ class Engine:
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
-        """Blocks of the context whose bytes the row's table names."""
+        """Returns the blocks of the context whose bytes the row's table names."""
         length, table = int(self.worker.lengths[row]), self.worker.table[row]
         pages = table[: -(-length // BLOCK_TOKENS)].tolist()
         cache, found = self.caches[NAMES[layer]], []
@@ -484,13 +492,13 @@ class Engine:
         hot = self.worker.layers[NAMES[layer]].selector.hot
         attended = int(hot.counts[row, ATTENDED])
         if attended:
-            # The bytes are those of the blocks that the hot set says.
+            # The hot set names the same blocks.
             state = self.worker.sequences.of(one.name).state
             assert hot.block_of[state, hot.slots[row, :attended].long()].tolist() == found
         return found
 
     def after(self, one: Request) -> None:
-        """The server keeps what is complete; what is behind the recent window is given back."""
+        """Stores complete blocks in the server, and frees those behind the recent window."""
         complete = one.context // BLOCK_TOKENS
         for block in range(one.kept, complete):
             self.store(one, block)

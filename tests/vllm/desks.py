@@ -1,4 +1,4 @@
-"""A desk that admits requests to residencies, over a server that tests answer for."""
+"""A desk that admits requests to residencies, over a double of the server."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ LONG = 4 * TOKENS + 5
 
 
 class Memory:
-    """Stands for the sparse memory. Notes its calls."""
+    """Stands for the sparse memory and records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
@@ -115,7 +115,7 @@ class Desk:
         raise AssertionError("asked again and again")
 
     def load(self, name: str = "a") -> Any:
-        """Returns a request whose load of four blocks is begun."""
+        """Returns a request whose load of four blocks has begun."""
         self.parts.put(name, range(4))
         one = request(name, LONG)
         self.arrive(one)

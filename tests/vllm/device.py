@@ -1,5 +1,5 @@
-"""A device that works when it is told to: kernels, events and words in one queue, run by the
-test."""
+"""A device that works on demand: kernels, events and words are in a single queue that the test
+runs."""
 
 import ctypes
 import mmap
@@ -47,8 +47,8 @@ class ToldWords:
 
 
 class ToldDevice:
-    """Stands for `CudaDevice`. `given`, `done`: pieces of work. `on_record`: sees an event before
-    it is recorded."""
+    """Stands for `CudaDevice`. `given`, `done`: queued and finished pieces of work. `on_record` is
+    called with an event before it is recorded."""
 
     uuid = bytes(range(16))
     stream = 7
@@ -94,7 +94,7 @@ class ToldDevice:
         return self.words
 
     def has_passed(self, after: After) -> bool:
-        """As the server would find out."""
+        """Returns True if the mark has passed, as the server would find out."""
         if after.kind is OrderKind.EVENTS:
             return self.events[after.mark.index].query()
         assert self.words is not None

@@ -1,8 +1,8 @@
-"""vLLM's own `EngineCore`, as far as it pauses, sleeps and resets, round an engine of the harness.
+"""vLLM's own `EngineCore`, reduced to pause, sleep and reset, round an engine of the harness.
 
-`Executor` does to the connector what the workers of vLLM 0.33 do (source: `Worker.sleep`, `wake_up`
-and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and
-CPU workers call no hook.
+`Executor` does to the connector what vLLM 0.33's workers do (source: `Worker.sleep`, `wake_up` and
+`discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and CPU
+workers call no hook.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ class Executor:
 
 
 class Core:
-    """vLLM's `EngineCore`, its methods, round an engine of the harness."""
+    """Methods of vLLM's `EngineCore` round an engine of the harness."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -74,11 +74,11 @@ class Core:
 
     def wake_up(self) -> None:
         self.core.wake_up()
-        # Of 0.33: ranks tell anew what they have.
+        # Of 0.33: ranks report their handshakes again.
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:
-        """Steps until nothing is left, as the engine's process does before it resets."""
+        """Steps until the engine is idle, as its process does before a reset."""
         if mode == "abort":
             self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         while self.engine.queue:

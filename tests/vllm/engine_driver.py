@@ -1,10 +1,13 @@
-"""A vLLM engine in a process of its own, driven by JSON lines: commands on stdin, one answer each
-on stdout. Logs go to stderr.
+"""A vLLM engine as a child process, driven by JSON lines: commands on stdin, an answer to each on
+stdout, logs on stderr.
 
-First line: arguments of `LLM`, with `environment` (variables of the process), `config_overrides`
-(values by path in vLLM's config, set when it is complete), `quantum` (tokens for which a resident
-request reserves room ahead) and `despite_vllm` (hotkv is on where vLLM forbids reuse). A command is
-`op`, one of OPERATIONS, and its arguments.
+The first line has the arguments of `LLM`, and:
+environment: variables of the process.
+config_overrides: values by path in vLLM's config, set when it is complete.
+quantum: tokens for which a resident request reserves room ahead.
+despite_vllm: turns hotkv on even if vLLM forbids reuse.
+
+A command has `op`, one of OPERATIONS, and its arguments.
 """
 
 import enum
@@ -58,8 +61,8 @@ def main() -> None:
 
 
 def override(values: dict[str, Any]) -> None:
-    """Sets fields of vLLM's config, whatever vLLM's own arguments would allow. A member of an
-    enumeration is given by its name."""
+    """Sets fields of vLLM's config, past the checks of vLLM's arguments. A member of an enumeration
+    is given by its name."""
     if not values:
         return
     from vllm.engine.arg_utils import EngineArgs
@@ -79,8 +82,11 @@ def override(values: dict[str, Any]) -> None:
 
 
 def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns a prompt as vLLM wants it: `tokens`, or `embeds` (seed and length); perhaps `salt`,
-    `images` (seeds, one each) and `uuids` (names of the images)."""
+    """Returns a prompt in vLLM's form.
+
+    tokens, embeds: token ids, or seed and length of random embeddings.
+    salt, images, uuids: optional; a seed for each image, and the images' names.
+    """
     if "embeds" in request:
         import torch
 
@@ -101,7 +107,7 @@ def prompt_of(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def image(seed: int) -> Any:
-    """Noise; every seed another."""
+    """Returns an image of noise that depends on the seed."""
     import numpy as np
     from PIL import Image
 
@@ -116,7 +122,8 @@ def logprobs(tokens: Any, chosen: Any) -> list[float]:
 
 
 def answer_of(outputs: list[Any]) -> dict[str, Any]:
-    """Returns what a test reads of vLLM's outputs: lists over samples, `cached` over requests."""
+    """Returns the parts of vLLM's outputs that tests read: lists over samples, `cached` over
+    requests."""
     samples = [sample for output in outputs for sample in output.outputs]
     return {
         "tokens": [list(one.token_ids) for one in samples],
@@ -135,8 +142,8 @@ def sample(
     structured: dict[str, Any] | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`params` go to SamplingParams, `structured` to its StructuredOutputsParams, `adapter` to a
-    LoRARequest."""
+    """Runs requests. `params` go to SamplingParams, `structured` to its StructuredOutputsParams,
+    `adapter` to a LoRARequest."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -167,7 +174,7 @@ def generate(
     salt: str | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`sample` of token ids. `transfer`: the requests' `kv_transfer_params`."""
+    """Runs `sample` with token ids. `transfer`: the requests' `kv_transfer_params`."""
     salted = {} if salt is None else {"salt": salt}
     extra = None if transfer is None else {"kv_transfer_params": transfer}
     requests = [{"tokens": tokens} | salted for tokens in prompts]
@@ -182,7 +189,8 @@ def hinted(
     session: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A request with what `LLM.generate` does not take: hints, a session's id, trace headers."""
+    """Runs a request with hints, a session's id and trace headers, which `LLM.generate` does not
+    take."""
     import msgspec
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintsEnvelope
@@ -208,7 +216,7 @@ def embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def token_embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many of each prompt's tokens have a vector."""
+    """Returns the number of token vectors of each prompt."""
     prompts = [prompt_of(llm, one) for one in requests]
     outputs = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
     lengths = [len(one.outputs.data) for one in outputs]
@@ -245,11 +253,11 @@ def reset(llm: Any, connector: bool = False) -> dict[str, Any]:
 
 
 def pause(llm: Any) -> dict[str, Any]:
-    """The engine pauses, and goes on."""
+    """Pauses the engine and resumes it."""
     core = llm.llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="abort")
     core.resume_scheduler()
-    # The core has lost its images; so must the front end, whose cache mirrors the core's.
+    # The core has lost its images; the front end's cache mirrors the core's.
     llm.llm_engine.reset_mm_cache()
     return {}
 
@@ -267,7 +275,7 @@ def drafted(llm: Any) -> dict[str, Any]:
 
 
 def _ours(connector: Any) -> Any:
-    """hotkv's connector, which may be one of several in a MultiConnector."""
+    """Returns hotkv's connector, which may be in a MultiConnector."""
     several = getattr(connector, "sub_connectors", [connector])
     return next(one for one in several if type(one).__name__ == "HotKVConnector")
 
@@ -304,7 +312,7 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
-    """Stops a process just after the connector's next `call`, load or store, was sent."""
+    """Stops the process `pid` just after the connector has sent its next `call`, load or store."""
     session = _worker_side(llm).rank.session
     original = getattr(session, call)
 

@@ -1,7 +1,7 @@
-"""Faults put into any function of hotkv's, and the list of functions that a connector's hooks call.
+"""Faults in any function of hotkv, and the list of functions that a connector's hooks call.
 
-A function breaks by its code being replaced, so that it breaks for all who call it, however they
-came by it.
+A fault replaces the function's code, so it reaches every caller, however the caller got the
+function.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ EDGE = {
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }
-"""What the edge itself consists of, beside the fallbacks: it counts, and reads clocks."""
+"""The functions of the edge itself (besides the fallbacks): it counts, and reads clocks."""
 
 
 class Told(RuntimeError):
-    """A fault on purpose."""
+    """The fault that a broken function raises."""
 
 
 class _Fault:
@@ -78,8 +78,7 @@ def broken(function: FunctionType, *, only_once: bool = False) -> Iterator[_Faul
 
 
 def functions() -> dict[CodeType, FunctionType]:
-    """Returns the connector's functions and methods, and those of the cache's double that a session
-    has, by their code."""
+    """Returns by code the functions and methods of the connector and of the cache's double."""
     found: dict[CodeType, FunctionType] = {}
     for _, name, _ in pkgutil.walk_packages(hotkv_vllm.__path__, "hotkv_vllm."):
         if "plugin" in name:

@@ -1,4 +1,4 @@
-"""Engines of one server, and whether their answers agree."""
+"""Starts engines of one server and compares their answers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ LENGTHS = (100, 257, 500)
 
 
 class Starter:
-    """Starts engines of one server, each model in a key space of its own."""
+    """Starts engines of one server, each model in its own key space."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.folder, self._daemon = folder, daemon
@@ -26,7 +26,7 @@ class Starter:
         connector: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """`model`: its folder, or the kind of a model that is written here."""
+        """Starts an engine. `model`: its folder, or a kind of model to write."""
         if isinstance(model, str):
             model = write_model(self.folder / model, model)
         defaults: dict[str, Any] = {
@@ -55,6 +55,6 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def clean(engine: EngineProcess) -> bool:
-    """Returns whether nothing that the connector did has failed."""
+    """Returns True if the connector reports no failure."""
     troubles = {"failed_loads", "hook_errors", "refused_blocks", "short_grants"}
     return not troubles & engine.ask("stats")["totals"].keys()

@@ -1,12 +1,14 @@
-"""vLLM's real scheduler, KV cache manager and allocator round a model that is only arithmetic, so
-that a step takes microseconds.
+"""vLLM's real scheduler, KV cache manager and allocator round an arithmetic model, so that a step
+takes microseconds.
 
-The "model" writes for each token a value that depends on all tokens before it, and before each step
-checks every value that attention would read. KV that is wrong, late or overwritten fails at once,
-wherever it came from. `Engine(pipelined=True)` schedules a step before the one before it has run,
-as asynchronous scheduling does. Hooks are called as vLLM's V1 runner does, with `v2=True` by what
-its V2 runner calls them through. With a `device`, a step's reads and writes of KV wait in its
-queue, at the latest until the step's output is looked at.
+The "model" writes for each token a value that depends on all tokens before it. Before each step it
+checks every value that attention would read, so KV that is wrong, late or overwritten fails at
+once. Hooks are called as vLLM's V1 runner calls them, or with `v2=True` through the code of its V2
+runner.
+
+`Engine(pipelined=True)` schedules a step before the previous step has run, as asynchronous
+scheduling does. With a `device`, a step's reads and writes of KV wait in the device's queue, at the
+latest until the step's output is read.
 """
 
 import functools
@@ -61,13 +63,13 @@ _TRANSFER_GROUP: list[Any] = []
 
 
 class V2Config(VllmConfig):
-    """Of an engine with the V2 runner, which vLLM refuses without Triton."""
+    """The config of an engine with the V2 runner, which vLLM refuses without Triton."""
 
     use_v2_model_runner = property(lambda _: True)
 
 
 class Engine:
-    """One engine. `wrong` counts nothing: a wrong value raises AssertionError in `step`."""
+    """An engine. A wrong value raises AssertionError in `step`."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class Engine:
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
-        """within: makes the engine's `kv_transfer_config` of the connector's, for engines with
-        several connectors."""
+        """Builds the engine. `within` turns the connector's `kv_transfer_config` into the engine's,
+        for engines with several connectors."""
         monkeypatch.setattr(link, "open_session", server.open)
         self.server, self.device, self.layout = server, device, layout
         self.pipelined, self.v2 = pipelined, v2
@@ -123,8 +125,8 @@ class Engine:
             self.vllm_config, KVConnectorRole.WORKER, worker_kv
         )
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
-        # The key space is that of engines with the same settings and more blocks; vLLM itself wants
-        # one request to fit.
+        # The key space is that of engines with the same settings and more blocks; vLLM itself
+        # requires that a request fits.
         self.vllm_config.model_config.max_model_len = longest
         monkeypatch.setattr(
             kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0]
@@ -165,8 +167,8 @@ class Engine:
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
         self.after_zeroing: Callable[[], None] | None = None
-        # Bytes of an adapter, as a number, that the model uses in this step; a request keeps those
-        # of its first step.
+        # The adapter's content as a number that the model uses in this step. A request keeps the
+        # content of its first step.
         self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
         self.contents: dict[str, int] = {}
         self.shown: dict[str, dict[int, int]] = {}
@@ -176,7 +178,7 @@ class Engine:
         return self.model
 
     def _start_ranks(self) -> None:
-        """Starts the ranks beside the first; here there are none."""
+        """There are no ranks beside the first."""
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
         """Returns the ranks' handshakes by pipeline stage and tensor-parallel rank, as vLLM's
@@ -185,18 +187,18 @@ class Engine:
         return {} if handshake is None else {(0, 0): handshake}
 
     def each_worker(self) -> Iterator[Any]:
-        """Yields the worker connector of each rank. The caller's loop runs as in that rank's
+        """Yields the worker connector of each rank. The loop's body runs as in that rank's
         process."""
         yield self.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Returns the tensors of each rank, and the number by which it changes values."""
+        """Returns the tensors of each rank, and the number by which the rank changes values."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """Returns the hasher, which also writes down into `named` of which request's first tokens
-        each hash is."""
+        """Wraps the hasher so that `named` records the request and the tokens that each hash stands
+        for."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -207,7 +209,7 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """Returns the object through which the V2 runner calls connectors. It registers the
+        """Returns the object through which the V2 runner calls connectors, and registers the
         tensors."""
         from vllm.v1.worker.gpu import kv_connector
 
@@ -307,8 +309,8 @@ class Engine:
     # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        """Returns the step's output, and when the device has come so far that it can be looked
-        at."""
+        """Returns the step's output, and the position in the device's queue from which it can be
+        read."""
         self.metas.append(scheduled.kv_connector_metadata)
         return self._run(pickle.loads(pickle.dumps(scheduled)))
 
@@ -325,7 +327,7 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Returns the step's samples, and where it ends in the device's queue."""
+        """Returns the step's samples, and its end in the device's queue."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)
@@ -335,7 +337,7 @@ class Engine:
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
         """Runs a step through vLLM's mixin, which calls the hooks. The V1 runner calls the first
-        hook before it (`GPUModelRunner.execute_model`)."""
+        hook earlier (`GPUModelRunner.execute_model`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -369,8 +371,8 @@ class Engine:
         return self.active.post_forward(scheduled.finished_req_ids), sampled, point
 
     def _take_tokens(self, scheduled: Any) -> None:
-        """Takes the tokens of resumed requests from the schedule, as vLLM's V1 runner does. V2 gets
-        them as new requests."""
+        """Updates the tokens of resumed requests from the schedule, as vLLM's V1 runner does. V2
+        gets them as new requests."""
         cached = scheduled.scheduled_cached_reqs
         assert self.v2 or cached.resumed_req_ids <= cached.all_token_ids.keys(), (
             "a resumed request comes without its tokens"
@@ -414,7 +416,7 @@ class Engine:
         return sampled
 
     def _sample(self, name: str) -> list[int]:
-        """Returns the request's next token, which its tokens have from now on."""
+        """Appends the model's next token to the request's tokens and returns it."""
         self.tokens[name].append(next_token(self._values(name)))
         return self.tokens[name][-1:]
 
@@ -469,12 +471,12 @@ class Engine:
             self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
-        """Returns the layer's memory as it lies now, int16 [blocks, heads, tokens, cell]."""
+        """Returns the layer's memory, int16 [blocks, heads, tokens, cell]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
-        """Returns block and offset of each token, and the values that belong there. Returns fewer
-        values if tokens are not known yet."""
+        """Returns each token's block and offset, and the expected values; fewer values if the last
+        tokens are not known yet."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = np.array(self._values(name)[first:end], np.int16)
@@ -486,8 +488,8 @@ class Engine:
         return self.values_of(name, self.tokens[name])
 
     def values_of(self, name: str, tokens: Sequence[int]) -> list[int]:
-        """Returns the values of these tokens of a request. A value depends on everything that the
-        model sees up to it: tokens, the adapter, and images or embeddings in place of tokens."""
+        """Returns the values of these tokens of a request. A value depends on every input up to it:
+        tokens, the adapter, and images or embeddings in place of tokens."""
         shown = self.shown.get(name)
         if shown:
             tokens = [shown.get(place, token) for place, token in enumerate(tokens)]
@@ -496,14 +498,14 @@ class Engine:
 
     @property
     def tints(self) -> tuple[int, ...]:
-        """Returns the numbers by which values in the engine's own cache may differ from exact
-        values; 0 is included."""
+        """Returns the numbers by which values in the engine's own cache may differ from the exact
+        values; 0 is among them."""
         return (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a block hash stands for: the first tokens of an engine's request."""
+    """The meaning of a block hash: the first tokens of an engine's request."""
 
     engine: "Engine"
     request: Request
@@ -529,7 +531,7 @@ def media_of(request: Request) -> dict[int, int]:
 
 
 def next_token(values: Sequence[int]) -> int:
-    """Returns the model's next token after tokens of these values."""
+    """Returns the model's next token after tokens with these values."""
     return 3 + values[-1] % 1000
 
 
@@ -552,7 +554,7 @@ def _values(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Returns a prompt; prompts of one seed are prefixes of each other."""
+    """Returns a prompt. Prompts with the same seed are prefixes of each other."""
     state, tokens = seed * 7919 + 13, []
     for _ in range(length):
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF

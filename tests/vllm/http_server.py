@@ -1,5 +1,5 @@
-"""vLLM's HTTP server as a child process: with the commands that README gives, or forked
-(`module_driver`), which takes a second."""
+"""vLLM's HTTP server as a child process, started with README's commands or forked by
+`module_driver`, which takes a second."""
 
 import contextlib
 import json
@@ -25,8 +25,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 def readme_commands(model: Path) -> tuple[list[str], list[str]]:
     """Returns the commands of README's chapter on vLLM, with JSON and without, in the form for
-    vLLM's CPU package: what stands behind `python -m`, module first. HOTKV_TARGET names the
-    server."""
+    vLLM's CPU package: the arguments after `python -m`. HOTKV_TARGET names the server."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
@@ -47,8 +46,8 @@ def _for_tests(model: Path, command: list[str]) -> list[str]:
 
 
 class HttpServer:
-    """`python -m` and `command`, on a free port of this machine. `is_forked`: not a Python of its
-    own, which imports vLLM three times."""
+    """Runs `python -m` with `command` on a free port. `is_forked`: forks from the nursery; a new
+    Python would import vLLM three times."""
 
     def __init__(
         self,
@@ -123,8 +122,8 @@ class HttpServer:
         return text
 
     def kill(self) -> None:
-        """Kills all processes of vLLM, as a service manager does. vLLM's engine process outlives a
-        server that is killed alone."""
+        """Kills all processes of vLLM, as a service manager does. vLLM's engine process outlives
+        its server."""
         for pid in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -142,8 +141,8 @@ class HttpServer:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns a process and its descendants, but for Python's resource trackers: they unlink the
-    shared memory of those that were killed."""
+    """Returns a process and its descendants, without Python's resource trackers, which unlink the
+    shared memory of killed processes."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         is_tracker = b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

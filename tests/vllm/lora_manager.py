@@ -1,4 +1,4 @@
-"""A worker's LoRA adapters, as vLLM's manager has them, for tests that have no models to adapt."""
+"""vLLM's manager of a worker's LoRA adapters, for tests without models to adapt."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoR
 
 
 class Manager:
-    """As vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and keeps
-    `capacity` of them."""
+    """Stands for vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and
+    keeps `capacity` of them."""
 
     def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
         self.files = files
@@ -48,15 +48,15 @@ class Manager:
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
-    """Gives each rank of an engine of the harness adapters, whose contents show in its KV. Returns
-    the first rank's manager."""
+    """Gives each rank of a harness engine adapters whose contents change its KV. Returns the first
+    rank's manager."""
     managers = []
     for rank, worker in enumerate(one.each_worker()):
         managers.append(Manager(files, capacity))
         our_connector(worker)._worker.rank.adapters = AdapterWatch(managers[-1], rank)
 
     def content_of(request: LoRARequest) -> int:
-        """All ranks load it."""
+        """Loads the adapter on all ranks."""
         contents = [manager.add_adapter(request) for manager in managers]
         return contents[0]
 

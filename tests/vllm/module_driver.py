@@ -1,8 +1,8 @@
-"""Runs a module as `python -m` would, in a process that has imported vLLM already.
+"""Runs a module as `python -m` would, in a process that has already imported vLLM.
 
-First line of standard input: `module`, `arguments`, `environment` (variables to set). What the
-module prints goes to the log; when it has ended, one line of standard output says its exit status
-(`status`). Engines are forked, and nothing is compiled.
+The first line of standard input has `module`, `arguments` and `environment` (variables to set). The
+module's output goes to the log; its exit status (`status`) is a line on standard output. Engines
+are forked, and nothing is compiled.
 """
 
 import json
@@ -18,8 +18,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     order = json.loads(sys.stdin.readline())
-    # vLLM's engine process outlives a server that is killed, and goes with one that is asked to
-    # stop.
+    # vLLM's engine process outlives a server that is killed, and ends with a server that gets
+    # SIGTERM.
     end_with_the_parent(signal.SIGTERM)
     os.environ |= order["environment"]
     fork_engines()

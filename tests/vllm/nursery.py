@@ -1,9 +1,9 @@
-"""Engines that start in a second: a process that has imported vLLM once forks one child for each.
+"""Starts engines in a second: a process that has imported vLLM once forks a child for each.
 
 `nursery()` starts one such process for the whole run, which the workers of xdist share. Children
-die with the nursery, and the nursery when its last worker has ended. Imported objects are frozen
-for the garbage collector: vLLM asks for several collections in each start, and each would walk
-700,000 objects.
+die with the nursery, and the nursery ends with its last worker. Imported objects are frozen for the
+garbage collector: each start of vLLM collects several times, and a collection would walk 700,000
+objects.
 """
 
 import contextlib
@@ -63,8 +63,7 @@ class Nursery:
                 self._socket.connect(address)
 
     def _start(self, address: str) -> None:
-        """Starts the process. It can be connected to at once, and answers when it has imported
-        vLLM."""
+        """Starts the process. Connections wait in its queue until it has imported vLLM."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen()
@@ -90,7 +89,7 @@ class Nursery:
         return child
 
     def status_of(self, pid: int) -> int:
-        """Returns 0: no process waits for the children."""
+        """Returns 0: children are never waited for."""
         return 0
 
     def fork_module(
@@ -100,8 +99,8 @@ class Nursery:
         log: IO[bytes],
         environment: dict[str, str] | None = None,
     ) -> Any:
-        """Runs a module as `python -m` would, with its output in `log`. At its end it writes its
-        exit status as JSON to standard output."""
+        """Runs a module as `python -m` would, with its output in `log`. At its end the child writes
+        its exit status as JSON to standard output."""
         child = self.fork("module_driver.py", log)
         order = {"module": module, "arguments": list(arguments), "environment": environment or {}}
         child.stdin.write(json.dumps(order).encode() + b"\n")
@@ -130,15 +129,15 @@ def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None
 
 
 def end_with_the_parent(number: int) -> None:
-    """Has the calling process signalled when its parent ends. Forks and new programs must ask
-    anew."""
+    """Has the kernel signal the calling process when its parent ends. Forks and new programs must
+    ask again."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def fork_engines() -> None:
-    """Has vLLM fork the processes of engines and ranks, where its CPU platform starts them anew:
-    each would import vLLM once more, for twenty seconds. Nothing is compiled: vLLM compiles part of
-    its sampler at the first step even when it is told to be eager."""
+    """Makes vLLM fork the processes of engines and ranks. Its CPU platform would spawn them, and
+    each would import vLLM again, for twenty seconds. Nothing is compiled: vLLM compiles part of its
+    sampler at the first step even in eager mode."""
     import torch
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
@@ -150,7 +149,7 @@ def fork_engines() -> None:
 
 
 def inspect_models_here() -> None:
-    """Has vLLM inspect model classes in this process, in place of a new Python that imports
+    """Makes vLLM inspect model classes in this process instead of a new Python that imports
     vLLM."""
     from vllm.model_executor.models import registry
 
@@ -158,8 +157,8 @@ def inspect_models_here() -> None:
 
 
 def _register_kernels() -> None:
-    """Replaces Triton's kernels by vLLM's CPU kernels, once for all children: vLLM searches every
-    module for each kernel."""
+    """Replaces Triton's kernels by vLLM's CPU kernels once for all children, because vLLM searches
+    every module for each kernel."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():
@@ -169,8 +168,8 @@ def _register_kernels() -> None:
 
 
 def _configure_logging() -> None:
-    """Applies vLLM's default logging, so that engines find it in place. Each would otherwise reset
-    the levels of hundreds of loggers, for half of its start."""
+    """Applies vLLM's default logging before engines start. Each would otherwise reset the levels of
+    hundreds of loggers, for half of its start."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -178,8 +177,8 @@ def _configure_logging() -> None:
 
 
 def _keep_compiled_drafts() -> None:
-    """Has what vLLM compiles for ngram drafts kept on disk: every engine with such drafts would
-    compile it anew, for five seconds."""
+    """Caches vLLM's compiled ngram drafter on disk: every engine with such drafts would compile it
+    again, for five seconds."""
     from vllm.v1.spec_decode import ngram_proposer
 
     ngram_proposer.batch_propose_numba.enable_caching()
@@ -199,7 +198,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
-    # No process waits for the children.
+    # Children are never waited for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     workers: list[socket.socket] = []

@@ -1,10 +1,10 @@
-"""An oracle over both caches: whatever has happened, each block that can be found holds what the
-model computes for the tokens of its hash.
+"""An oracle over both caches: each block that can be found holds the values that the model computes
+for the tokens of its hash, whatever happened before.
 
-It looks at all blocks of the `FakeServer`, and at all blocks that vLLM's own prefix cache offers in
-each engine. It knows tokens by hash from the engines' hashers, so it needs no books of what was
-stored, loaded, aborted or evicted. Who runs requests with LoRA adds their names to `Engine.named`,
-as the server's blocks of them have names of hotkv's.
+It reads all blocks of the `FakeServer`, and all blocks in vLLM's own prefix cache of each engine.
+It maps hashes to tokens by the engines' hashers, so it needs no record of stores, loads, aborts and
+evictions. A test with LoRA adds names to `Engine.named`, because hotkv renames the server's blocks
+of adapters.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from tests.vllm.other_connectors import our_connector
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """How many blocks were compared: those in the server, and those in the engines' own caches."""
+    """The number of compared blocks: in the server, and in the engines' own caches."""
 
     num_stored: int
     num_cached: int
@@ -41,8 +41,8 @@ def check_stored(
 ) -> int:
     """Compares all blocks of the server; skips representations. Returns their number.
 
-    weights: numbers by which the engines' weights have changed values. A key space has blocks of
-        one of them.
+    weights: numbers by which the engines' weights have changed values. All blocks of a key space
+    belong to the same weights.
     """
     named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
     weights_of: dict[bytes, int] = {}
@@ -100,8 +100,7 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
     """Returns the values, int16 [tokens], that belong under a hash, before each layer changes them.
-    They are a whole block's, or its first tokens': vLLM offers parts of blocks if its hashes cover
-    fewer tokens."""
+    They cover a whole block, or its first tokens if hashes cover fewer tokens than a block."""
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]
     first = (what.num_tokens - 1) // block_tokens * block_tokens
@@ -120,7 +119,7 @@ def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[in
 
 
 def answer_of(prompt: Sequence[int], count: int) -> list[int]:
-    """Returns the tokens that the model answers to a prompt."""
+    """Returns the model's answer to a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(_value(tokens)))
@@ -128,7 +127,7 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
-    """Checks that an idle engine holds nothing of the server's or of its device's.
+    """Checks that an idle engine holds no request state, transfer or mark.
 
     may_count_errors: hooks have raised on purpose.
     """
@@ -141,7 +140,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         assert not requests.loads.quarantine.loading
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
         assert side.cache.finder.failed_loads.is_empty and not requests.written._matched_tokens
-        # A hook whose `ended` raised may keep a number of its request.
+        # A hook whose `ended` raised may keep its request's number.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens
         for each in one.each_worker():
@@ -154,5 +153,5 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
 
 
 def reports_to(server: FakeServer) -> list[RequestReport]:
-    """Returns the reports of requests that the server has got."""
+    """Returns the reports of requests that the server has received."""
     return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]

@@ -7,7 +7,7 @@ from tests.vllm.harness import Engine, prompt
 
 
 class RealServer:
-    """What the harness asks of a server."""
+    """Gives the harness a real server."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -15,7 +15,7 @@ class RealServer:
 
 
 def finish(engine: Engine, timeout_s: float = 60.0) -> None:
-    """Steps until nothing is left and nothing is under way; the device does its work."""
+    """Steps until the engine and its transfers are done, running the device."""
     until_s = time.monotonic() + timeout_s
     worker = engine.worker._worker
     number = 0

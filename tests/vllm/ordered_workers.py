@@ -13,8 +13,8 @@ KINDS = (OrderKind.EVENTS, OrderKind.FLAGS, OrderKind.HOST)
 
 @pytest.fixture
 def device(server: Any) -> ToldDevice:
-    """A device whose marks the cache's double sees; no event is recorded while a transfer that was
-    sent waits for it."""
+    """Returns a device whose marks the cache's double sees. No event is recorded while a transfer
+    that was sent waits for it."""
     device = ToldDevice()
 
     def on_record(event: Any) -> None:
@@ -33,7 +33,7 @@ def worker_of(engine: Any) -> Any:
 
 
 def finish(engine: Any, server: Any, device: ToldDevice) -> None:
-    """Steps until nothing is left, with a device and a server that do their work."""
+    """Steps until the engine is idle, running the device and the server."""
     server.hold = set()
     for _ in range(2000):
         if not engine.scheduler.has_requests() and not engine.queue:

@@ -1,4 +1,4 @@
-"""Connectors that tests put beside hotkv in vLLM's MultiConnector, and helpers for it."""
+"""Connectors that tests put beside hotkv into vLLM's MultiConnector, and helpers for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
 
 
 def our_connector(connector: Any) -> HotKVConnector:
-    """Returns hotkv's connector, which is alone or in a MultiConnector."""
+    """Returns hotkv's connector, alone or from a MultiConnector."""
     return children(connector)[0] if isinstance(connector, MultiConnector) else connector
 
 
@@ -67,7 +67,7 @@ class Metadata(KVConnectorMetadata):
 
 
 class _Connector(KVConnectorBase_V1, SupportsHMA):
-    """Does nothing."""
+    """A connector without hits or loads."""
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
@@ -163,7 +163,7 @@ class LoadingConnector(_Connector):
 
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
-    """Returns a load into an engine of the harness: it writes what the model would write."""
+    """Returns a load function that writes the values that the model of `one` would write."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

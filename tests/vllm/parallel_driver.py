@@ -1,6 +1,6 @@
-"""`engine_driver` for engines of several ranks. Another command: `ranks` (process ids of the ranks
-in order). A pipeline is warmed up, which vLLM skips for eager engines on CPU: its later stages
-would lack the buffers of what they receive."""
+"""`engine_driver` for engines of several ranks, with the command `ranks` (process ids of the ranks
+in order). A pipeline is warmed up, which vLLM skips for eager engines on CPU: without it, later
+stages lack the buffers for their input."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""The scheduler side's parts over a double of the server, without an engine: requests are names and
-hashes, and time is what the test says."""
+"""The scheduler side's parts over a double of the server, without an engine. Requests are names and
+hashes, and the test sets the time."""
 
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
@@ -22,11 +22,11 @@ from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.stats import HotKVStats
 
 TOKENS = 16
-"""In a block of every group, unless a test says otherwise."""
+"""Tokens of a block in every group, unless a test sets it."""
 BLOCK_BYTES = 1 << 18
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, TOKENS, (BLOCK_BYTES,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, TOKENS, (BLOCK_BYTES,), 2 * TOKENS + 1)
-"""A hit needs the two blocks before it."""
+"""A hit needs the two blocks before its end."""
 STATES = GroupSpec(GroupKind.MAMBA, TOKENS, (BLOCK_BYTES,))
 
 
@@ -139,7 +139,7 @@ class Parts:
         return self.finder.match(state, computed_tokens, self.clock)
 
     def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
-        """Asks until the hit is known. Returns its tokens."""
+        """Matches until the hit is known. Returns its tokens."""
         for _ in range(5):
             tokens, is_async = self.match(state, computed_tokens)
             if tokens is not None:
@@ -161,7 +161,7 @@ def plan(
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
     """Plans a step. Returns its stores, and the stores that it must wait for.
 
-    scheduled: each state, and how many tokens it computes.
+    scheduled: each state, and the number of tokens that it computes.
     tables: the block table that all requests have.
     """
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
@@ -188,7 +188,7 @@ def ids(blocks: Sequence[int]) -> Any:
 
 
 class Clock:
-    """Takes down no times of hooks."""
+    """Records no times of hooks."""
 
     def add(self, hook: str, seconds: float) -> None:
         pass

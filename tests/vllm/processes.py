@@ -21,7 +21,7 @@ from tests.vllm.tiny import engine_args, transfer_config
 
 
 class Daemon:
-    """A hotkv-server in `folder`, which a restart uses again. `flags`: more settings of the next
+    """A hotkv-server in `folder`, which a restart uses again. `flags`: more settings for the next
     start."""
 
     def __init__(self, folder: Path, arena: str = "64MiB") -> None:
@@ -85,8 +85,8 @@ class Daemon:
 
 @contextlib.contextmanager
 def own_daemon() -> Iterator[Daemon]:
-    """Makes a daemon that is not started yet, in a new folder that is removed at the end. The path
-    is short: a Unix socket's name has at most 107 bytes."""
+    """Yields a daemon that is not started yet, in a new folder that is removed at the end. The
+    folder's path is short, because the name of a Unix socket has at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-"))
     one = Daemon(folder / "run")
     try:
@@ -97,7 +97,7 @@ def own_daemon() -> Iterator[Daemon]:
 
 
 class EngineProcess:
-    """A vLLM engine with the connector (`target` None: without)."""
+    """A vLLM engine, with the connector unless `target` is None."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class EngineProcess:
     ) -> None:
         settings = engine_args(model, **arguments)
         if target is not None:
-            # Test machines are slow and shared; how long a lookup may take is not what is tested.
+            # Test machines are slow and shared, and the duration of a lookup is not under test.
             ours = {"lookup_timeout_s": 30.0, **(connector or {})}
             settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log
@@ -131,7 +131,7 @@ class EngineProcess:
         return self.answer()
 
     def ask_each(self, prompts: list[list[int]], max_tokens: int) -> dict[str, list[Any]]:
-        """Generates the prompts one after another. In a batch bfloat16 rounds otherwise, which can
+        """Generates the prompts one after another. Batches round bfloat16 differently, which can
         change a token."""
         answers = [self.ask("generate", prompts=[p], max_tokens=max_tokens) for p in prompts]
         names = ("tokens", "logprobs", "cached")
@@ -158,8 +158,8 @@ class EngineProcess:
         self._log.close()
 
     def begin_stop(self) -> None:
-        """Tells the engine to stop; does not wait. One that has refused to start closes its pipes
-        a moment before it ends."""
+        """Tells the engine to stop, without waiting. An engine that refused to start closes its
+        pipes just before it ends."""
         if not self._is_stopping and self.process.poll() is None:
             self._is_stopping = True
             with contextlib.suppress(BrokenPipeError):

@@ -1,9 +1,8 @@
-"""The harness with several ranks: a worker connector and KV memory for each, their outputs joined
-by vLLM's `KVOutputAggregator`.
+"""The harness with several ranks. Each has a worker connector and KV memory; vLLM's
+`KVOutputAggregator` joins their outputs.
 
-Each rank runs every step, one after the other, over KV values of its own, so that a shard in
-another rank's place is seen. They agree as if all had posted the same notes; how ranks that differ
-come to terms is the matter of `test_ranks`.
+Each rank runs every step, one after the other, over different KV values, so that a shard in another
+rank's place is seen. All ranks have posted the same notes; `test_ranks` tests ranks that differ.
 """
 
 import copy
@@ -27,7 +26,7 @@ from hotkv_vllm.identity.ranks import RankNote
 from tests.vllm.harness import Engine
 
 _PROCESS = [0]
-"""The rank in whose process the code runs, as vLLM has one process for each."""
+"""The rank in whose process the code runs, as vLLM has a process for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class RankedEngine(Engine):
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
-            # The first one comes last, and leaves behind what it knows.
+            # The first rank comes last and keeps the new state.
             self.tokens, self.tables, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])

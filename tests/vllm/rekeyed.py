@@ -1,4 +1,4 @@
-"""Requests whose keys change."""
+"""Engines whose weights, and so their keys, change."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.vllm.harness import prompt
 
 @pytest.fixture
 def updated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Engines whose model has `load_weights`; what it writes is in every KV value."""
+    """Makes engines whose model has `load_weights`; the loaded weights change every KV value."""
     may_load(monkeypatch)
 
     def make(**settings: Any) -> Any:

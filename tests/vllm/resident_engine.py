@@ -1,8 +1,8 @@
 """The scheduler side of a resident engine without layers: vLLM's real pool and block manager, the
 connector's real books, a double of the server, and a scheduler that plans as vLLM's does.
 
-Each block has a content: that of its prefix if it is exact, and otherwise one of its own. Workers
-are a model: they know what steps told them, and read the blocks that left the device at once.
+An exact block has the content of its prefix, any other block a content of its own. Workers are a
+model: they know only the messages of steps, and at once read the blocks that left the device.
 """
 
 import itertools
@@ -31,7 +31,7 @@ POOL = 60
 STEP_S = 0.1
 TIMEOUT_S = 5.0
 WELL_S = 2.0
-"""Time after which nothing that the server did before may end a request."""
+"""After this time, earlier faults of the server may end no request."""
 MAX_RUNNING = 4
 
 
@@ -77,8 +77,8 @@ class Waiting(list[Any]):
 
 
 class Store(NamedTuple):
-    """A store in flight: what its blocks are named, and what they hold. `incarnation`: another one
-    after a preemption, a new start of the request, and whenever the device is distrusted."""
+    """A store in flight: the names and contents of its blocks. `incarnation` differs after a
+    preemption, a new start of the request, and whenever the device is distrusted."""
 
     request_id: str
     store_id: int
@@ -88,15 +88,15 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """What the workers know, by request: the offsets of its blocks, and its pin."""
+    """The workers' knowledge, by request: the offsets of its blocks, and its pin."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
         self.pins: dict[str, Any] = {}
 
     def hear(self, step: ResidentStep) -> None:
-        """Takes a step's message. Blocks come in order. They begin again at the first one if the
-        server has lost those of a request that is on the device as a whole."""
+        """Processes a step's message. Blocks come in order, and from the first again if the server
+        has lost blocks of a request that is whole on the device."""
         for name in step.ended:
             self.offsets.pop(name, None)
             self.pins.pop(name, None)
@@ -189,7 +189,7 @@ class ResidentEngine:
         self.preempted: list[str] = []
 
     def _slot(self, shards: Any) -> int:
-        """Returns the slot of a block's bytes: the same one as long as the server has them."""
+        """Returns the slot of a block's bytes, which stays the same while the server has them."""
         return self._slots.setdefault(shards[0], self._new_slot(shards))
 
     def _pin(self, name: Any, group: int, first: int, hashes: Any, blocks: Any) -> Any:
@@ -217,8 +217,12 @@ class ResidentEngine:
         is_announced: bool = True,
         has_adapter: bool = False,
     ) -> str:
-        """Adds a request. Requests of one family have a prefix in common. Blocks from
-        `exact_blocks` on are inexact. The books know only of a request that is announced."""
+        """Adds a request and returns its name.
+
+        family: requests of the same family have a common prefix.
+        exact_blocks: blocks from this number on are inexact.
+        is_announced: the books know the request.
+        """
         name = f"r{next(self.numbers)}"
         one = request(name, min(prompt, LONGEST - 1))
         one.goal = min(LONGEST, prompt + answer)
@@ -245,7 +249,7 @@ class ResidentEngine:
         one.block_hashes = [block_hash(one.family, number) for number in range(count)]
 
     def content(self, one: Any, block: int) -> bytes:
-        """Returns what a block of the request holds. Inexact blocks are others after each
+        """Returns the content of a block of the request. Inexact blocks change with each
         preemption."""
         if block < min(one.exact_blocks, one.distrusted_from):
             of_base = block_hash(one.family, block)
@@ -322,7 +326,8 @@ class ResidentEngine:
         return self.books.residency_of(one.request_id)
 
     def _read(self, step: ResidentStep) -> None:
-        """Workers read every block that left the device, but those of lost requests."""
+        """Reads, as the workers, every block that left the device, except blocks of lost
+        requests."""
         memory = self.server.residencies.arena.memory
         for row in step.rows:
             one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
@@ -331,7 +336,7 @@ class ResidentEngine:
                 assert found == self.content(one, block), (one.request_id, block)
 
     def _plan(self) -> tuple[dict[str, tuple[Any, int]], set[str]]:
-        """Returns the requests of a step with their new tokens, and those that are preempted."""
+        """Returns the requests of a step with their new tokens, and the preempted requests."""
         budget, planned, preempted = CHUNK, dict[str, tuple[Any, int]](), set[str]()
         for one in list(self.running):
             if one.next_decode_eligible_step > self.scheduler.current_step:
@@ -402,7 +407,7 @@ class ResidentEngine:
         return (self.parts.space, 0, name) in self.server.blocks
 
     def _allocate(self, one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
-        """As `KVCacheManager.allocate_slots` of a request without a hit of its own."""
+        """Allocates as `KVCacheManager.allocate_slots` does for a request without a local hit."""
         manager, done, name = self.manager, one.num_computed_tokens, one.request_id
         total, free = done + external, self.pool.get_num_free_blocks
         if is_first:
@@ -427,7 +432,7 @@ class ResidentEngine:
     # ------------------------------------------------------------------------------- host memory
 
     def begin_store(self, name: str) -> None:
-        """Has the workers store what is computed of a request and was not considered yet."""
+        """Makes the workers store the computed blocks of a request that were not considered yet."""
         state, one = self.states[name], self.requests[name]
         first, until = state.store.stored_blocks[0], one.num_computed_tokens // TOKENS
         if not self.books.is_resident(name) or first >= until or name in self.manager.lost:
@@ -474,7 +479,7 @@ class ResidentEngine:
                 self.well_since_s = self.now_s
 
     def distrust(self) -> None:
-        """Makes what is on the device inexact, but for blocks that the server has."""
+        """Makes blocks on the device inexact, except those that the server has."""
         for name in self.requests:
             if self.books.is_resident(name) and self.device.has_blocks(name):
                 kept = self.books.kept_tokens(name) // TOKENS
@@ -495,7 +500,7 @@ class ResidentEngine:
             self.contents.clear()
 
     def refuse(self, name: str) -> None:
-        """Has the server refuse room for a request for good."""
+        """Makes the server refuse room for a request for good."""
         self.excused.add(name)
         plain = self.server.residencies.add
 

@@ -29,8 +29,8 @@ CONTEXT = 8192
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Returns True if two engines answered alike. Chunks of a prompt may begin elsewhere, so sums
-    are rounded in another order."""
+    """Returns True if two engines gave the same answer. Chunks of a prompt may begin elsewhere,
+    which changes the order of sums, and so their rounding."""
     return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < NOISE
 
 
@@ -57,8 +57,8 @@ def start(engines: Engines, tmp_path: Path) -> Start:
         connector_settings: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """Returns an engine with the connector; its server is absent unless `target` names one. A
-        resident one asks for room block by block."""
+        """Returns an engine with the connector; its server is absent unless `target` names it. A
+        resident engine reserves room block by block."""
         layers = {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT}
         settings = {
             "load_format": "random",
@@ -87,7 +87,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 EXACT = RESIDENT | {"sparse_topk": 1024}
-"""The hot set covers contexts of up to 2,048 tokens, so tokens are those of dense attention,
-whatever happens on the way."""
+"""The hot set covers contexts of up to 2,048 tokens, so tokens are always those of dense
+attention."""
 EXACT_POOL = 100
 """Blocks: a request holds 89 of them at most, 72 of these as hot slots."""

@@ -10,10 +10,10 @@ from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
 LENGTHS = (1, 31, 33, 47, 64, 65, 95, 100, 127, 129, 200, 255, 257, 300, 333, 500, 641, 777, 901)
 RANDOM = {"load_format": "random", "dtype": "float32"}
-"""Weights so large that other keys and values give other tokens, in a type that another batch does
-not round otherwise: loads end in other steps than computing does."""
+"""Weights so large that other keys and values give other tokens. float32, because loads change the
+batches and batches round other types differently."""
 NOISE = 1e-4
-"""Of a log probability in float32; wrong keys and values make twenty times as much
+"""Tolerance of a log probability in float32; wrong keys and values make twenty times as much
 (`test_models.py::test_wrong_kv_would_be_seen`)."""
 
 
@@ -23,7 +23,7 @@ def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 
 def usable(prompt: list[int]) -> int:
-    """Returns how many tokens of a prompt a hit can cover."""
+    """Returns the number of tokens of a prompt that a hit can cover."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -32,8 +32,8 @@ def hits(batch: list[list[int]]) -> list[int]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the largest difference of a chosen token's log probability, up to where the texts
-    differ."""
+    """Returns the largest difference of a chosen token's log probability, up to the first token
+    that differs."""
     worst = 0.0
     for mine, theirs, my_tokens, their_tokens in zip(
         one["logprobs"], other["logprobs"], one["tokens"], other["tokens"], strict=True
@@ -46,7 +46,8 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Returns True if two answers have the same tokens and, but for noise, log probabilities."""
+    """Returns True if two answers have the same tokens, and log probabilities that differ by noise
+    only."""
     return bool(one["tokens"] == other["tokens"]) and difference(one, other) <= NOISE
 
 

@@ -1,18 +1,21 @@
-"""`engine_driver` with commands for sparse decode.
+"""`engine_driver` with commands for sparse decode. Of several connectors, they mean the first.
 
-`sparse`: whether it is on, its layers, sequences that are tracked, requests that were preempted.
-`rewrite_always`: rows are rewritten also where nothing is left out. `break_after` (calls): the
-selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
-representation than their page gives. `lose` (steps): bytes in host memory
-are lost after these numbers of steps. `move` (every): from then on, every so many steps, moves all
-running requests off the device that can be moved, whether or not it lacks room. `pace` (seconds):
-how long a step takes at least, from then on. `compare_rows`: from then on, compares which requests
-attention takes as sparse with those that the scheduler counts as inexact; `rows`: how many were so,
-in how many steps, and the steps in which they differed. `called` (modules, prompts, max_tokens):
-names of the functions of these modules that the requests call, and how many steps they take.
-`break_once` (name, after_steps, prompts, max_tokens, salt): the same requests; one of these
-functions raises at its first call after so many steps. Of several connectors in one engine, the
-first is meant.
+sparse: returns whether it is on, its layers, the tracked sequences and the preempted requests.
+rewrite_always: rewrites rows even if no block is left out.
+break_after (calls): the selection raises from then on.
+pool: returns the built blocks of each layer, and how many of them differ from the representation
+that their page gives.
+lose (steps): bytes in host memory are lost after these numbers of steps.
+move (every): every so many steps, moves all running requests off the device that can be moved, even
+if the device has room.
+pace (seconds): the least duration of later steps.
+compare_rows: from then on, compares the requests that attention treats as sparse with those that
+the scheduler counts as inexact.
+rows: returns the number of such rows, of their steps, and the steps that differed.
+called (modules, prompts, max_tokens): returns the functions of these modules that the requests
+call, and the number of their steps.
+break_once (name, after_steps, prompts, max_tokens, salt): runs the same requests; one of these
+functions raises at its first call after so many steps.
 """
 
 import contextlib
@@ -95,7 +98,7 @@ def pool(_: Any) -> dict[str, Any]:
         built[layer.index] = len(rows)
         for name, source in worker.representations.sources(layer.index).items():
             fresh = build(name, layer.keys_of(rows), source.mu, axes=source.axes)
-            # A product of matrices rounds as its shape has it, and a code may be the next one.
+            # A matrix product rounds by its shape, so a code may be the next value.
             wrong += int(((fresh != source.pool[rows]).mean(axis=(1, 2)) > 0.01).sum())
     return {"built": list(built.values()), "wrong": wrong}
 
@@ -115,8 +118,8 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
 
 
 def lose(_: Any, steps: list[int]) -> dict[str, Any]:
-    """From the present step on, after so many steps each time, what a step has read of host memory
-    counts as not pinned."""
+    """Makes the bytes that a step has read from host memory count as lost, after each of these
+    numbers of steps in turn."""
     residents = _worker().residents
     original, left = residents.take_lost, list(steps)
 
@@ -161,7 +164,7 @@ def move(_: Any, every: int) -> dict[str, Any]:
 
 
 def compare_rows(llm: Any) -> dict[str, Any]:
-    """Of attention: the rows for which a selection is asked."""
+    """Records the rows for which attention asks a selection."""
     worker, exactness = _worker(), _scheduler_side(llm).requests._exactness
     taken, counted = exactness.step, []
     select, begin = worker._select, worker.begin_step
@@ -248,7 +251,7 @@ def break_once(
 
 @contextlib.contextmanager
 def _before_steps(llm: Any, call: Callable[[], None]) -> Iterator[None]:
-    """Calls this before each step of the engine."""
+    """Calls `call` before each step of the engine."""
     engine = llm.llm_engine
     original = engine.step
 

@@ -1,4 +1,4 @@
-"""A KV cache of one layer, and queries."""
+"""The KV cache of a layer, and queries."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A pool with a toy model, whose sparse attention is compared row by row."""
+"""A pool with a toy model whose sparse attention is compared row by row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def page_bytes(pages: Any, layer: int, block: int) -> bytes:
 
 
 class Keys:
-    """Stands for `KeyPages`: `keys_of` is all that the pool asks of it."""
+    """Stands for `KeyPages`: the pool calls only `keys_of`."""
 
     page_bytes = 0
 
@@ -41,13 +41,13 @@ class Keys:
 def sparse_layer(
     name: str, index: int, group: int, shape: LayerShape, keys_of: Callable[[Any], Any]
 ) -> SparseLayer:
-    """Returns a layer whose keys are those of `keys_of`."""
+    """Returns a layer that reads its keys through `keys_of`."""
     return SparseLayer(name, index, group, shape, 0.1, Keys(keys_of))  # type: ignore[arg-type]
 
 
 class Toy:
-    """Sparse layers over the harness' arithmetic model: a key is the first half of what the model
-    writes for its token."""
+    """Sparse layers over the harness' arithmetic model: a key is the first half of the values that
+    the model writes for its token."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -79,7 +79,7 @@ class Toy:
 
 
 def toy_keys(cells: Any) -> Any:
-    """float32 [B, T, H, D] of cells int16 [B, H, T, 2 * D]."""
+    """Returns the keys, float32 [B, T, H, D], of cells int16 [B, H, T, 2 * D]."""
     return np.ascontiguousarray(cells[..., :SIZE].transpose(0, 2, 1, 3), np.float32)
 
 
@@ -106,8 +106,7 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """Returns how many blocks the server has a representation of, after all were compared with what
-    their block's bytes give."""
+    """Compares every representation in the server with its block's bytes. Returns their number."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
@@ -133,7 +132,7 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    """Every row that is marked built is what its page gives."""
+    """Checks that every row marked as built matches its page."""
     manager = one.worker._worker.sparse.worker.representations
     for layer in one.worker._worker.sparse.worker.layers.values():
         marked = np.flatnonzero(manager.built(layer.index)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Engines that attend to the blocks that a step selects."""
+"""Engines that attend to a selection of blocks in each step."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.vllm.tiny import VOCAB, write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# The hot set holds twice the budget, which is everything: all of selection is at work, and any
+# The hot set holds twice the budget, which covers everything: all of selection is at work, and any
 # block it loses shows.
 HALF = {"sparse_topk": 0.5, "min_context_tokens": 320, "dense_layers": []}
 SMALL = {
@@ -38,7 +38,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
         target: str | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """Returns an engine with the connector; its server is absent unless `target` names one."""
+        """Returns an engine with the connector; its server is absent unless `target` names it."""
         layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
         settings = {
             "load_format": "random",
@@ -66,14 +66,14 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
-    """Counters up to and with the last request: they come with the steps after it."""
+    """Returns the counters, including the last request's, which come with the steps after it."""
     engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
     counted: dict[str, float] = engine.ask("stats")["totals"]
     return counted
 
 
 def check_counters(counted: dict[str, float], most_corrections: int) -> None:
-    """What holds for any run of sparse decode."""
+    """Checks counters that hold for any run of sparse decode."""
     assert (
         counted["sparse_selects"] > 0
         and "sparse_faults" not in counted

@@ -16,8 +16,8 @@ BLOCKS = 40
 
 
 class Engine:
-    """Layers 2 and 7 of a model; a request's context is all blocks of the layer, in an order of its
-    own. Decodes a token at a time."""
+    """A model's layers 2 and 7. A request's context is all blocks of the layer, in an order that
+    differs by request. Decodes a token at a time."""
 
     def __init__(self, config: SparseConfig = CONFIG) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
@@ -49,7 +49,7 @@ class Engine:
         break_layer: int = -1,
         queries: np.ndarray | None = None,
     ) -> list[Rewrite | None]:
-        """One decode step of requests, named by letters. As the backend, tells the worker of
+        """Runs a decode step of requests, named by letters. Like the backend, tells the worker of
         faults."""
         self.worker.begin_step(
             SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended)

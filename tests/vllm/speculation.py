@@ -1,9 +1,9 @@
-"""The harness with drafts and asynchronous scheduling: each decode step computes drafts too, and
+"""The harness with drafts and asynchronous scheduling. Each decode step also computes drafts, and
 some of them are rejected.
 
-As in vLLM, the scheduler plans a step as if all drafts of the step before were accepted, and the
-worker, which knows better, starts it where the accepted tokens end. KV of rejected drafts stays in
-the blocks until the right tokens overwrite it.
+As in vLLM, the scheduler plans a step as if all drafts of the previous step were accepted; the
+worker starts it after the accepted tokens. KV of rejected drafts stays in the blocks until the
+right tokens overwrite it.
 """
 
 import random
@@ -26,7 +26,7 @@ class SpeculatingEngine(Engine):
         cached = scheduled.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             tokens = self.tokens[name]
-            # Else it computes its prompt, perhaps anew after a preemption.
+            # Otherwise it computes its prompt, perhaps again after a preemption.
             if cached.num_computed_tokens[index] >= len(tokens) - 1:
                 cached.num_computed_tokens[index] = len(tokens) - 1
                 known[name] = list(tokens)
@@ -49,7 +49,7 @@ class SpeculatingEngine(Engine):
         return next_token(self.values_of(name, tokens))
 
     def _drafts(self, name: str, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns drafts that are right up to a random place, and wrong behind it."""
+        """Returns drafts that are right up to a random position and wrong after it."""
         dice = random.Random(len(tokens))
         drafts: list[int] = []
         for _ in range(count):

@@ -1,5 +1,5 @@
-"""LoRA adapters by content: who may share, what workers say of their bytes, and what happens to
-plans that rest on other bytes."""
+"""LoRA adapters by content: which requests may share, how workers report adapters' bytes, and plans
+whose adapter has changed."""
 
 import functools
 import itertools
@@ -96,7 +96,7 @@ def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> N
         assert report == AdapterReport({}, frozenset({1}))
     watch.before_step(AdapterWork(acknowledged=frozenset({1})))
     assert watch.is_trusted and watch.take_report() is None
-    # It changes back, but its old KV may lie about.
+    # It changes back, but its old KV may still be in the cache.
     manager.files["/a"] = 1
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 
@@ -173,7 +173,7 @@ def generate(
     tokens: list[int] = PROMPT,
     max_tokens: int = 2,
 ) -> int:
-    """Tokens that came from hotkv; the harness has checked each value that was read."""
+    """Returns the tokens that came from hotkv; the harness has checked each value that was read."""
     one.add(name, tokens, max_tokens, lora_request=adapter)
     one.run()
     return int(one.external.get(name, 0))
@@ -218,7 +218,7 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # It was released with its last request, and evicted: from now on its files count.
+    # It was released with its last request and evicted, so its files count from now on.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()
@@ -290,8 +290,8 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
 def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:
-    """One request lives, so nobody is asked; a step loads the rewritten files. Fresh engines with
-    either content see no wrong KV."""
+    """A single request lives, so workers are not asked; a step loads the rewritten files. Fresh
+    engines with either content see no wrong KV."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

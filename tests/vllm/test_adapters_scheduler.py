@@ -1,4 +1,5 @@
-"""LoRA adapters on the scheduler side: names for requests, and what is left out."""
+"""LoRA adapters on the scheduler side: names for requests, and requests that are left out of
+sharing."""
 
 import hashlib
 import itertools
@@ -44,7 +45,7 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 
 def answer(all_of: Adapters, *identities: str) -> None:
-    """Ranks answer all that is asked."""
+    """Answers every open question for all ranks."""
     for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
@@ -105,7 +106,7 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
     third = arrive(one, lora())
     work = one.take_work(0.0)
     assert work.released == (1,) and len(work.asked) == 1
-    # The answer to the first question says nothing of now.
+    # The answer to the first question is outdated.
     one.reported(AdapterReport({1: {0: "x"}}))
     assert one.standing(third, 0.0) is Standing.WAIT
     one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
@@ -137,8 +138,8 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
         answer(one, UNKNOWN)
     else:
         other = arrive(one, lora(2))
-        # While it is not known what the new id holds, the old one's requests wait too: vLLM's cache
-        # names both alike.
+        # Until the new id's content is known, the old id's requests wait too: vLLM's cache names
+        # both alike.
         assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
         if how == "other id first":
             one.ended(other.request_id)
@@ -164,8 +165,8 @@ def test_more_adapters_than_are_remembered_are_left_out() -> None:
     one.ended(requests[-1].request_id)
 
 
-# Two adapters of two ids each; what happens is a list of these. Files are rewritten, adapters
-# evicted, requests come, run and end.
+# Two adapters with two ids each, and a list of events: files are rewritten, adapters evicted,
+# requests come, run and end.
 ADAPTERS = [("a", "/a"), ("b", "/b")]
 EVENTS = st.lists(
     st.one_of(
@@ -186,11 +187,11 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """Both sides of an engine, with reports that come a step late, beside what is true: the
-    contents that each (name, path) has run on.
+    """Both sides of an engine, whose reports come a step late, and the truth: the contents that
+    each (name, path) has run on.
 
-    A request that has run holds KV of all contents that its name has run on so far: vLLM's own
-    cache may have given it any of them.
+    A request that has run holds KV of all earlier contents of its name: vLLM's own cache may have
+    given it any of them.
     """
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ class Pair:
         self.live.append(arrive(self.all, lora(number, *ADAPTERS[place])))
 
     def run(self, place: int) -> None:
-        """A request's step: planned, then computed on what the manager holds, then stored unless
+        """Runs a step of a request: planned, computed on the manager's content, then stored unless
         the worker refuses it."""
         if not self.live:
             return
@@ -234,16 +235,16 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """The plan breaks after it has taken the work: no worker gets it."""
+        """Breaks the plan after it has taken the work, so workers never get it."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
     def lose_step(self) -> None:
-        """The workers' hook breaks: they get the work, and do not carry it out."""
+        """Breaks the workers' hook: they get the work and drop it."""
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:
-        """What the workers say with a step is not taken in, but for changes, which they repeat."""
+        """Drops the workers' report of a step. They repeat changes, and nothing else of it."""
         self.watch.before_step(self.all.take_work(self.now_s))
         self.watch.take_report()
 
@@ -261,7 +262,7 @@ class Pair:
         self.manager.files[ADAPTERS[place][1]] = content
 
     def reload(self, number: int, content: int) -> None:
-        """An id's files are rewritten and evicted, so that its next step reads them."""
+        """Rewrites and evicts an id's files, so that its next step reads them."""
         self.rewrite(0, content)
         self.evict(number)
 
@@ -275,7 +276,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     pair = Pair()
     for name, *arguments in events:
         getattr(pair, name)(*arguments)
-    # Adapters that nothing was done to are usable in the end.
+    # Adapters that were left alone are usable in the end.
     untouched = arrive(pair.all, lora(9, "c", "/c"))
     pair.manager.files["/c"] = 3
     pair.settle()
@@ -284,8 +285,8 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
 
 @pytest.mark.parametrize("lost", ["plan", "step", "report"])
 def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
-    """It was asked once: an adapter whose first step broke had no keys as long as requests of it
-    came."""
+    """Repeats a question until its answer comes. Asked once, an adapter whose first step broke had
+    no keys as long as its requests came."""
     pair = Pair()
     request = arrive(pair.all, lora())
     getattr(pair, f"lose_{lost}")()

@@ -1,5 +1,5 @@
-"""A request's way through the scheduler side, from arrival to end: what is asked, loaded, stored
-and given back at each hook. The real parts over a double of the server, without an engine."""
+"""A request's way through the scheduler side, from arrival to end: the questions, loads, stores and
+releases of each hook. The real parts over a double of the server, without an engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -60,11 +60,11 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
     [
         # A prompt is stored whole.
         (32, 0, 32, [[1, 2]]),
-        # The last token that was sampled may have another's KV.
+        # The last sampled token may have another token's KV.
         (16, 16, 32, [[1]]),
         (16, 17, 33, [[1, 2]]),
         (16, 15, 31, [[1]]),
-        # Only what is computed.
+        # Computed blocks only.
         (32, 0, 31, [[1]]),
         (16, 33, 32, [[1, 2]]),
     ],
@@ -119,7 +119,7 @@ def test_rows_follow_every_request_and_the_memory_those_that_have_a_name(desk: A
 def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str
 ) -> None:
-    """It would make all others give their hits up for ever."""
+    """A failed load that stays would make all other requests give up their hits for ever."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)
@@ -131,7 +131,7 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # vLLM keeps its blocks reserved, and it stands in others' way, until it has moved once.
+    # vLLM keeps its blocks reserved, in the way of other requests, until it has moved once.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

@@ -1,5 +1,5 @@
-"""Calibration as a user runs it, on tiny models in real vLLM, against the keys that transformers
-computes for the same tokens."""
+"""Calibration as a user runs it, on tiny models in real vLLM, compared with the keys that
+transformers computes for the same tokens."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.vllm.nursery import nursery
 
 VOCAB = 128
 NUM_TOKENS = 1500
-"""Of no whole number of blocks."""
+"""Not a whole number of blocks."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -32,7 +32,7 @@ SHAPE: dict[str, Any] = {
 
 
 def tokenizer() -> Any:
-    """One token per word, `w<id>`."""
+    """Returns a tokenizer with a token per word, `w<id>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -59,8 +59,7 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def run(log: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the command, forked from a process that has imported vLLM. Returns its status and what
-    it printed."""
+    """Runs the command in a process forked from the nursery. Returns its status and its output."""
     with log.open("wb") as output:
         child = nursery().fork_module(
             "hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -73,8 +72,7 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
-    """Two texts of unequal length; a key projection with a bias, so that there is something in
-    common."""
+    """Two texts of unequal length; a key projection with a bias gives keys a common part."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -111,7 +109,7 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
             found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
         )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
-        # Along the axes the keys are as large as the file says, whatever the queries were.
+        # Along the axes the keys are as large as the file says, for any queries.
         axes, mu = found.axes(layer), found.mu(layer)
         assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
         y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into

@@ -1,4 +1,4 @@
-"""The comparisons of the connector with vLLM's sources see what a new version may change."""
+"""The comparisons of the connector with vLLM's sources notice possible changes of a new version."""
 
 from tests.vllm.changed_sources import Replaced
 from tools import check_vllm_api, check_vllm_reuse
@@ -7,7 +7,7 @@ from tools.vllm_sources import installed
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 PARALLEL, CORE = "vllm/config/parallel.py", "vllm/v1/engine/core.py"
 UTILS, SCHEDULER = "vllm/v1/core/kv_cache_utils.py", "vllm/v1/core/sched/scheduler.py"
-# File, what stands there, what a later version might have instead, and what is to be said of it.
+# File, text before, text of a later version, and the expected report.
 CHANGES = [
     (UTILS, "def resolve_dcp_kv", "def dcp_kv", "resolve_dcp_kv_block_size is not there"),
     (PARALLEL, " tensor_parallel_size: int", " tp: int", "no attribute tensor_parallel_size"),

@@ -1,5 +1,5 @@
-"""What the connector reads out of torch's CUDA calls, with made-up answers in the shapes that torch
-gives; there is no device here."""
+"""The connector's use of torch's CUDA calls, with made-up answers in torch's shapes; no device is
+needed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ class Storage:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Counters that were given back; the device answers."""
+    """Returns the counters that were released; a fake device answers."""
     found: list[Any] = []
     uuid = SimpleNamespace(bytes=list(UUID))
     monkeypatch.setattr(
@@ -99,8 +99,8 @@ def test_memory_that_can_not_be_shared_says_why(
 
 
 def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
-    """One handle a storage: two of them in the same allocation have the same CUDA handle and other
-    offsets."""
+    """Exports a handle per storage: two storages in the same allocation have equal CUDA handles and
+    different offsets."""
     found = layout.EngineMemoryMap(
         storages={
             "kv0": Storage((1, b"\x02c" + HANDLE, 4096, 0)),  # type: ignore[dict-item]
@@ -114,7 +114,7 @@ def test_several_allocations_and_storages_in_one(released: list[Any]) -> None:
 
 
 class Cuda:
-    """Notes what is asked of torch.cuda."""
+    """Records the calls to torch.cuda."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []

@@ -1,5 +1,5 @@
-"""Residency on CUDA, its kernels run on the CPU behind vLLM's real metadata builder and attention
-class: each row attends to the bytes of its own context, wherever they are."""
+"""Residency on CUDA, with kernels run on the CPU under vLLM's real metadata builder and attention
+class. Each row attends to the bytes of its own context, on the device or in the arena."""
 
 import random
 from collections.abc import Callable
@@ -58,7 +58,8 @@ def prefill(engine: Engine, one: Request) -> None:
 
 
 def check_representations(engine: Engine, one: Request) -> None:
-    """Those of all complete blocks are what the library builds from their keys."""
+    """Checks that the representations of all complete blocks are those that the library builds from
+    their keys."""
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
     assert sequence is not None
     for number, layer in enumerate(engine.worker.layers.values()):
@@ -99,7 +100,7 @@ def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, i
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
     for _ in range(3):
         engine.step({"a": 1})
-    # A prefill and a decode in one batch, either of them first.
+    # A prefill and a decode in a batch, in either order.
     engine.step({"a": 1, "b": 100})
     engine.step({"b": 128, "a": 1})
     prefill(engine, other)
@@ -130,7 +131,8 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
-    """Representations of a hit equal those that a prefill builds, be the rest one token or many."""
+    """Checks that a hit's representations equal those that a prefill builds, for a rest of one
+    token or many."""
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
@@ -144,8 +146,8 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> No
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     make: Any, seed: int, replays_decode: bool
 ) -> None:
-    """Prompts of one token, and in chunks of one; hits with a rest of one; requests that begin
-    anew; all of that beside requests that decode. `Engine.step` compares."""
+    """Prompts of one token, and in chunks of one token; hits with a rest of one token; preempted
+    requests; each beside requests that decode. `Engine.step` compares."""
     dice = random.Random(seed)
     engine = make(is_v2=replays_decode, replays_decode=replays_decode, seed=seed + 1)
     known: dict[str, int] = {}
@@ -175,7 +177,7 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 
 
 def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
-    """vLLM's dummy runs, and those that it captures, have tables of old steps."""
+    """The tables of vLLM's dummy runs and captured batches are from old steps."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -192,7 +194,7 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any) -> None:
 
 
 def test_captured_graphs_leave_nothing_behind(make: Any) -> None:
-    """As vLLM captures: rows of any table, before there are requests, whatever states they hit."""
+    """Captures as vLLM does: rows with any table, before there are requests."""
     engine = make()
     epochs = engine.worker._residents.epochs.clone()
     nobody = engine.add("nobody", 300, 8)
@@ -232,7 +234,7 @@ def test_a_broken_layer_loses_who_needs_the_arena(
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph that is replayed then uses the plan of an earlier batch, also for short requests."""
+    """A replayed graph then uses the plan of an earlier batch, also for short requests."""
     engine = make()
     long, short = prefilled(engine, "a", 450, 40), prefilled(engine, "b", 64, 20)
     with monkeypatch.context() as broken:
@@ -273,7 +275,7 @@ def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:
 
 
 def cuda_engine(**extra: object) -> SimpleNamespace:
-    """What the check reads of an engine's configuration."""
+    """Returns the parts of an engine's configuration that the check reads."""
     return SimpleNamespace(
         device_config=SimpleNamespace(device_type="cuda"),
         parallel_config=SimpleNamespace(use_ubatching=False),

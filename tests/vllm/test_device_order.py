@@ -1,5 +1,5 @@
-"""Transfers behind marks in the device's queue, with a device that works when told: whatever it
-does late, no KV is wrong."""
+"""Transfers behind marks in the device's queue, with a device that the test runs: KV is right
+however late it works."""
 
 import random
 import time
@@ -69,8 +69,8 @@ def test_random_lag(
     num_events: int,
     pipelined: bool,
 ) -> None:
-    """Little memory, so that blocks change hands while they are stored; the device, the server and
-    the kind of marks change at random."""
+    """Uses little memory, so that blocks change hands while they are stored; device, server and
+    kind of marks change at random."""
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     chance = random.Random(f"{kind}{model}{num_events}{pipelined}")
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
@@ -124,15 +124,13 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
 def test_deadlines_of_loads_run_from_the_mark(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind
 ) -> None:
-    """A load behind a long queue of the engine's own is not late; one that the server does not end
-    is."""
+    """A load behind a long device queue is not late; a load that the server does not end is."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = kind, {"load"}
     one = engine(device=device, extra={"load_timeout_s": 0.03})
     device.give(lambda: None)
     one.add("b", PROMPT, 2)
-    # However long a step takes, there are some behind the deadline that a load without a mark would
-    # have.
+    # Run steps until the deadline that a load without a mark would have.
     until_s = time.monotonic() + 0.12
     while time.monotonic() < until_s:
         one.step()
@@ -151,8 +149,8 @@ def test_deadlines_of_loads_run_from_the_mark(
 def test_a_step_does_not_wait_for_the_device_to_take_blocks_back(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind
 ) -> None:
-    """The store's mark has not passed when its blocks are given to others: it ends at once, and
-    nothing of it is kept."""
+    """A store whose mark has not passed when its blocks are reallocated ends at once, and is
+    dropped."""
     server.order_kind = kind
     one = engine(device=device, extra={"flush_timeout_s": 600.0, "store_timeout_s": 600.0})
     one.add("a", PROMPT, 1)
@@ -189,7 +187,7 @@ def test_a_load_that_is_cancelled_while_it_waits_ends(
 def test_dummy_runs_and_graph_capture_reach_no_hook(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
-    """Runner V2 switches the connector off meanwhile."""
+    """Runner V2 switches the connector off for these."""
     one = engine(device=device, v2=True)
     one.active.set_disabled(True)
     one.active.pre_forward(None)

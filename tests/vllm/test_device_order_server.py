@@ -1,5 +1,5 @@
-"""Transfers behind marks through a real server: words in a file stand for device memory, and a
-device that works when told writes them."""
+"""Transfers behind marks through a real server. Words in a file stand for device memory; a device
+that the test runs writes them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
-    """Words before events, which are no use to a server without a device."""
+    """Offers words before events, which a server without a device cannot use."""
     for settings, kind, why in (
         ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
         ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),

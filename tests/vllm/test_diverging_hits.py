@@ -1,9 +1,9 @@
-"""Hits where the device's cache and the host's hold different blocks of different groups, in random
+"""Hits where the caches of device and host hold different blocks of different groups, in random
 mixtures.
 
-Blocks are deleted from either cache, group by group, behind the back of both. A hit may be no
-longer than what can be read from the two together, and no shorter than what either gives alone. The
-harness compares each value that attention reads, the oracle what is left behind.
+Blocks are deleted from either cache, group by group, unnoticed by both. A hit may be no longer than
+both caches together can serve, and no shorter than either alone can. The harness compares each
+value that attention reads, the oracle all remaining blocks.
 """
 
 import random
@@ -21,7 +21,7 @@ from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]
-"""Whether a block can be read: vLLM's group, hash."""
+"""Returns True if a block can be read, given vLLM's group and the hash."""
 MODELS = pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
 
 
@@ -41,7 +41,7 @@ def on_host(one: Engine, server: FakeServer) -> Readable:
 
 def longest(one: Engine, request: Request, is_readable: Readable) -> int:
     """Returns the tokens of the longest hit that attention could read completely. Tries each
-    length, without hotkv's or vLLM's rule."""
+    length, without the rules of hotkv or vLLM."""
     alignment = one.connector._scheduler.cache.finder.groups.alignment_tokens
     for end in range((request.num_tokens - 1) // alignment * alignment, 0, -alignment):
         if all(is_readable(group, block_hash) for group, block_hash in read_at(one, request, end)):
@@ -64,7 +64,7 @@ def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
 
 
 def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
-    """Returns no keys, all keys, one end of the list, or a random sample."""
+    """Returns no keys, all keys, an end of the list, or a random sample."""
     cut = dice.randrange(len(keys) + 1)
     return dice.choice([[], [], keys, keys[:cut], keys[cut:], dice.sample(keys, cut)])
 
@@ -72,8 +72,8 @@ def chosen(dice: random.Random, keys: list[Any]) -> list[Any]:
 def forget(
     dice: random.Random, one: Engine, server: FakeServer, *, device: bool, host: bool
 ) -> None:
-    """Deletes blocks of some groups from the two caches, of those that the host keeps in the order
-    in which they came."""
+    """Deletes blocks of some groups from the two caches, of the host's in the order of their
+    arrival."""
     pool = one.scheduler.kv_cache_manager.block_pool
     for group in range(len(one.kv_config.kv_cache_groups)):
         if device:
@@ -104,7 +104,7 @@ def test_hits_are_what_both_caches_give_together(
         tokens = prompt(family, dice.randrange(40, LENGTH))
         tokens += [dice.randrange(3, 9)] * dice.randrange(3)
         if turn % 4 == 3:
-            # The device has the beginning only, so that its hit ends within the host's.
+            # The device has the beginning only, so its hit ends within the host's.
             one.drop_local()
             one.generate(f"short{turn}", prompt(family, dice.randrange(20, len(tokens))))
         one.add(name, tokens, dice.choice((1, 1, 30)))

@@ -1,4 +1,4 @@
-"""Real vLLM, real daemon, each in a process of its own; a model with random weights."""
+"""Real vLLM and a real daemon, each a process; a model with random weights."""
 
 import os
 import signal
@@ -46,8 +46,8 @@ def test_parity_and_sharing_between_processes(
     for answer in (local, generate(first, batch, 40), generate(second, batch, 40)):
         assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
         assert difference(cold, answer) < NOISE
-    # Blocks that filled while decoding were stored as well: one engine's answer is the other's
-    # prompt.
+    # Blocks that filled while decoding were stored as well: an engine's answer is the other
+    # engine's prompt.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]

@@ -1,4 +1,4 @@
-"""The name by which an engine is shown to people."""
+"""The name by which people see an engine."""
 
 import os
 import socket

@@ -33,8 +33,8 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     sparse.generate("b", prompt(2, 330), 1)
     sparse.generate("stores end", prompt(9, 40))
     dense = engine()
-    # Rows are sparse from 96 tokens of context on: the token at position 95 is the first that is
-    # not exact.
+    # Rows are sparse from 96 tokens of context on: the token at position 95 is the first inexact
+    # token.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 95 // BLOCK_TOKENS * BLOCK_TOKENS
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
@@ -86,8 +86,8 @@ def test_conversations_in_any_order(
         one = dice.choice(dense)
         one.generate(f"{turn}", contexts[dice.randrange(3)], 5)
         one.drop_local()
-        # What an exact engine has stored is as good for a sparse one.
+        # A sparse engine may use blocks of an exact engine.
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
-    # The model is arithmetic, so answers are exact whatever was read.
+    # The model is arithmetic, so answers are exact even after inexact reads.
     assert not any("hook_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3

@@ -1,5 +1,5 @@
-"""Features of vLLM beside hotkv, each in a real engine: what an engine that loads answers is what
-the one that computed answered."""
+"""Features of vLLM beside hotkv, each in a real engine: an engine that loads gives the same answer
+as the engine that computed."""
 
 import json
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ BERT = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so that whatever it
-    need not compute comes from hotkv."""
+    """`plain` computes and stores. `sharing` has vLLM's own prefix cache off, so that tokens which
+    it need not compute come from hotkv."""
 
     plain: EngineProcess
     sharing: EngineProcess
 
     def sample(self, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the answers of the engine that stores, and then of the one that loads."""
+        """Returns the answers of the engine that stores and of the engine that loads."""
         cold = self.plain.ask("sample", **arguments)
         settled(self.plain)
         return cold, self.sharing.ask("sample", **arguments)
@@ -85,7 +85,7 @@ def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)
     for mine, theirs in zip(cold["prompt_logprobs"], warm["prompt_logprobs"], strict=True):
         assert len(mine) > 90 and mine == pytest.approx(theirs, abs=TOLERANCE)
-    # What it computed serves others.
+    # The blocks that it computed serve other requests.
     assert pair.sharing.ask("sample", requests=batch)["cached"] == hits(batch)
 
 
@@ -157,7 +157,7 @@ def test_vectors_of_a_decoder_are_equal_after_a_hit(start: Starter, tmp_path: Pa
 
 
 def test_encoders_have_nothing_to_share(start: Starter, tmp_path: Path) -> None:
-    """An encoder attends to all of a text: hotkv is off in words, and the engine works."""
+    """An encoder attends to all of a text: hotkv turns off with a message, and the engine works."""
     model = write_model(tmp_path / "bert")
     (model / "config.json").write_text(json.dumps(BERT))
     engine = start(write_tokenizer(model), runner="pooling", max_model_len=512)
@@ -174,7 +174,7 @@ def picture(seed: int) -> dict[str, Any]:
 def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path) -> None:
     engine = start(write_vision_model(tmp_path / "model"))
     cold = [engine.ask("sample", requests=[picture(seed)]) for seed in (1, 2)]
-    # Before the picture both are the same block.
+    # Before the picture both have the same block.
     assert [answer["cached"] for answer in cold] == [[0], [32]]
     assert difference(*cold) > 20 * TOLERANCE
     settled(engine)

@@ -1,5 +1,5 @@
-"""Which settings keep engines apart: all of vLLM's but the listed harmless ones, walked as this
-version's classes have them."""
+"""The settings that keep engines apart: all of vLLM's except a list of harmless settings. The test
+walks this version's classes."""
 
 import copy
 import dataclasses
@@ -44,7 +44,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def changed(config: Any, part: str, **fields: Any) -> Any:
-    """Returns a copy of a config one of whose objects has other fields; "" for the config."""
+    """Returns a copy of a config in which the object `part` has other fields; "" is the config
+    itself."""
     whole = copy.copy(config)
     if part:
         whole.__dict__[part] = copy.copy(getattr(config, part))
@@ -69,11 +70,11 @@ def test_every_name_of_the_allow_lists_is_vllms() -> None:
 
 
 class Changed:
-    """A value that no field has."""
+    """A value that fits no field."""
 
 
 def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
-    """Over every object that this engine's config holds, whatever its fields are called."""
+    """Walks every object of this engine's config, whatever its fields are called."""
 
     def harmless(value: Any) -> set[str]:
         return {name for kind in type(value).__mro__ for name in HARMLESS.get(kind.__name__, ())}
@@ -90,8 +91,7 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # These objects are read to find out which model and which groups there are; values of
-            # no type do not fit.
+            # These objects are read for the model and its groups; values without a type do not fit.
             if path + field.name in ("model_config", "cache_config", "speculative_config"):
                 continue
             value.__dict__[field.name] = Changed()
@@ -164,7 +164,7 @@ def test_what_is_canonical_has_no_address_and_no_order() -> None:
 
 
 def mixed(*wide: int) -> dict[str, Any]:
-    """Layers in two precisions, equal in their page formats and sizes: `wide` are of bfloat16."""
+    """Returns layers in two precisions with equal page formats and sizes: `wide` are bfloat16."""
     kinds = {True: torch.bfloat16, False: torch.float16}
     return {"specs": {f"layer.{i}": replace(full_spec(), dtype=kinds[i in wide]) for i in range(4)}}
 
@@ -231,7 +231,8 @@ def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(co
 
 
 def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(config: Any) -> None:
-    """vLLM 0.32 has no such setting any more; where a version has it, its KV is this run's own."""
+    """vLLM 0.32 has no such setting any more; in a version that has it, its KV fits this run
+    only."""
     one = changed(config, "cache_config", calculate_kv_scales=True)
     kv = SimpleNamespace(kv_cache_groups=[], hash_block_size=32)
     with pytest.raises(Unsupported, match="calculate_kv_scales"):

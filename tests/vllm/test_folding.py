@@ -1,4 +1,4 @@
-"""Layers that a single tensor of the layout may describe, and layers that need several tensors."""
+"""Layers that a single tensor of the layout can describe, and layers that need several tensors."""
 
 import dataclasses
 import itertools
@@ -22,11 +22,11 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
     [
         ([0, 8, 16, 24], (), [4]),
         ([64, 96, 128], ((2, 16),), [3]),
-        # The runs of each lie between those of the other; a tensor whose layers step over less than
-        # a layer would overlap itself.
+        # The runs of each lie between the other's; a tensor with layers closer than a layer's size
+        # would overlap itself.
         ([0, 8], ((4, 16),), [1, 1]),
         ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
-        # Layers 0 and 2 could share a tensor, and don't, as they are no neighbours.
+        # Layers 0 and 2 could share a tensor, but are not neighbours.
         ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
         # They touch, and overlap by a byte.
         ([0, 24], ((2, 16),), [2]),

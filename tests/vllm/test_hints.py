@@ -1,5 +1,5 @@
-"""Hints of routers, as vLLM brings them with a request (`kv_hints`, `session_id`), on their way to
-the server; once with real vLLM and a real daemon."""
+"""Hints of routers that vLLM passes with a request (`kv_hints`, `session_id`), on their way to the
+server; once with real vLLM and a real daemon."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def test_hints_go_with_the_report_and_wait_for_the_end(engine: Any, server: Any)
     assert report.session_id == "s" and report.hints.message_id == "m"
     assert report.hints.actions == (pin, release)
     assert [one.action_id for one in report.hints.rejected] == ["2"]
-    # The session has ended: what is stored for it is the first to go.
+    # The session has ended: its blocks are evicted first.
     assert report.retention == Retention(-MAX_PRIORITY)
     (over,) = ended(server)
     assert over.session_id == "s" and over.hints == Hints("m", (pin, release))
@@ -165,7 +165,7 @@ def test_odd_hints_never_touch_a_request(engine: Any, server: Any) -> None:
 def test_pins_releases_and_resets_reach_the_server(
     daemon: Daemon, engines: Engines, tmp_path: Path
 ) -> None:
-    """Of a router (`kv_hints`), and of a client (`kv_transfer_params`)."""
+    """Sends hints of a router (`kv_hints`) and of a client (`kv_transfer_params`)."""
     target = daemon.start().target
     engine = engines.start(write_model(tmp_path / "model"), target)
     (text,) = prompts(5, (333,))

@@ -1,5 +1,5 @@
-"""How a request comes to its hit, step by step: calls to the server, answers to vLLM, leases
-released. No engine; the server is a double and the test sets the time."""
+"""A request's way to its hit, step by step: calls to the server, answers to vLLM, leases released.
+No engine; the server is a double and the test sets the time."""
 
 from typing import Any
 
@@ -43,8 +43,8 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
     for kind in ("acquire", *(["lookup"] if not table else [])):
         (group,) = asked[kind]
         assert len(group.hashes) == 3
-    # What the engine holds is neither leased nor offered. A local hit inside a block: that block is
-    # loaded whole.
+    # Blocks that the engine holds are neither leased nor offered. If a local hit ends inside a
+    # block, that block is loaded whole.
     for computed, hit in ((TOKENS, 3 * TOKENS), (TOKENS + 3, 3 * TOKENS - 3)):
         state = parts.state(request("a", LONG))
         assert parts.hit(state, computed) == hit
@@ -101,7 +101,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     parts.clock += waits_s * 0.01
     assert parts.match(state) == NO_HIT
     assert parts.count("lookup_timeouts") == 1 and state.hit.phase is Phase.IDLE
-    # While it is overdue nobody else asks; once it has come all do.
+    # While it is overdue, other requests do not ask; once it has come, all do.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
     assert parts.match(other) == NO_HIT
@@ -110,7 +110,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     parts.server.settle()
     parts.clock += 1
     assert parts.hit(other) == 4 * TOKENS
-    # The lease that came late was let go again.
+    # The late lease was released.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
 
@@ -126,7 +126,7 @@ def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
-    """A hit of three blocks would need the window's second, which is ready and not leased."""
+    """A hit of three blocks would need the window's second block, which is ready but not leased."""
     parts = Parts([FULL, WINDOW])
     for group in (0, 1):
         parts.put("a", range(4), group)
@@ -143,7 +143,7 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """Its life is the server's, if the server states a lifetime."""
+    """A grant's life is the server's, if the server states a lifetime."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -211,7 +211,7 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    # From then on it is computed, and not offered the hit again.
+    # From then on it is computed, and the hit is not offered again.
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases

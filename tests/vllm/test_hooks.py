@@ -1,8 +1,8 @@
 """Each hook of the connector, broken in every function that it calls, once and on every call.
 
 The harness checks each value that attention reads: faults do not reach vLLM, every request is
-answered correctly, and engines never read wrong KV. Once the fault is gone no state of it is left.
-The hooks come from vLLM's class, so a new hook is tested too.
+answered correctly, and engines never read wrong KV. Once the fault is gone, it leaves no state
+behind. The hooks come from vLLM's class, so a new hook is tested too.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ FORWARDS = {
     "requires_kv_delivery": {"_is_resident"},
     "take_events": {"_take_events", "_publishes_events"},
 }
-"""Hooks that only call another one, or say what is known from the start on."""
+"""Hooks that only call another hook, or return constants."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
 IN_STEPS = sorted(
     set(OWN)
@@ -88,7 +88,7 @@ def test_each_fallback_is_that_of_a_hook() -> None:
 
 
 class Bench:
-    """Two engines of the same server. The faults are put into the first engine."""
+    """Two engines of the same server. Faults are put into the first."""
 
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
@@ -117,13 +117,12 @@ class Bench:
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Runs hits, misses, failed and hung loads, aborts, stores whose blocks are reallocated
-        meanwhile, and a reset."""
+        """Runs hits, misses, failed and hung loads, aborts, stores whose blocks are reallocated,
+        and a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # Stores that read blocks of the next requests, and are answered when these have filled
-        # them.
+        # Stores read blocks of the next requests, and are answered after these have filled them.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -136,8 +135,8 @@ class Bench:
         one.run(300)
         server.hold = set()
         server.settle()
-        # A hit, a load that fails, one that is aborted, and one that hangs until its blocks are
-        # held back.
+        # A hit, a failing load, an aborted load, and a load that hangs until its blocks are
+        # quarantined.
         one.add(name("a2"), FIRST, 2)
         one.run(300)
         self.forget_local()
@@ -159,7 +158,7 @@ class Bench:
             server.settle()
             one.run(300)
             server.fail_loads, server.ack_cancels = False, True
-            # A step takes what is held back into use again.
+            # A step takes quarantined blocks back into use.
             one.generate(name(f"step{number}"), prompt(9, 10))
         one.connector.reset_cache()
         one.generate(name("last"), prompt(9, 10))
@@ -173,15 +172,15 @@ class Bench:
         return f"{request}.{self.count}"
 
     def judge(self) -> None:
-        """Checks that all requests that were not aborted are answered correctly."""
+        """Checks the answers of all requests that were not aborted."""
         for request in ("a", "b", "c", "a2", "a3", "a4"):
             got = self.one.outputs[self.name(request)]
             assert got == self.expected[request[0]], f"{request}: {got}"
         assert len(self.one.outputs[self.name("x")]) == 3
 
     def afterwards(self) -> None:
-        """Checks that both engines hit the stored blocks again and that earlier requests have left
-        nothing behind."""
+        """Checks that both engines hit the stored blocks again and that earlier requests left no
+        state."""
         one, two = self.one, self.two
         two.drop_local()
         for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
@@ -201,7 +200,7 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[None]:
-    """Removes the waits by the clock."""
+    """Removes waits by the clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hits, "MISS_MEMORY_S", 0.0)
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
@@ -226,8 +225,7 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
 @pytest.fixture(scope="module")
 def calls(bench: Bench) -> dict[str, list[FunctionType]]:
-    """Returns by hook the functions that it calls. A function is listed under the first hook that
-    calls it."""
+    """Returns by hook the functions that it calls, each under the first hook that calls it."""
     seen: set[FunctionType] = set()
     found = {}
     for hook, called in called_by_hooks(bench.traffic).items():
@@ -239,7 +237,7 @@ def calls(bench: Bench) -> dict[str, list[FunctionType]]:
 
 
 def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
-    """Each hook is called, and the paths that matter most are taken."""
+    """Checks that each hook is called, and that the most important paths are taken."""
     assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
@@ -280,7 +278,7 @@ def test_a_broken_hook(
                 bench.traffic()
             num_strikes += fault.strikes
             if function.__qualname__ == "FakeSession.release":
-                # Leases that can't be given back run out; the double has no clock.
+                # Leases that can't be released expire; the double has no clock.
                 bench.server.leases.clear()
             bench.judge()
             with (
@@ -311,7 +309,7 @@ def test_a_step_after_unknown_allocations_takes_all_stores_back(bench: Bench) ->
 
 @contextlib.contextmanager
 def lost_reports_are_noticed() -> Iterator[None]:
-    """Has lost reports noticed at once instead of after a minute."""
+    """Makes lost reports show at once instead of after a minute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stores_in_flight, "UNREPORTED_S", 0.0)
         yield
@@ -331,7 +329,7 @@ def starting_functions(make: Callable[[], Engine]) -> dict[str, list[FunctionTyp
 
 @pytest.mark.parametrize("hook", sorted(AT_START - {"set_xfer_handshake_metadata"} - OF_THE_CLASS))
 def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
-    """The engine runs, with hotkv or without. Whatever it stores is right."""
+    """Checks that the engine runs, with hotkv or without, and stores only right blocks."""
     functions = starting_functions(bench.new)[hook]
     assert functions
     for function in functions:
@@ -408,7 +406,7 @@ def test_hooks_of_the_class_break(bench: Bench) -> None:
     with broken(inspect.unwrap(HotKVConnector.supports_sleep_mode)):
         assert HotKVConnector.supports_sleep_mode(None)
     metrics = HotKVConnector.build_prom_metrics(bench.one.vllm_config, METRICS, [], {})
-    # An engine that it does not know would end vLLM's output loop.
+    # An exception for an unknown engine would end vLLM's output loop.
     metrics.observe({"loads": 1}, 7)
 
 

@@ -1,5 +1,5 @@
 """Servers that hang in the middle of a load, and workers without a session: requests are answered,
-and no late write reaches anybody."""
+and late writes change no block in use."""
 
 import logging
 import os
@@ -67,8 +67,7 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     for step in range(60):
         one.step()
         if step == 10:
-            # Into blocks that nobody has, or, asleep meanwhile, into a mapping that the server
-            # keeps.
+            # Into free blocks or, during sleep, into a mapping that the server keeps.
             future.set_result(act())
     one.run()
     one.generate("end", prompt(9, 10), 2)
@@ -114,7 +113,8 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
 def test_a_worker_that_takes_its_time_is_no_trouble(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Registering much memory takes longer than the start waits. Then a line says that it is on."""
+    """Registering much memory takes longer than the start waits. Later a line says that hotkv is
+    on."""
     warnings, lines = heard(monkeypatch), heard(monkeypatch, "info")
     server.refuse_workers = STILL_CONNECTING
     one = engine()
@@ -151,7 +151,7 @@ def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
     assert [level for level, _ in lines] == [logging.DEBUG]
-    # A socket that is missing is news without a wait.
+    # A missing socket is reported without a wait.
     StateLog("scheduler", f"unix:{tmp_path}/none.sock", logging.INFO).waited(0.0)
     assert f"(there is no {tmp_path}/none.sock)" in lines[-1][1]
     (tmp_path / "there.sock").touch()
@@ -160,7 +160,7 @@ def test_states_of_a_session_are_said_once_and_a_warning_is_taken_back(
 
 
 class LinksMachine(RuleBasedStateMachine):
-    """Two workers lose and find their sessions, the scheduler loses and finds its own."""
+    """Two workers and the scheduler lose and find their sessions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class LinksMachine(RuleBasedStateMachine):
         self.num_streams, self.is_connected = 1, True
         self.absent: set[int] = set()
         self.warned: set[int] = set()
-        # When each absent worker first said so to the scheduler's connection.
+        # The time at which each absent worker was first reported to the scheduler's connection.
         self.news_s: dict[int, float] = {}
 
     def teardown(self) -> None:
@@ -226,8 +226,8 @@ TestLinks = LinksMachine.TestCase
 def test_a_stopped_server_does_not_hold_its_requests(
     daemon: Daemon, engines: Engines, tmp_path: Path
 ) -> None:
-    """A real server is stopped in the middle of a load, and goes on while others use the engine:
-    what they get is right."""
+    """Stops a real server in the middle of a load and resumes it while other requests use the
+    engine: their answers are right."""
     daemon.start()
     connector = {"load_timeout_s": 2.0}
     engine = engines.start(

@@ -1,5 +1,5 @@
-"""Hooks that break in an engine with sparse decode: no row, hot set or representation is used that
-may be stale."""
+"""Hooks that break in an engine with sparse decode: no stale row, hot set or representation is
+used."""
 
 from types import FunctionType
 from typing import Any
@@ -29,7 +29,8 @@ LONG, OTHER = prompt(1, 300), prompt(2, 300)
 
 
 def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
-    """Decodes long contexts, stores in flight while their blocks are given away, hits."""
+    """Decodes long contexts, with hits, and with stores in flight while their blocks are
+    reallocated."""
     names = {name: f"{name}.{count}" for name in ("a", "b", "c", "c2")}
     server.hold = {"store"}
     one.add(names["a"], LONG, 3)
@@ -123,10 +124,10 @@ def connector_over(layers: Layers) -> HotKVConnector:
 
 class Clock:
     def add(self, *_: Any) -> None:
-        """Not looked at."""
+        """Is not checked."""
 
     def begin_step(self) -> None:
-        """Not looked at."""
+        """Is not checked."""
 
 
 @pytest.mark.parametrize("function", ["begin_step", "will_write"])
@@ -154,11 +155,11 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert one.edge.broken == {"handle_preemptions"}
     built = layers.worker.representations.built(7)
     assert not built.any()
-    # The next step is as any other.
+    # The next step is normal.
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     batch = layers.batch("a")
     assert attend() is not None
-    # What can't even be forgotten is not used again.
+    # Representations that can't be dropped are not used again.
     monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
     with broken(getattr(SparseWorker, function), only_once=True):
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))

@@ -1,5 +1,5 @@
-"""vLLM's HTTP server with the commands of README: what its users get back, and see in its metrics,
-before and after a kill -9."""
+"""vLLM's HTTP server with README's commands: its users' answers and metrics before and after a kill
+-9."""
 
 import contextlib
 import io
@@ -40,9 +40,9 @@ CHAT = {
 
 @pytest.fixture
 def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
-    """Starts vLLM's HTTP server with the commands of README and patience; stops it at the end. The
-    first start has JSON, and the server's address in a variable; the next starts have only
-    arguments with dots."""
+    """Starts vLLM's HTTP server with README's commands and patience; stops it at the end. The first
+    start has JSON, and the server's address in a variable; later starts have only arguments with
+    dots."""
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
     first, next_ones = readme_commands(model)
     place = first.index("--kv-transfer-config") + 1
@@ -72,7 +72,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def counted(server: HttpServer, name: str, value: int) -> dict[str, float]:
-    """Returns vLLM's metrics once a counter has this value. An answer may come before it."""
+    """Returns vLLM's metrics once a counter has this value, which may be after the answer."""
     wait_for(lambda: server.metrics()[name] >= value, name)
     found = server.metrics()
     assert found[name] == value
@@ -99,7 +99,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def explained(server: HttpServer, daemon: Daemon) -> int:
-    """Returns how many blocks of the chat hit, as `hotkv explain` says by the server's tokens."""
+    """Returns the number of the chat's hit blocks that `hotkv explain` prints, by the server's
+    tokens."""
     path, printed = server.log_path.with_name("chat.json"), io.StringIO()
     path.write_text(json.dumps(CHAT))
     engine = f"http://127.0.0.1:{server.port}"
@@ -123,7 +124,7 @@ def test_a_killed_server_finds_again_what_it_stored(
 ) -> None:
     daemon.start()
     first = serve(is_forked)
-    # Counters are there before they grow.
+    # Counters exist before they grow.
     before = first.metrics()
     names = {name: f"vllm:hotkv_{exported(name)}_total" for name in COUNTERS}
     assert {before.get(name) for name in names.values()} == {0.0}

@@ -1,4 +1,4 @@
-"""Models of several kinds of groups: what is stored and loaded of each, with vLLM's real scheduler
+"""Models with several kinds of groups: stores and loads of each kind, with vLLM's real scheduler
 and the arithmetic model."""
 
 import random
@@ -53,8 +53,8 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int
 ) -> None:
-    """Compares with the states at the interval, and where a request that repeats or extends the
-    prompt goes on."""
+    """Compares with the states at the interval, and at the points where a request that repeats or
+    extends the prompt continues."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -76,7 +76,7 @@ def test_kept_states(
 def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Attention finds the right KV behind each hit: the harness checks it."""
+    """The harness checks that attention finds the right KV behind each hit."""
     one = engine(specs=model(), blocks=96, max_tokens_per_step=LENGTH)
     one.generate("long", prompt(1, LENGTH))
     one.generate("end", prompt(2, 10), 2)

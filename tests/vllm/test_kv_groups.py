@@ -1,4 +1,4 @@
-"""How hotkv reads vLLM's KV cache groups: kinds, block sizes, windows, drafters, and refusals.
+"""hotkv's view of vLLM's KV cache groups: kinds, block sizes, windows, drafters, and refusals.
 Groups are vLLM's own; no engine is built."""
 
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
         CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
         CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
         CacheGroup(4, GroupKind.MAMBA, 32),
-        # Only in this mode vLLM names the states.
+        # vLLM names the states in this mode only.
         CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
@@ -136,7 +136,7 @@ def test_what_a_hit_could_not_restore_is_refused_with_the_reason(
 
 
 def test_an_engine_without_prefill_ranks_has_one() -> None:
-    """As in versions of vLLM that do not know them; states would refuse two."""
+    """Older versions of vLLM have no prefill ranks; states would refuse two."""
     engine = vllm_config()
     del engine.parallel_config.prefill_context_parallel_size
     assert kv_groups.cache_groups(engine, kv_config(group(states())))
@@ -156,7 +156,7 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
 @pytest.mark.parametrize(
     "drops, stages, marked, is_draft, dropping",
     [
-        # No drafter, or one whose last block is kept: no group is a drafter's.
+        # Without a drafter, or with one whose last block is kept: no drafter's group.
         (None, 1, False, [False] * 3, set()),
         (False, 1, False, [False] * 3, set()),
         (None, 2, False, [False] * 3, set()),
@@ -164,7 +164,7 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
         # Only the marked group; without a mark all but states.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # One stage knows which group it is. The others can't, so all but states are taken for it.
+        # Only one stage knows the group, so all but states are taken for it.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
         # vLLM has marked a group, and drops nothing.

@@ -1,5 +1,5 @@
-"""The connector's reports for the server's ledger: why tokens missed, how much time hits save, how
-long requests wait. The server is a double, because lateness is injected."""
+"""The connector's reports for the server's ledger: reasons for misses, time that hits save, waits
+of requests. The server is a double, because lateness is injected."""
 
 import time
 from typing import Any
@@ -38,8 +38,7 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
-    """Uses the engine's own speed. The server learns the speed only if it is to choose what is
-    loaded."""
+    """Uses the engine's own speed. The server learns it only if it chooses the loads."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)
@@ -69,7 +68,7 @@ def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
     parts.server.grant_limit = 0
     state = parts.state(request("a", 64))
     assert parts.hit(state) == 0 and state.hit.miss is Miss.REFUSED
-    # Asked again, with another end.
+    # The same request, with another end.
     parts.server.grant_limit, parts.clock = 1 << 30, parts.clock + 10
     assert parts.hit(state) > 0 and state.hit.miss is Miss.ABSENT
 
@@ -130,7 +129,7 @@ def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
-    """Without a question, or once the lease says how long it is."""
+    """A hit is left without a question, or once the lease says how long it is."""
     parts = Parts()
     parts.put("a", range(3))
     state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)

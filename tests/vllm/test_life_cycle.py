@@ -88,7 +88,7 @@ ENGINES = pytest.mark.parametrize(
 def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
-    """Each engine is shut down with stores and loads under way, in the same process and at the same
+    """Shuts each engine down with stores and loads under way, in the same process and at the same
     server."""
 
     gc.collect()
@@ -104,7 +104,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         assert len(shared_daemon.admin("sessions")) == 2
         one.shutdown()
-        # At once, while the engine itself is still there.
+        # At once, while the engine itself still exists.
         left = held() - others
         assert not [what for what in left if "hotkv" in what], left
         return weakref.ref(one)
@@ -151,7 +151,7 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """The engine may go on without the connector's parts, and what it had stored stays."""
+    """The engine may run on without the connector's parts, and its stored blocks stay."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True
@@ -181,7 +181,7 @@ def test_shutdown_at_any_time_and_twice(
 def test_an_engine_without_a_server_waits_no_longer_than_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits at its start only. No thread of its session is left after its end."""
+    """Waits at its start only. Its session leaves no thread."""
     target = f"unix:{tmp_path}/none.sock"
     server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
@@ -225,7 +225,7 @@ def test_memory_that_is_registered_twice(
     one.worker.register_kv_caches(one.tensors)
     workers = [session for session in server.sessions if session.layout is not None]
     assert [session.closed for session in workers] == [True, False]
-    # The double keeps descriptors of its own, one for each session.
+    # The double keeps a descriptor for each session.
     assert (held() - before).total() <= 2, held() - before
     server.hold = set()
     server.settle()

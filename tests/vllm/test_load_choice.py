@@ -1,4 +1,4 @@
-"""Whether a hit is loaded or computed, as loads and prefill turn out: with a clock of its own."""
+"""Whether a hit is loaded or computed, as loads and prefill turn out, on a simulated clock."""
 
 import math
 from concurrent.futures import Future
@@ -35,8 +35,8 @@ class Groups:
 
 
 class Finder:
-    """Answers after the server's `ask_s`: `hit` tokens, or none. The engine looks again after each
-    step of `step_s`."""
+    """Answers after the server's `ask_s` with `hit` tokens, or with a miss. The engine looks again
+    after each step of `step_s`."""
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
         self.ask_s, self.hit, self.groups = ask_s, hit, Groups(block_tokens)
@@ -56,7 +56,7 @@ class Finder:
         return self.hit - computed_tokens, True
 
     def look_again(self, state: Any, step_s: float) -> None:
-        """Advances by a step. An answer's time is when it came, not when the engine looks."""
+        """Advances by a step. An answer has the time when it came, not when the engine looks."""
         self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
         if self.waited.seconds == self.ask_s:
             state.hit.answer.set_result(None)
@@ -71,9 +71,8 @@ def state_of(num_tokens: int) -> RequestState:
 
 
 class World:
-    """An engine that computes TOKENS_PER_S, and a server whose loads take `fixed_s` and
-    `token_s`; it ends a load `cancel_s` after it was asked to. The engine looks at what has come
-    each `step_s`."""
+    """An engine that computes TOKENS_PER_S, and a server whose loads take `fixed_s` and `token_s`;
+    it ends a load `cancel_s` after a cancel. The engine checks for answers each `step_s`."""
 
     def __init__(self, *, learns: bool = True) -> None:
         self.stats, self.now_s = HotKVStats(), 0.0
@@ -81,7 +80,7 @@ class World:
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
         self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
-        # Whether the last request's hit was believed to win as its load began.
+        # Whether the last request's hit was expected to win as its load began.
         self.was_taken = False
         for _ in range(3):
             self.compute(1000)
@@ -130,7 +129,7 @@ class World:
         return [self.request(num_tokens) for _ in range(count)]
 
     def begun(self, num_tokens: int, hit: int, block_tokens: int = 16) -> tuple[Any, Any]:
-        """Returns the state of a request whose answer comes at once, and vLLM's answer to it."""
+        """Returns the state of a request whose answer comes at once, and the reply to vLLM."""
         state, finder = state_of(num_tokens), Finder(0.0, hit, block_tokens)
         return state, self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
 
@@ -147,7 +146,7 @@ def test_hits_that_win_are_loaded() -> None:
 
 GOOD = {"fixed_s": 0.001, "token_s": 1e-5, "ask_s": 0.001}
 NO_END = {"cancel_s": math.inf}
-"""A load that has begun takes its time."""
+"""A load that has begun can't be cancelled."""
 TWENTY = 20 / TOKENS_PER_S
 
 
@@ -159,11 +158,11 @@ TWENTY = 20 / TOKENS_PER_S
         (200, {"ask_s": 0.3}, {}, 2, 0.1),
         (200, {"fixed_s": 0.2, "token_s": 2e-3, "ask_s": 0.05, "cancel_s": 0.5}, {}, 2, 0.1),
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
-        # No part of the hit is one.
+        # The hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # The first trials have less time than a load takes that is well.
+        # The first trials have less time than a good load takes.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
-        # A load of few tokens takes nearly as long as one of many.
+        # A load of few tokens takes nearly as long as a load of many.
         *(
             (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
             for size, fixed, most in (
@@ -183,14 +182,14 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     num_first: int,
     most_share: float,
 ) -> None:
-    """By trials alone. `most_share`: of the time of computing, what a hit takes in the end."""
+    """Recovers by trials alone. `most_share`: time of a hit in the end, as a share of computing."""
     world = World()
     world.many(5, num_tokens)
     vars(world).update(slow)
     computing_s = num_tokens / TOKENS_PER_S
     first_s = world.request(num_tokens)
     if "block_tokens" not in slow and world.cancel_s < math.inf:
-        # It loses at most what computing takes, once more.
+        # It loses at most the time of computing, once more.
         assert first_s <= 2.1 * computing_s + 0.05 + world.cancel_s
     world.many(num_first - 1, num_tokens)
     assert sum(world.many(200, num_tokens)) <= 1.05 * 200 * computing_s + 0.6 * computing_s
@@ -209,7 +208,7 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """Beyond computing, a hit that was believed to win costs one prefill at most."""
+    """A hit that was expected to win costs at most one prefill on top of computing."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
@@ -259,7 +258,7 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """Most have none. The server is well again, and that is noticed."""
+    """Most requests have no hit. The server recovers, and the engine notices."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)
@@ -316,7 +315,7 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
 
 
 def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
-    """Returns a world whose server was good, and has just become too slow."""
+    """Returns a world whose good server has just become too slow."""
     world = World()
     world.many(5, num_tokens)
     world.token_s = TWENTY
@@ -327,7 +326,7 @@ def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
 
 
 def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000) -> int:
-    """Returns how many requests it takes."""
+    """Returns the number of requests before `happens` is true."""
     for number in range(most):
         if happens(world.request(num_tokens)):
             return number
@@ -338,7 +337,7 @@ def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000
 def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     stall_s: float, num_tokens: int, num_trials: int
 ) -> None:
-    """`num_trials`: of those that lost in their time before."""
+    """`num_trials`: trials that were late before the stall."""
     world = fallen(num_tokens)
     tried = world.count("tried_requests")
     requests_until(world, num_tokens, lambda _: world.count("tried_requests") >= tried + num_trials)
@@ -347,7 +346,7 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each left request puts TRIED_SHARE of its time by; failed trials double the next one's time.
+    # Each left request saves TRIED_SHARE of its time; failed trials double the next trial's time.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

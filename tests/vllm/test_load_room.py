@@ -25,7 +25,7 @@ def blocks_for_one(one: Engine) -> int:
 def stored(
     engine: Any, model: Any, prompts: dict[str, list[int]]
 ) -> tuple[Engine, dict[str, list[int]]]:
-    """Returns an engine with room, which has stored all that it computed, and its answers."""
+    """Returns an engine with room that has stored all its blocks, and its answers."""
     roomy = engine(specs=model(), max_tokens_per_step=128, blocks=400)
     answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
     roomy.generate("end", prompt(1000, 3), 2)

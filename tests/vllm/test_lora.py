@@ -1,8 +1,8 @@
-"""Real vLLM with LoRA adapters: KV of an adapter is found by what the adapter is, in any engine,
-and by no other name.
+"""Real vLLM with LoRA adapters: any engine finds an adapter's KV by the adapter's content, and by
+no other name.
 
-Weights are random but large, those of adapters too, so that a block of another adapter shows in the
-logprobs. The engines keep one adapter each in memory: another one evicts it.
+Weights are random but large, also the adapters', so that a block of another adapter shows in the
+logprobs. Each engine keeps a single adapter in memory: another adapter evicts it.
 """
 
 import random
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 class Three(NamedTuple):
-    """Two engines with LoRA and one without, over one server. `folder`: for adapters."""
+    """Two engines with LoRA and one without, over the same server. `folder`: for adapters."""
 
     one: EngineProcess
     other: EngineProcess
@@ -57,7 +57,7 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
-    """Returns an answer to one prompt, with everything that it stored in the server."""
+    """Returns the answer to a prompt, once all its blocks are stored in the server."""
     answer = engine.ask(
         "generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path)
     )

@@ -1,5 +1,5 @@
-"""Marks in the queue of the engine's device, without an engine: what is offered to the server, what
-each mark says, and when an event may be recorded again."""
+"""Marks in the queue of the engine's device, without an engine: the offer to the server, the
+content of each mark, and when an event may be recorded again."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ def test_each_stream_has_a_word_that_counts_up() -> None:
     assert told == [(0, 1), (1, 1), (0, 2), (0, 3), (2, 1)]
     device.run()
     assert device.words is not None and device.words.words[:4].tolist() == [3, 1, 1, 0]
-    # More streams than words are waited for by the worker.
+    # The worker waits for streams beyond the number of words.
     for stream in range(10, 10 + NUM_WORDS):
         device.stream = stream
         mark = marks.make(OrderKind.FLAGS)

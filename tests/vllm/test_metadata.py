@@ -1,4 +1,4 @@
-"""Reports of ranks: how two are joined, and when a report is empty."""
+"""Reports of ranks: joining two reports, and empty reports."""
 
 import copy
 import dataclasses
@@ -34,7 +34,7 @@ FULL: dict[str, Any] = {
     "adapters": AdapterReport({1: {0: "x"}}),
     "weights": {0: WeightsReport(1)},
 }
-"""A report that has everything."""
+"""A report with every field set."""
 
 
 def test_two_reports_are_joined_and_stay_as_they_are() -> None:
@@ -70,7 +70,7 @@ def test_two_reports_are_joined_and_stay_as_they_are() -> None:
         weights={0: WeightsReport(1), 1: WeightsReport(2)},
     )
     assert (one, two) == before
-    # Those of other connectors pass by.
+    # Other connectors' reports are ignored.
     assert one.aggregate(object()) is one  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_a_report_that_has_anything_is_not_empty(name: str) -> None:
 
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
 WHOLE = st.integers(0, 9).map(float)
-"""Sums of them are the same in any order."""
+"""Sums of whole numbers are the same in any order."""
 
 
 def positions() -> st.SearchStrategy[Any]:
@@ -123,9 +123,9 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans(), st.booleans())
     ),
 }
-"""What a rank may say, by field of its report."""
+"""Possible values of a rank's report, by field."""
 SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
-"""Each rank's is counted, so no report may be joined twice."""
+"""These fields are summed over ranks, so no report may be joined twice."""
 
 
 def plain(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Real vLLM with tiny models of real architectures: logprobs of an engine that loads from hotkv
-against those of the one that stored. In float32 they agree to the last digits."""
+"""Real vLLM with tiny models of real architectures. Compares the logprobs of an engine that loads
+from hotkv with those of the engine that stored; in float32 they agree to the last digits."""
 
 import random
 from typing import Any
@@ -20,23 +20,23 @@ ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 CHUNKED = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 NGRAM |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-# vLLM's own hits end inside a block here; a local hit that does must not upset a longer one from
-# hotkv, which ends with a block.
+# vLLM's own hits end inside a block here; such a local hit must not break a longer hit from hotkv,
+# which ends with a block.
 TAILS = ALIGN | {"block_size": 64, "prefix_match_unit": 32}
 MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
 if torch.cpu._is_amx_tile_supported():
     # vLLM's kernels for AMX know no float32, and want blocks of whole tiles.
     MLA |= {"block_size": 32, "dtype": "bfloat16"}
 else:
-    # vLLM's other kernels answer otherwise after a prefix hit, so it forbids them, and hotkv is off
-    # (`test_reuse`). Between two hits the bytes must be equal all the same.
+    # vLLM's other kernels give other answers after a prefix hit, so vLLM forbids them, and hotkv is
+    # off (`test_reuse`). Between two hits the bytes must still be equal.
     MLA |= {"despite_vllm": True}
 GATED = ALIGN | {"dtype": "bfloat16", "max_model_len": 4096}
 
 
 @pytest.mark.long
 def test_wrong_kv_would_be_seen(start: Starter) -> None:
-    """The control of this file: one other token far back moves the logprobs by more than any
+    """The control of this file: a different token far back moves the logprobs by more than any
     tolerance here."""
     one = start("gemma3")
     (prompt,) = prompts(9, (500,))
@@ -56,14 +56,14 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("llama4", {}, 32, marks=LONG),
         pytest.param("two_windows", {}, 32, marks=CAMPAIGN),
         pytest.param("mistral", {}, 32, marks=CAMPAIGN),
-        # One prompt at a time: these answer otherwise in company, by vLLM's CPU kernels or by the
-        # rounding of bfloat16. But for lfm2 any hit moves the answer, so the measure is a hit in
-        # vLLM's own cache.
+        # One prompt at a time: batches change these answers, by vLLM's CPU kernels or by bfloat16
+        # rounding. Any hit but lfm2's moves the answer, so the reference is a hit in vLLM's own
+        # cache.
         pytest.param("lfm2", ALIGN, 32, id="lfm2", marks=CAMPAIGN),
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
         pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="bfloat16", marks=CAMPAIGN),
-        # Gated delta net: one state is 1056 tokens of KV; hits end there only.
+        # Gated delta net: a state is 1056 tokens of KV; hits end only there.
         pytest.param("qwen3_next", GATED, 1056, id="qwen3_next", marks=LONG),
     ],
 )
@@ -101,8 +101,8 @@ def test_warm_is_as_good_as_cold(
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Starter, interval: int
 ) -> None:
-    """A conversation: each prompt is the one before and more. Every turn goes on where the last one
-    ended."""
+    """A conversation: each prompt extends the previous prompt, and each turn continues where the
+    last turn ended."""
     dice = random.Random(4)
     settings = ALIGN | {"max_num_batched_tokens": 64, "max_num_seqs": 2}
     settings |= {"prefix_cache_retention_interval": 32}

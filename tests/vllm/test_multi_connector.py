@@ -39,7 +39,7 @@ def plan() -> Iterator[Plan]:
 def test_beside_one_that_checks_its_handshake(
     engine: Make, server: FakeServer, ours_first: bool
 ) -> None:
-    """Both get what they need, the very first request stores and hits, and a failed load is
+    """Both get their handshakes, the very first request stores and hits, and a failed load is
     computed."""
     within = beside("CheckingConnector", ours_first=ours_first)
     one, other = engine(within=within), engine(within=within)
@@ -51,8 +51,8 @@ def test_beside_one_that_checks_its_handshake(
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
     assert other.counters["failed_loads"] == 1 and "hook_errors" not in other.counters
-    # vLLM's base class refuses handshakes of pipeline stages, so a child that knows no stages gets
-    # none of hotkv's.
+    # vLLM's base class refuses handshakes of pipeline stages, so hotkv passes none to a child that
+    # knows no stages.
     beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
     assert beside_another.worker.get_handshake_metadata() is None
 
@@ -61,7 +61,7 @@ def test_beside_one_that_checks_its_handshake(
 def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
-    """The connector that comes first serves a prompt that both have."""
+    """The first connector serves a prompt that both have."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     expected, _ = one.generate("a", PROMPT, 4)
     one.generate("end", prompt(9, 10), 2)
@@ -93,8 +93,8 @@ def _config(*names: str) -> Any:
 
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
-    """A CPU engine's KV cache moves when hotkv registers it, and NIXL would read where it was.
-    `test_nixl.py` shows it."""
+    """hotkv moves a CPU engine's KV cache when it registers it, and NIXL would read at the old
+    address. `test_nixl.py` shows it."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()
@@ -112,8 +112,8 @@ def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
 def test_a_rank_that_never_answers(
     engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first requests wait a while, then the engine goes on without hotkv; when the rank answers
-    at last, hotkv begins, unless it answers that it has no key space."""
+    """The first requests wait for a while, then the engine runs without hotkv; when the rank
+    answers at last, hotkv begins, unless the rank has no key space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
     worker, scheduler = children(one.worker)[0]._worker, children(one.connector)[0]._scheduler
     answer = worker.handshake
@@ -151,7 +151,7 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """The other connector's wish goes first. Without such a wish hotkv's layout is used."""
+    """The other connector's wish has priority. Without such a wish, hotkv's layout is used."""
     monkeypatch.setattr(checks, "preferred_layout", lambda: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -168,8 +168,8 @@ def test_layouts_do_not_conflict(
 def test_asynchronous_load_of_another(
     engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
-    """vLLM counts its tokens as computed from its start; hotkv must not store them before they are
-    there, nor count its failures."""
+    """vLLM counts such tokens as computed from the start; hotkv must not store them before they are
+    loaded, nor count the load's failures."""
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()
@@ -189,7 +189,7 @@ def test_asynchronous_load_of_another(
         assert not server.blocks
     else:
         assert one.outputs["a"] == expected and len(server.blocks) >= USABLE // BLOCK_TOKENS
-    # What was stored is right: the other engine checks each value that it reads.
+    # The stored blocks are right: the other engine checks each value that it reads.
     other.drop_local()
     assert other.generate("b", PROMPT, 4)[0] == expected
 
@@ -215,7 +215,8 @@ def test_synchronous_load_of_another(
         one._cells(layer)[:] = 7
     plan.tokens["a"], plan.fails, plan.fill = USABLE, fails, loads_into(one)
     with monkeypatch.context() as lax:
-        # The model of the harness refuses to read what was not loaded; a real one computes with it.
+        # The harness's model refuses to read blocks that were not loaded; a real model computes
+        # with them.
         lax.setattr(one, "_check", lambda *_: None)
         one.add("a", PROMPT, 40)
         one.add("shares", PROMPT, 40)

@@ -1,6 +1,6 @@
-"""Real engines of several ranks: tensor, pipeline and data parallel, each rank a process, over one
-daemon. Weights come from a file, so that ranks hold shards of one model and a shard in the wrong
-place shows."""
+"""Real engines with several ranks: tensor, pipeline and data parallel, each rank a process, over
+the same daemon. Weights come from a file, so that ranks hold shards of the same model and a shard
+in the wrong place shows."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start_ranks(start: Starter) -> Start:
-    """Starts engines of one model; `shape`: what its config has otherwise."""
+    """Starts engines of the same model; `shape`: changes to the model's config."""
 
     def make(kind: str, *, shape: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
         settings = {"kv_cache_memory_bytes": 32 << 20, "driver": "parallel_driver.py"} | settings
@@ -45,7 +45,8 @@ def start_ranks(start: Starter) -> Start:
 
 
 def settled(engine: EngineProcess, num_blocks: int) -> dict[str, float]:
-    """Counters once the ranks have reported so many blocks as stored; steps carry the reports."""
+    """Waits until the ranks have reported this number of stored blocks, and returns the counters.
+    Steps carry the reports."""
     totals: dict[str, float] = {}
 
     def all_stored() -> bool:
@@ -60,13 +61,14 @@ def settled(engine: EngineProcess, num_blocks: int) -> dict[str, float]:
 
 
 def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
-    """Full blocks of prompts and answers, the last token's slot left out."""
+    """Returns the full blocks of prompts and answers, without the last token's slot."""
     return sum((len(prompt) + new_tokens - 1) // 32 for prompt in batch)
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
-    """Kills the last rank, of a pipeline when the first stage has stored its shard of the prompt's
-    blocks; then what is left of the engine. Returns when the server has nothing of it any more."""
+    """Kills the last rank, of a pipeline after the first stage has stored its shard of the prompt's
+    blocks; then the rest of the engine. Returns when the server has released its sessions and
+    reservations."""
 
     def counters() -> dict[str, float]:
         counted: dict[str, float] = daemon.admin("info")["counters"]
@@ -99,7 +101,8 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
         pytest.param("llama", TP, id="tp2"),
         # Six groups of one layer each: every group has an empty shard in one of the stages.
         pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
-        # vLLM does not say that both hold the same (`kv_tp_replicas` is 1): each stores its own.
+        # vLLM does not report that both hold the same KV (`kv_tp_replicas` is 1): each stores its
+        # own.
         pytest.param(
             "llama", TP | {"shape": {"num_key_value_heads": 1}}, id="head", marks=pytest.mark.long
         ),
@@ -131,9 +134,9 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
 def test_of_ranks_with_the_same_kv_the_first_one_writes(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """Latent attention: a slot has one shard, and both ranks load it. vLLM's CPU kernels answer
-    otherwise after a hit, which vLLM allows with AMX only; between two hits nothing may differ."""
-    # float32 would not do: where there is AMX its kernels want bfloat16.
+    """Latent attention: a slot has a single shard, and both ranks load it. vLLM's CPU kernels
+    change their answer after a hit, which vLLM allows with AMX only; two hits must agree."""
+    # float32 would not do: kernels for AMX require bfloat16.
     settings = {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": True}
     is_forbidden = not torch.cpu._is_amx_tile_supported()
     one = start_ranks("deepseek", despite_vllm=is_forbidden, **settings, **TP)
@@ -154,7 +157,7 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """Two engines, each with an id and sessions of its own, in one key space."""
+    """Two engines, each with its own id and sessions, share a key space."""
     batch = prompts(9, LENGTHS)
     both = start_ranks("llama", driver="dp_driver.py", data_parallel_size=2)
     cold = both.ask("generate", prompts=batch, max_tokens=20, rank=0)

@@ -1,4 +1,4 @@
-"""How long the scheduler waits for answers: beside a plain model, on a clock of the test's."""
+"""How long the scheduler waits for answers: compared with a plain model on a simulated clock."""
 
 from concurrent.futures import Future
 from typing import Any
@@ -11,15 +11,15 @@ from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patienc
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
-"""What an answer takes, of a step's patience."""
+"""Time of an answer, as a share of a step's patience."""
 
 
 WAKING_S = 1e-6
-"""What each wait takes beyond the answer."""
+"""Time of each wait beyond the answer."""
 
 
 class Server:
-    """A clock, and answers that come in a time that is known."""
+    """A clock, and answers that come at known times."""
 
     def __init__(self) -> None:
         self.clock_s = 100.0

@@ -1,4 +1,4 @@
-"""The prefill speed of an engine, learnt from its steps."""
+"""The prefill speed that an engine learns from its steps."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +21,8 @@ def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
 def test_it_is_that_of_the_steps_whatever_lies_between_them(
     steps: list[tuple[int, int]], is_pipelined: bool
 ) -> None:
-    """An engine of 1000 tokens/s: steps one after the other, with pauses, and each planned before
-    or after the last one has ended."""
+    """An engine of 1000 tokens/s: steps in sequence, with pauses, each planned before or after the
+    end of the previous step."""
     speed, free_s, ended_s, results = PrefillSpeed(HotKVStats()), 0.0, 0.0, []
     for num_tokens, pause_s in steps:
         planned_s = (max(0.0, free_s - 0.1) if is_pipelined and not pause_s else free_s) + pause_s
@@ -50,7 +50,7 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     for at in range(2 * MAX_OPEN):
         assert speed.begin_step([(1000, 0)], float(at))
     assert len(speed._open) == MAX_OPEN
-    # The first ones are forgotten: their results say nothing.
+    # The first steps are forgotten, so their results are ignored.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
     number = speed.begin_step([(1000, 0), (1, 500)], 600.0)
@@ -70,8 +70,8 @@ def test_a_step_that_waited_long_does_not_count_for_much() -> None:
 
 
 def test_a_longer_context_costs_more_if_steps_say_so() -> None:
-    """Attention: a token takes 1 ms, and 1 us for each token before it. A step that waited for
-    something else says nothing of it."""
+    """Attention: a token takes 1 ms, and 1 us for each token before it. A step with another wait is
+    left out."""
     speed, now_s = PrefillSpeed(HotKVStats()), 0.0
     for computed in range(0, 8192, 1024):
         number = speed.begin_step([(1024, computed)], now_s)

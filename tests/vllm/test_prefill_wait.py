@@ -45,7 +45,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     remote: Any,
     fetches: bool,
 ) -> None:
-    """Blocks come at `come_s`, the server goes at `leaves_s`. Time runs in steps of the engine.
+    """Blocks come at `come_s`, the server leaves at `leaves_s`. Time runs in steps of the engine.
     With `fetches`, another connector is to fetch the blocks."""
     parts = Parts(lookup_timeout_s=9.0)
     parts.server.table = has_table
@@ -74,7 +74,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     assert waited_s < leaves_s + 1.1 * STEP_S
     if waited_s == 0 or waited_s >= leaves_s:
         return
-    # A server whose table is mapped is seen at once, another one is asked.
+    # A mapped table shows blocks at once; other servers are asked.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6
     assert parts.hit(state) == there * TOKENS

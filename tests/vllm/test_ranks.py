@@ -1,4 +1,4 @@
-"""Ranks of an engine agree: all decide the same, in any order and whichever of them fails."""
+"""Ranks of an engine agree: all reach the same decision, in any order and with any failure."""
 
 import threading
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """Returns a note of every rank. `stages`: layers of each group in each stage; a layer has 8
-    bytes in each rank."""
+    """Returns a note of every rank. `stages`: number of layers of each group in each stage; a layer
+    has 8 bytes in each rank."""
     notes = []
     for stage, layers in enumerate(stages):
         names = [
@@ -106,8 +106,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks that each shard has one writer and its size. A rank that does not write has the shard
-    of the writer before it."""
+    """Checks that each shard has one writer and the writer's size. A rank that does not write has
+    the shard of the writer before it."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers)
     shard = -1
@@ -128,14 +128,14 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
     other = notes_of([[2], [2]], 1, 1)
     other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
-    # As a single rank says it, where all stages say the same.
+    # If all stages report the same, the words are those of a single rank.
     stages = ("stage 0: layers of 0", "stage 1: layers of 1")
     assert even.page_format == "format 0" and even.extra == ("all", *stages)
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Runs these ranks at once over one store; the others of `num_ranks` never come. Returns what
-    each rank decides."""
+    """Runs these ranks at once over the same store; the rest of `num_ranks` never come. Returns
+    each rank's decision."""
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:

@@ -32,7 +32,7 @@ def ranked(make: Any) -> Ranked:
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Answers held calls of a kind and a rank, which names its transfers."""
+    """Answers held calls of a kind and a rank. The rank is in the transfers' names."""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -85,7 +85,7 @@ def test_what_ranks_report_is_summed(
 def test_ranks_that_lag_at_random(
     ranked: Ranked, server: FakeServer, model: Any, stages: bool
 ) -> None:
-    """Loads and stores end at another time in each rank, or fail in a single rank."""
+    """Loads and stores end at different times in each rank, or fail in a single rank."""
     dice = random.Random(f"{model.__name__}{stages}")
     blocks = 48 if model is hybrid_model else 20
     engines = [
@@ -141,7 +141,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
     (lambda found: found | {(1, 0): HotKVHandshake(None, "no room")}, "no room"),
     (other_weights, "do not agree"),
     (lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")}, "different machines"),
-    # Another connector's beside them.
+    # Another connector's handshake beside them.
     (lambda found: found | {(3, 0): object()}, ""),
 ]
 

@@ -1,5 +1,5 @@
-"""Scheduler and ranks agree on a key space after weights have changed, whatever order steps, writes
-and lost reports come in."""
+"""Scheduler and ranks agree on a key space after weights have changed, for any order of steps,
+writes and lost reports."""
 
 import contextlib
 import time
@@ -44,7 +44,7 @@ class FakeWatch:
 
 
 class Machine(RuleBasedStateMachine):
-    """All ranks run a step with what the scheduler ordered; their reports come with its end, or are
+    """All ranks run a step with the scheduler's orders; their reports come at its end, or are
     lost."""
 
     @initialize(num_ranks=st.integers(1, 3), unseen=st.booleans(), in_doubt=st.booleans())
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
         if in_doubt:
-            # One rank that has its doubts is enough.
+            # A single rank that has doubts is enough.
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks, ORIGINAL, in_doubt)
@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
         }
         """By identity: the weights that were in use when something was stored under it."""
         self.on_device: set[tuple[int, ...]] = set()
-        """Weights under which what is trusted on the device was computed."""
+        """The weights that computed the trusted blocks on the device."""
 
     @rule(weights=st.integers(0, 2))
     def write(self, weights: int) -> None:
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Every rank that may stores; a block counts when all have."""
+        """Stores from every rank that may; a block counts when all have stored it."""
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
@@ -188,7 +188,7 @@ def test_engines_with_other_weights_never_meet(
     if told == "noticed":
         load(one, 7)
     else:
-        # Past everything that is watched: a reset, or a pause, is when it is looked at.
+        # The change bypasses all watched calls: a reset or a pause finds it.
         if told == "paused":
             with pausing():
                 one.connector.reset_cache()
@@ -241,7 +241,7 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
 def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of the model were replaced while it was loaded: its key space names the new ones."""
+    """The model's files were replaced while it was loaded: its key space names the new files."""
     sure = updated()
     sure.generate("a", PROMPT, 4)
     sure.generate("end", OTHER, 2)
@@ -262,8 +262,8 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
 
 
 def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
-    """Stores that read old blocks, loads under way, requests that go on: nothing old under the new
-    key, nothing new under the old one."""
+    """Covers stores that read old blocks, loads under way and running requests: no old KV is stored
+    under the new key, and no new KV under the old key."""
     one, two = updated(blocks=40), updated()
     two.generate("a", PROMPT, 4)
     two.generate("end", OTHER, 2)
@@ -272,8 +272,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
     one.add("running", prompt(3, 150), 60)
     for _ in range(6):
         one.step()
-    # The harness's own check knows one set of weights at a time, so what runs is stopped when they
-    # change.
+    # The harness checks a single set of weights at a time, so running requests are stopped when
+    # weights change.
     one.abort("running")
     load(one, 7)
     server.hold = set()
@@ -289,7 +289,7 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 
 def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
-    """vLLM goes on with its own cache unless it is told to reset it, and with requests that run."""
+    """vLLM keeps its own cache unless it is told to reset it, and continues running requests."""
     one = updated()
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)
@@ -317,8 +317,8 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
 def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     updated: Any, pipelined: bool, told: str, in_decode: bool
 ) -> None:
-    """When the ranks look, the weights are the engine's own; what was computed meanwhile is not,
-    nor what builds on it. The harness fails at the first KV value of other weights."""
+    """When the ranks look, the weights are the engine's own, but blocks computed in between are
+    not, nor blocks that build on them. The harness fails at the first KV value of other weights."""
     one = updated(max_tokens_per_step=40, pipelined=pipelined, blocks=128, max_model_len=2048)
     one._check = lambda *_: None
     original = {name: value.clone() for name, value in one.model.state_dict().items()}
@@ -341,7 +341,7 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     one.generate("end", OTHER, 2)
     whole = [*prompt(1, 150 if in_decode else 1000), *one.outputs["a"]]
     for _ in range(2):
-        # The first one fills the gaps between what the server has.
+        # The first engine fills the gaps in the server's blocks.
         other = updated(blocks=128, max_model_len=2048)
         assert other.connector._scheduler.sharing.weights.identity == weights.identity
         assert other.generate("b", whole, 1)[1] >= 128

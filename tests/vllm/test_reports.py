@@ -22,7 +22,7 @@ def stored(server: Any) -> list[BlockRun]:
 def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -> None:
     server.up = False
     one = engine(max_tokens_per_step=1024)
-    # Without a server nothing is kept to be reported.
+    # Without a server, no report is kept.
     one.generate("unheard", prompt(9, 50), 2)
     server.come_back()
     one.generate("cold", PROMPT, 40)
@@ -35,7 +35,7 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     assert list(reports_to(server)[2].hashes) == list(request.block_hashes[: 250 // BLOCK_TOKENS])
     assert all(r.age_s >= 0 and r.retention == NO_RETENTION for r in reports_to(server))
     assert one.counters["reported_requests"] == 3
-    # Those of a step are in one message.
+    # The reports of a step share a message.
     server.calls.clear()
     for index in range(4):
         one.add(f"r{index}", prompt(index, 100))
@@ -82,7 +82,7 @@ def test_hints_go_with_the_report_and_with_every_store(
 def test_stores_carry_exactly_the_tokens_of_their_blocks(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Window groups have holes, groups have blocks of different sizes."""
+    """Window groups have holes, and groups have blocks of different sizes."""
     server.wants_token_ids = True
     one = engine(specs=model(), max_tokens_per_step=96)
     tokens = prompt(1, 420)

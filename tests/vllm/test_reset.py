@@ -1,5 +1,5 @@
-"""vLLM's reset of external caches: what was computed before is found nowhere afterwards, and no
-store under way brings it back."""
+"""vLLM's reset of external caches: earlier blocks are never found afterwards, and no store under
+way brings them back."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_reset_without_an_answer_is_not_a_success(filled: Any, server: Any) -> N
     one, answer = filled(extra={"reset_timeout_s": 0.01})
     server.hold = {"flush"}
     assert not resets(one)
-    # Until a flush was answered nothing is taken from the cache, nor put there.
+    # Until the flush is answered, blocks are neither loaded nor stored.
     stores = server.count("store")
     assert one.generate("c", PROMPT, 4) == (answer, 0) and server.count("store") == stores
     server.hold = set()
@@ -70,7 +70,7 @@ def test_reset_without_an_answer_is_not_a_success(filled: Any, server: Any) -> N
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Without a server the reset is a success, because loads wait for the flush that is owed."""
+    """Without a server the reset succeeds, because loads wait for the owed flush."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one, answer = filled()
     if trouble == "absent":
@@ -96,8 +96,8 @@ def test_a_reset_that_failed_is_made_good_later(
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, is_computed_anew: bool
 ) -> None:
-    """It does not store any more if vLLM did not empty its own cache, because it builds on KV from
-    before."""
+    """It stops storing if vLLM kept its own cache, because it builds on KV from before the
+    reset."""
     one = engine()
     one.add("a", prompt(1, 100), 60)
     for _ in range(5):

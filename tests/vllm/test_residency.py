@@ -1,5 +1,5 @@
-"""Contexts beyond device memory in real vLLM on CPU, with a real server: the tokens of sparse
-decode with everything on the device, and prefix hits that load next to nothing."""
+"""Contexts beyond device memory in real vLLM on CPU, with a real server. Tokens equal those of
+sparse decode with all blocks on the device, and prefix hits load next to nothing."""
 
 import pytest
 
@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_tokens_are_those_of_a_device_that_holds_everything(
     start: Start, daemon: Daemon, is_async: bool
 ) -> None:
-    """Two requests in turns of prefill and decode, three times as long as the pool together."""
+    """Two requests take turns in prefill and decode; together they are three times as long as the
+    pool."""
     target = daemon.start().target
     reference = start(SPARSE)
     one = start(
@@ -50,7 +51,8 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
 
 
 def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> None:
-    """Sinks and recent window are loaded, representations copied; the rest stays where it is."""
+    """Loads sinks and recent window and copies representations; the other blocks stay in host
+    memory."""
     target = daemon.start().target
     reference = start(SPARSE)
     first, second = (
@@ -69,7 +71,7 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     # 4 layers, 2 heads of 32: 2 KiB a token.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # Those of the blocks that were hit are in the arena; the tail and the answer have four.
+    # Representations of the hit blocks are in the arena; the tail and the answer have four blocks.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
@@ -83,8 +85,8 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
-    """Prompts whose last chunk is one token, of one token, with a hit that leaves one, and requests
-    that are preempted, in steps that decode as well."""
+    """Prompts whose last chunk is one token, of one token, with a hit that leaves one token, and
+    preempted requests, in steps that also decode."""
     one = start(
         RESIDENT if is_resident else SPARSE,
         target=daemon.start().target,
@@ -136,8 +138,8 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
 def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
     start: Start, daemon: Daemon
 ) -> None:
-    """Of 1,500 tokens where hot sets hold 2,048: decode steps find all blocks in hot slots, which
-    the first one has filled."""
+    """A context of 1,500 tokens in hot sets of 2,048: decode steps find all blocks in hot slots,
+    which the first step has filled."""
     dense = start(None)
     one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
@@ -148,7 +150,7 @@ def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
     staged, pulled = [], []
 
     def totals() -> dict[str, float]:
-        """Returns the counters with those of the last request, which come with a step after it."""
+        """Returns the counters, including the last request's, which come with a later step."""
         one.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
         found: dict[str, float] = one.ask("stats")["totals"]
         return found

@@ -1,6 +1,6 @@
 """Contexts that stay on the device while it has room (`"residency": "auto"`), in real vLLM on CPU
-with a real server: the tokens of sparse decode with everything on the device, whenever a request
-moves, and whatever happens to the server before."""
+with a real server. Tokens equal those of sparse decode with all blocks on the device, at whatever
+step a request moves, and after any fault of the server."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def grown(one: EngineProcess, before: dict[str, float], *names: str) -> list[flo
 def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
     start: Start, daemon: Daemon
 ) -> None:
-    """Two requests of 145 blocks in a pool of 104; then one of 60."""
+    """Runs two requests of 145 blocks in a pool of 104; then one of 60."""
     reference = start(SPARSE)
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
@@ -64,7 +64,7 @@ def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
 def test_moves_at_any_step_change_no_token(
     start: Start, daemon: Daemon, every: int, is_async: bool
 ) -> None:
-    """In prefill and in decode. The hot set covers the contexts, so tokens are those of dense
+    """Moves in prefill and in decode. The hot set covers the contexts, so tokens are those of dense
     attention."""
     dense = start(None)
     one = start(
@@ -80,7 +80,7 @@ def test_moves_at_any_step_change_no_token(
     one.ask("move", every=every)
     one.ask("pace", seconds=0.01)
     assert same(one.ask("generate", prompts=batch, max_tokens=50), expected)
-    # Moved bytes that are lost are computed anew.
+    # Moved bytes that are lost are recomputed.
     one.ask("lose", steps=[14, 9, 1])
     assert same(one.ask("generate", prompts=prompts(4, 1650), max_tokens=50), dense_of(dense, 4))
     counted = totals(one)
@@ -120,7 +120,8 @@ def test_a_hit_is_loaded_whole_if_there_is_room(start: Start, daemon: Daemon) ->
 def test_a_server_is_killed_while_requests_are_whole(
     start: Start, daemon: Daemon, is_async: bool
 ) -> None:
-    """They go on without it. Once it is back, what they have is stored, and they can move."""
+    """The requests go on without it. Once it is back, their blocks are stored, and they can
+    move."""
     reference = start(SPARSE)
     one = start(
         AUTO,

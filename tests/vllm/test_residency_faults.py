@@ -1,5 +1,5 @@
-"""Faults under contexts beyond device memory: no wrong token, whatever happens to the server. A
-request goes on, is computed anew, or ends with an error."""
+"""Faults under contexts beyond device memory: tokens are right whatever happens to the server. A
+request goes on, is recomputed, or ends with an error."""
 
 import time
 from typing import Any
@@ -32,8 +32,7 @@ SCHEDULING = pytest.mark.parametrize(
 
 
 def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any) -> Any:
-    """Returns an engine that is in the middle of decoding `batch`, and what it is expected to
-    answer."""
+    """Returns an engine that is in the middle of decoding `batch`, and the expected answer."""
     reference = start(SPARSE)
     one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
@@ -52,7 +51,7 @@ def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, *
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, blocks: int, is_async: bool
 ) -> None:
-    """The engine reads on in the memory that it maps, and what it has is pinned anew."""
+    """The engine reads on in the memory that it maps, and its blocks are pinned again."""
     one, expected = begun(start, daemon, prompts(11, 2000), 0.05, async_scheduling=is_async)
     until_stored(daemon, blocks)
     daemon.kill()
@@ -64,7 +63,7 @@ def test_a_server_is_killed_and_comes_back(
 
 @pytest.mark.long
 def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
-    """Decoding goes on as far as the device has room for what can't be stored; then the request
+    """Decoding goes on while the device has room for blocks that can't be stored; then the request
     ends with an error, and the engine serves others."""
     settings = {"residency_timeout_s": 3.0}
     one, _ = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
@@ -79,7 +78,8 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 @pytest.mark.long
 @SCHEDULING
 def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: bool) -> None:
-    """In prefill and in decode: the step's tokens are dropped, and the requests computed anew."""
+    """Loses bytes in prefill and in decode: the step's tokens are dropped, and the requests
+    recomputed."""
     dense = start(None)
     one = start(
         EXACT,
@@ -91,7 +91,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     batch = prompts(14, 1700, 1503)
     expected = dense.ask("generate", prompts=batch, max_tokens=50)
     one.ask("rewrite_always")
-    # Only what the server has taken is read from host memory, so the steps give it time.
+    # Steps are slow, so that the server has blocks which they can read from host memory.
     one.ask("pace", seconds=0.03)
     one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
@@ -103,7 +103,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
 @pytest.mark.long
 @SCHEDULING
 def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_async: bool) -> None:
-    """A pool for two of five requests that are all let in."""
+    """A pool for two of five requests that are all admitted."""
     dense = start(None)
     one = start(
         EXACT,

@@ -12,7 +12,7 @@ from tests.vllm.resident_runs import EXACT, EXACT_POOL, Start, prompts, start
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 12
-"""Of each answer."""
+"""Tokens of each answer."""
 MODULES = [
     "compat.residency",
     "residency.calls",
@@ -30,7 +30,7 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
-"""Classes of these modules that vLLM calls itself: no hook of the connector's is around them."""
+"""Classes of these modules that vLLM calls itself, outside the connector's hooks."""
 
 
 @pytest.mark.long
@@ -45,8 +45,8 @@ CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
 def test_whatever_breaks_no_token_is_wrong(
     start: Start, daemon: Daemon, is_async: bool, later: bool, every: int, moves: int
 ) -> None:
-    """At its first call, or at its first one after any number of steps: half of them each way.
-    `moves`: requests begin on the device as a whole, and move after so many steps."""
+    """Breaks each function at its first call, or at its first call after some number of steps; half
+    of them each way. `moves`: requests begin on the device, and move after so many steps."""
     dense = start(None)
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),
@@ -59,7 +59,7 @@ def test_whatever_breaks_no_token_is_wrong(
     one.ask("rewrite_always")
     if moves:
         one.ask("move", every=moves)
-    # One that misses, and one that has a prefix of it in common.
+    # A miss, and a request with a prefix of it.
     (base, other) = prompts(21, 900, 760)
     batches = [[base, other], [[*base, *other[:80]]]]
     expected = [dense.ask("generate", prompts=batch, max_tokens=TOKENS) for batch in batches]

@@ -1,6 +1,6 @@
 """Contexts beyond device memory of requests with LoRA adapters, in real vLLM on CPU with a real
-server: adapters that engines share, and one that is left out of sharing. Tokens are those of an
-engine whose device holds everything, and which asks nobody."""
+server: adapters that engines share, and an adapter that is left out of sharing. Tokens equal those
+of an engine without a server whose device holds everything."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ LENGTH = 3001
 
 
 class Two(NamedTuple):
-    """`one` keeps contexts in the server's memory, `reference` everything on its device."""
+    """`one` keeps contexts in the server's memory, `reference` on its device."""
 
     one: EngineProcess
     reference: EngineProcess
@@ -83,8 +83,8 @@ def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> No
 
 
 def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: Two) -> None:
-    """It has no shared names: its files were changed while the engine ran. Its long requests ended
-    with an error after 30 seconds."""
+    """It has no shared names, because its files were changed while the engine ran. Its long
+    requests used to end with an error after 30 seconds."""
     path = write_adapter(two.folder / "live", 6)
     short, long = prompts(2, 40, LENGTH)
     ask(two.one, short, path)

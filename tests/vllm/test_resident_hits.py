@@ -1,4 +1,4 @@
-"""Requests that live in host memory: which of them may begin, and what of their hits is leased and
+"""Requests that live in host memory: which may begin, and which blocks of their hits are leased and
 loaded. No engine; the server is a double."""
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.vllm.parts import TOKENS, Parts, request
 __all__ = ["desk"]
 
 LEFT_OUT = range(1, 3)
-"""Of four blocks: a resident engine needs the first and the last one on the device."""
+"""Of four blocks: a resident engine needs the first and the last on the device."""
 
 
 def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> None:
@@ -54,7 +54,7 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 
 
 class SmallPool:
-    """Stands for a device on which no request stays as a whole."""
+    """Stands for a device on which no request stays whole."""
 
     spec = object()
 
@@ -96,7 +96,7 @@ def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:
 
 
 def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> None:
-    """It is not known whether the steps in flight read what they were to read."""
+    """The steps in flight may not have read the right blocks."""
     one = desk()
     first = request("a", 32, computed=32)
     one.arrive(first)

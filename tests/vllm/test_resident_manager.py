@@ -1,4 +1,4 @@
-"""What a resident engine checks before it starts, and the bounds of what its requests hold."""
+"""A resident engine's checks before it starts, and the limits of blocks that its requests hold."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from tests.vllm.resident_engine import CONFIG, POOL, ResidentEngine, spec_of
 
 
 def test_specs_of_other_kinds_do_not_merge() -> None:
-    """vLLM's own spec takes subclasses, and makes full attention of them."""
+    """vLLM's own spec accepts subclasses, and merges them into full attention."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     one = spec_of("host")
     with pytest.raises(AssertionError):
@@ -77,5 +77,5 @@ def test_hits_allocate_sinks_and_window() -> None:
     while not engine.device.has_blocks(name):
         engine.step()
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
-    # What a lease leaves out is what no block is allocated for.
+    # The blocks that a lease leaves out are never allocated.
     assert away == [*engine.spec.gap(40 * TOKENS)]

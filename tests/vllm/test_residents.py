@@ -1,5 +1,5 @@
-"""Requests that live in host memory, with vLLM's real pool and a double of the server: no block
-leaves the device that workers can't read, no room is taken twice, and every request ends."""
+"""Requests that live in host memory, with vLLM's real pool and a double of the server: workers can
+read every block that left the device, room is reserved once, and every request ends."""
 
 from concurrent.futures import Future
 
@@ -116,7 +116,7 @@ class Residents(RuleBasedStateMachine):
 
     @property
     def resident(self) -> list[str]:
-        """Returns the running requests that the server holds blocks of."""
+        """Returns the running requests that have blocks in the server."""
         return [
             one.request_id
             for one in self.engine.running
@@ -188,7 +188,7 @@ class Residents(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.server.residencies.open)
     @rule(data=st.data())
     def server_closes_a_residency(self, data: st.DataObject) -> None:
-        """Others may have its room by the time at which it is opened again."""
+        """Closes a residency; other requests may have its room when it is opened again."""
         residencies = self.engine.server.residencies.open
         engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
         del residencies[engine_id, residency_id]
@@ -235,7 +235,7 @@ class Residents(RuleBasedStateMachine):
             assert {name for _, name in server.residencies.open} <= known
 
     def teardown(self) -> None:
-        """All requests end: with a server that is well, and with one that never comes back."""
+        """Ends all requests, with a server that works or with a server that never comes back."""
         if not hasattr(self, "engine"):
             return
         engine = self.engine
@@ -300,7 +300,7 @@ def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
 
 
 def test_what_waits_begins_once_a_running_request_has_moved() -> None:
-    """It needs fewer blocks than the running one gives."""
+    """The new request needs fewer blocks than the running request frees."""
     engine = ResidentEngine()
     first = engine.arrive(700, 30)
     engine.run(25)
@@ -314,10 +314,10 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server together; the first goes on, and then the other one."""
+    """Two requests fill the server together; the first goes on, and then the other."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
-    # A step of the last one still reads the arena.
+    # A step of the last request still reads the arena.
     engine.requests[second].num_in_flight_tokens = 1
     engine.run(200)
     assert engine.books.held(engine.now_s) == [first, second]
@@ -336,7 +336,7 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
 
 
 def test_a_lost_request_is_not_held() -> None:
-    """vLLM preempts it when it comes to it."""
+    """vLLM preempts it in its turn."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     engine.requests[second].num_in_flight_tokens = 1
@@ -374,7 +374,7 @@ def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -
 
 
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
-    """Unless a token comes between two losses."""
+    """A token between two losses resets the count."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)

@@ -1,7 +1,7 @@
-"""Reuse that vLLM itself forbids is forbidden to hotkv too; what only the user turned off is not.
+"""hotkv refuses reuse that vLLM itself forbids, and allows reuse that only the user turned off.
 
-Tables compare hotkv's answer with vLLM's own; engines show that a model for which vLLM allows no
-prefix caching answers the same with hotkv configured, and stays alive.
+Tables compare hotkv's answer with vLLM's own. Engines show that a model without prefix caching in
+vLLM gives the same answers with hotkv configured, and stays alive.
 """
 
 import itertools
@@ -82,8 +82,7 @@ class Model(ModelConfig):
 
 
 def vllms_flag(model: Model, asked: bool | None) -> bool:
-    """Returns vLLM's `enable_prefix_caching` if the user asks for this value; None stands for no
-    value."""
+    """Returns vLLM's `enable_prefix_caching` for the user's value; None if the user gives none."""
     arguments = object.__new__(EngineArgs)
     arguments.enable_prefix_caching, arguments.enable_chunked_prefill = asked, None
     arguments._set_default_chunked_prefill_and_prefix_caching_args(model)
@@ -115,7 +114,7 @@ def engine(
 
 
 def answers_as_vllm(model: Model) -> None:
-    """Compares hotkv's answer with vLLM's own, for whatever the user may have asked.
+    """Compares hotkv's answer with vLLM's own for every value that the user may give.
 
     A user who asks for prefix caching against vLLM's default gets it; vLLM warns of a crash for
     models that pool, and hotkv stays off.
@@ -132,7 +131,7 @@ POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
 def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
-    """Tries everything that the registry could say of a model, with all poolings and hf configs."""
+    """Tries every answer of the registry with all poolings and hf configs."""
     found: set[bool] = set()
     for attention, default, is_free, is_hybrid in itertools.product(
         get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)
@@ -202,7 +201,7 @@ def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**flags: bool) -> str:
         return reuse.why_forbidden(*engine(latent, **flags))
 
-    # vLLM turns off both, or neither.
+    # vLLM turns off both flags or neither.
     assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
     assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
     platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)
@@ -222,7 +221,8 @@ def write_prefix_lm(folder: Path) -> Path:
 
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
-    """Returns whether two prompts are answered as alone after others began as they do."""
+    """Returns True if two prompts get the same answer alone and after prompts with the same
+    beginning."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]
@@ -247,7 +247,7 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
 
 
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
-    """vLLM has such requests, and no others of the engine, read no cache: hotkv stays on."""
+    """In vLLM only such requests of the engine read no cache, so hotkv stays on."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)

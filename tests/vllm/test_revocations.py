@@ -38,7 +38,7 @@ def test_which_engines_need_it() -> None:
 
 
 class Words(RuleBasedStateMachine):
-    """Stores over two ranks' pages; a rank may send late or never, its server may answer after the
+    """Stores over two ranks' pages. A rank may send late or never; its server may answer after the
     store has ended here."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ def device(server: Any) -> ToldDevice:
 def test_random_lag(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
 ) -> None:
-    """Little memory, so that blocks are zeroed while they are stored."""
+    """Uses little memory, so that blocks are zeroed while they are stored."""
     chance = random.Random(f"{kind}{pipelined}")
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
     server.order_kind, server.hold = kind, {"load", "store"}
@@ -169,7 +169,7 @@ def test_random_lag(
     num_settled = 0
 
     def after_zeroing() -> None:
-        """Lets the server finish its copies before the worker hears of the step."""
+        """Lets the server finish its copies before the worker gets the step's metadata."""
         nonlocal num_settled
         if chance.random() < 0.5:
             device.run()
@@ -232,7 +232,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     (store,) = worker_of(one).stores.active.values()
     words = worker_of(one).rank.fence
     blocks = [int(block) for run in store.job.runs for block in run.block_ids]
-    # A step in which nothing is computed and the store's blocks are zeroed.
+    # A step without computation that zeroes the store's blocks.
     zeroing = replace(
         scheduled,
         scheduled_new_reqs=[],

@@ -20,7 +20,7 @@ MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
 def test_a_failed_load_costs_no_request_whatever_the_policy(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    """vLLM's default is "fail"; hotkv sets "recompute" in its place and says so."""
+    """vLLM's default is "fail"; hotkv sets "recompute" in its place and logs it."""
     said: list[str] = []
     monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
     engine(specs=model(), within=lambda ours: ours | {"kv_load_failure_policy": "recompute"})

@@ -44,13 +44,13 @@ def asks(name: str, computed: int = 0) -> Any:
 def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
-    """`computed`: by a load that has ended. States have no order."""
+    """`computed`: tokens of a finished load. States have no order."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A local hit is of one admission, and of a request that lives.
+    # A local hit counts for one admission, and while the request lives.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":
@@ -100,7 +100,7 @@ def test_a_request_is_reported_once_with_what_it_hit(
     assert report.hashes == state.request.block_hashes[:2] and report.prompt_tokens == 37
     assert report.age_s == 10.0 and report.retention == state.retention
     assert parts.count("reported_requests") == 1
-    # One without a name is not reported, a short one is; no age is negative.
+    # A request without a name is not reported, a short request is; ages are never negative.
     names.clear()
     short = parts.state(request("short", 5))
     short.arrived_s = 200.0

@@ -1,4 +1,4 @@
-"""Where parts of the connector meet: a second start of the scheduler's side, weights, sleep,
+"""Interactions of the connector's parts: a second start of the scheduler's side, weights, sleep,
 fences, broken hooks."""
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def connect_again(one: Engine) -> None:
 
 
 def twice(one: Engine, tokens: list[int]) -> None:
-    """Computes a prompt two times, which the engine's own cache does not have."""
+    """Computes a prompt two times, without the engine's own cache."""
     for turn in range(2):
         one.generate(f"{tokens[0]} {turn}", tokens, 4)
         one.generate(f"end {tokens[0]} {turn}", OTHER, 2)
@@ -32,7 +32,7 @@ def twice(one: Engine, tokens: list[int]) -> None:
 
 
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
-    """The engine then shares with those that never had others, and with those alone."""
+    """The engine then shares with engines that never had other weights, and with no others."""
     one, two = updated(), updated()
     load(one, 7)
     twice(one, PROMPT)
@@ -83,8 +83,8 @@ def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: 
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
     watch = WeightsWatch([model])
-    # Between samples, in each part of a word; then changes that cancel in a sum over all, or over a
-    # column.
+    # Changes between samples, in each part of a word; then changes that cancel in a sum over all,
+    # or over a column.
     places = [(place,) for place in (1_000_100, 1_777_701, 1_777_706, len(raw) - 5_001)]
     cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
     for changed in places + cancelling:

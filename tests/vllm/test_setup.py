@@ -164,7 +164,7 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
 
 def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
-    """Counts the calls of a decode step with many requests that neither hits nor fills a block."""
+    """Counts the calls of a decode step with many requests that neither hit nor fill a block."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)
@@ -182,6 +182,6 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
             one.step()
     finally:
         sys.setprofile(None)
-    # Calls rather than seconds, which are the machine's: at most two for each request.
+    # Calls, because seconds depend on the machine: at most two for each request.
     per_step = calls.total() / (one.connector.clock.steps - steps)
     assert len(one.scheduler.running) == 60 and per_step < 2 * 60, calls.most_common()

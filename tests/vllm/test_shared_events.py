@@ -1,4 +1,5 @@
-"""The shared cache's blocks, told by engines as their own: a router knows what each can load."""
+"""Engines report the shared cache's blocks as their own, so that a router knows which blocks each
+can load."""
 
 import itertools
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ Lying = tuple[int, Medium, str, int]
 
 
 class Wire:
-    """A session whose answers are the server's reader's."""
+    """A session with the answers of the server's reader."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
@@ -54,7 +55,7 @@ class Wire:
 
 
 class Telling(RuleBasedStateMachine):
-    """`cached`: what the server has. `index`: what a router knows from the engine."""
+    """`cached`: the server's blocks. `index`: a router's knowledge from the engine's events."""
 
     @initialize()
     def begin(self) -> None:
@@ -117,7 +118,7 @@ class Telling(RuleBasedStateMachine):
 
     @rule()
     def be_alone(self) -> None:
-        """Takes the server away for long. Blocks can't be loaded then."""
+        """Disconnects the server for long. Blocks can't be loaded then."""
         if self.session is not None and self.session.connected:
             self.session.connected = False
             self.step(0.01)
@@ -174,8 +175,8 @@ def server() -> Iterator[Server]:
 def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     server: Server, tmp_path: Path
 ) -> None:
-    """Two real engines: what the first stores is the second's too; it goes for both; a late router
-    of the second knows it from the replay."""
+    """Two real engines: the first engine's stores count for both; blocks that go, go for both; a
+    late router of the second learns them from the replay."""
     model = write_model(tmp_path / "model", "llama")
     ports = free_ports(4)
     workers = [
@@ -198,7 +199,7 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     others = itertools.cycle(range(1, 400))
 
     def step(engine: EngineProcess) -> None:
-        """Lets the engine make some steps, with a prompt too short for a block."""
+        """Runs some steps of the engine, with a prompt too short for a block."""
         engine.ask("generate", prompts=[[next(others)]], max_tokens=6)
 
     def prompt(first: int) -> list[int]:
@@ -210,7 +211,7 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
         with closing(Indexer(tmp_path / "indexer.log", BLOCK_TOKENS, *workers)) as indexer:
 
             def credited(tokens: list[int], worker: int, expected: int) -> bool:
-                """Asks about an engine that has no such blocks on its device."""
+                """Queries an engine that has no such blocks on its device."""
                 step(engines[worker - 1])
                 return indexer.credits(tokens, worker)[0] == expected
 
@@ -225,7 +226,7 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             server.wait_for_stores()
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
-                # It asks for what it has missed with the first message that it gets.
+                # The router asks for missed messages with the first message that it gets.
                 for engine in engines:
                     engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
                 wait_for(lambda: late.credits(second)[0] == len(second))

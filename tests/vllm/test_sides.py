@@ -1,4 +1,4 @@
-"""The stand-in for a side that does not exist: its answers fit whatever the connector calls."""
+"""The stand-in for a side that does not exist: its answers fit every call of the connector."""
 
 import inspect
 import re
@@ -44,7 +44,7 @@ def test_no_answer_and_no_part_is_of_nothing() -> None:
 
 
 def fits(answer: Any, wanted: Any) -> bool:
-    """Returns whether a type checker would take the answer for the annotation."""
+    """Returns True if a type checker would accept the answer for the annotation."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is tuple:
         return isinstance(answer, tuple) and all(

@@ -41,14 +41,14 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     server.come_back()
     one.drop_local()
     assert one.generate("f", PROMPT, 4) == (answer, 192) and not server.flushes
-    # A reset that somebody asks for while it pauses empties the shared cache.
+    # A reset that is requested during a pause empties the shared cache.
     getattr(core, way)()
     assert core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert not server.blocks
 
 
 def test_kept_requests_go_on_and_their_blocks_are_shared(engine: Any, server: Any) -> None:
-    """Mode "keep": vLLM computes them anew after the sleep."""
+    """Mode "keep": vLLM recomputes them after the sleep."""
     one = engine()
     core = Core(one)
     one.add("a", PROMPT, 60)
@@ -82,7 +82,7 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.generate("c", PROMPT, 4) == (answer, 192)
-    # What breaks as it lets go ends the session; what can't share memory again turns hotkv off.
+    # A failure to release memory ends the session; a failure to share it again turns hotkv off.
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_let_go", lambda: 1 // 0)
         core.sleep()
@@ -109,7 +109,7 @@ UNDER_WAY = {
 
 
 def begin(one: Any, server: Any, what: str) -> None:
-    """Has an engine begin this, for a request "a"."""
+    """Makes an engine begin `what` for a request "a"."""
     server.ack_cancels = what != "a hung load"
     if what == "a tail":
         one.add("a", prompt(3, 60), 5)
@@ -141,7 +141,8 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a store of runner V2", "sleep", 0),
         ("a tail", "sleep", 1),
         ("a store behind the device", "sleep", 0),
-        # vLLM does not sleep while a request waits for a load; if it did, it would be computed.
+        # vLLM does not sleep while a request waits for a load; if it did, the request would be
+        # computed.
         ("a load", "sleep", 6),
         ("an ended load", "sleep", 6),
         ("a hung load", "sleep", 6),
@@ -150,8 +151,8 @@ def begin(one: Any, server: Any, what: str) -> None:
 def test_what_is_under_way_brings_nothing_wrong(
     engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
-    """Checks answers and both caches. `num_stored`: how many of the request's blocks are found once
-    it has ended."""
+    """Checks answers and both caches. `num_stored`: blocks of the request that are found after its
+    end."""
     if what.split()[-1] in ("load", "lease"):
         engine().generate("before", PROMPT, 4)
     one = engine(**UNDER_WAY[what])

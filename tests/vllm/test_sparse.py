@@ -1,5 +1,5 @@
-"""Sparse decode in real vLLM on CPU: exact where the budget covers the context, bounded where it
-does not, dense where it breaks."""
+"""Sparse decode in real vLLM on CPU: exact if the budget covers the context, bounded if not, and
+dense after a failure."""
 
 from typing import Any
 
@@ -63,8 +63,8 @@ def test_a_covering_budget_is_exact_in_bfloat16(start: Start) -> None:
 
 @pytest.mark.long
 def test_local_prefix_hits_and_preemption(start: Start) -> None:
-    """Too few blocks for two long prompts and their answers: one is preempted, and resumes in other
-    blocks."""
+    """Two long prompts and their answers have too few blocks: a request is preempted, and resumes
+    in other blocks."""
     settings = {
         "num_gpu_blocks_override": 64,
         "max_num_seqs": 2,
@@ -143,15 +143,15 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     # Three layers, 79 decode steps each of the two long prompts.
     assert counted["sparse_selects"] == 3 * 79 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # The hot set holds twice the budget; where steps keep missing more than they may load, an
-    # adaptive one grows to four times.
+    # The hot set holds twice the budget; an adaptive hot set whose steps keep missing more than
+    # they may load grows to four times.
     assert (
         counted["sparse_attended_blocks"]
         <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]
     )
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # Complete blocks of the three sequences as far as contexts are at or above the threshold, in
-    # three layers, each built once.
+    # Complete blocks of the three sequences while contexts reach the threshold, in three layers,
+    # each built once.
     assert counted["sparse_built_blocks"] == 3 * sum(
         (length + 79) // BLOCK_TOKENS for length in (1400, 800)
     )
@@ -175,8 +175,8 @@ def test_no_corrections_and_a_context_that_reaches_the_threshold_while_decoding(
 def test_a_hit_brings_representations_and_nothing_is_built_again(
     start: Start, daemon: Daemon
 ) -> None:
-    """The second engine loads them with the blocks, and selects what the first one does. Another
-    version of representations shares blocks alone."""
+    """The second engine loads them with the blocks, and selects as the first does. Another version
+    of representations shares only blocks."""
     target = daemon.start().target
     batch, num_hit = (
         prompts(4, (700, 1100)),
@@ -218,8 +218,7 @@ def test_a_fault_falls_back_to_dense_attention(start: Start) -> None:
     )
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < NOISE
     counted = totals(one)
-    # Each of the three layers breaks in three steps, rests for 16, and breaks when it is tried
-    # again.
+    # Each of the three layers breaks in three steps, rests for 16, and breaks at the next trial.
     assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted
     assert (
         one.log().count("RuntimeError: injected") == 3

@@ -1,4 +1,4 @@
-"""What tells one kind of representation from another, and whose centres fit a model."""
+"""The differences between kinds of representations, and whether centres fit a model."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
     # Summaries have no centre.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
     assert described(summaries, centres).kinds == described([layer_of(1, ("quest",))]).kinds
-    # Every rank says the same, whatever part of the centre is its own.
+    # Every rank has the same description, whatever its part of the centre.
     half = [layer_of(1, ("rot2u",), mu=random_mu[:1]), layer_of(2, ("rot2u",))]
     assert described(half, centres, 2).kinds[0].version == kinds[6].version
     assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2

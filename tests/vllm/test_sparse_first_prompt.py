@@ -1,5 +1,5 @@
 """Layers that calibrate themselves from the first prompt that they see: when, from which tokens,
-and what their rows attend to before and after."""
+and the blocks that their rows attend to before and after."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ CONFIG = SparseConfig(
 
 
 def batch_of(rows: list[tuple[int, int]]) -> Batch:
-    """Rows of (context tokens, queries of them)."""
+    """Returns a batch. A row is context tokens and, of these, queries."""
     starts = np.concatenate([[0], np.cumsum([queries for _, queries in rows])]).astype(np.int32)
     lengths = np.array([context for context, _ in rows], np.int32)
     none = np.zeros((len(rows), 1), np.int32)
@@ -44,7 +44,7 @@ def batch_of(rows: list[tuple[int, int]]) -> Batch:
 
 
 def tokens(dice: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Keys [N, 2, 16] and queries [N, 6, 16]."""
+    """Returns keys [N, 2, 16] and queries [N, 6, 16]."""
     shapes = (count, 2, 16), (count, 6, 16)
     keys, queries = (dice.standard_normal(shape).astype(np.float32) for shape in shapes)
     return keys * np.linspace(0.2, 3, 16, dtype=np.float32) + 1, queries
@@ -103,7 +103,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
 
 
 def shown(engine: Engine, count: int) -> None:
-    """Shows both layers `count` tokens of a prompt, alike in kind to what their pages hold."""
+    """Shows both layers `count` tokens of a prompt, similar to those in their pages."""
     dice = np.random.default_rng(5)
     queries = dice.standard_normal((count, QUERIES, 64)).astype(np.float32)
     keys = dice.standard_normal((count, HEADS, 64)).astype(np.float32)
@@ -144,7 +144,7 @@ def test_rows_attend_to_everything_until_their_layer_is_calibrated() -> None:
 
 
 def test_the_blocks_that_matter_are_found() -> None:
-    """A block whose keys are what the query is after, and that nothing else would keep."""
+    """Finds a block that only the query's match would select."""
     engine = self_calibrating()
     shown(engine, FIRST_TOKENS + ENOUGH_TOKENS)
     table, layer = engine.table("a"), engine.layers[0]
@@ -158,7 +158,8 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """A layer of two formats has one centre: rot2u bytes change their meaning, too."""
+    """Resets a layer of two formats, which has one centre: rot2u bytes change their meaning,
+    too."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
@@ -248,7 +249,7 @@ def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPat
 
 
 def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
-    """As vLLM's module: cosines, then sines, a row a position."""
+    """Returns a module like vLLM's: cosines, then sines, a row per position."""
     angles = np.arange(4)[:, None] * theta ** -np.arange(0, 1, 2 / head_size)
     table = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
     given = {"head_size": head_size, "is_neox_style": True, "cos_sin_cache": table} | more
@@ -268,7 +269,7 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     # Some scalings multiply cosine and sine.
     scaled = rotary(64, 1e4, cos_sin_cache=one.cos_sin_cache * 1.3)
     np.testing.assert_allclose(known(monkeypatch, scaled), expected, rtol=1e-9)
-    # A few of the channels.
+    # A rotation of some of the channels.
     part = rotary(64, 1e4, cos_sin_cache=rotary(32, 1e4).cos_sin_cache)
     assert len(known(monkeypatch, part)) == 16
     for modules in ((), (other,), (one, slow), (rotary(64, 1e4, is_neox_style=False),)):

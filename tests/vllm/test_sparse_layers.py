@@ -1,4 +1,4 @@
-"""Which engines, layers and centres sparse decode takes, and in which words it refuses others."""
+"""The engines, layers and centres that sparse decode accepts, and its messages for others."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def engine(
     encodes: bool = False,
     **parallel: int,
 ) -> Any:
-    """What the checks read of a vLLM config."""
+    """Returns the parts of a vLLM config that the checks read."""
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "tensor_parallel_size")
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**dict.fromkeys(sizes, 1) | parallel),
@@ -45,7 +45,8 @@ def engine(
 
 
 def groups(*specs: Any, replicas: int = 1) -> Any:
-    """What the checks read of a KV cache config: a group for each spec, with two layers."""
+    """Returns the parts of a KV cache config that the checks read: a group for each spec, with two
+    layers."""
     return SimpleNamespace(
         kv_cache_groups=[
             SimpleNamespace(
@@ -100,9 +101,9 @@ def centres(layer: int, num_heads: int = 2, head_size: int = 32) -> Centres:
 
 def test_centres_of_this_model_are_taken() -> None:
     sparse_layers.check_centres(engine(), FULL, centres(1))
-    # Of layers that are not sparse nothing is asked.
+    # Layers that are not sparse are not checked.
     sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
-    # A file has all heads, a rank its share of them; one that repeats another's has the same.
+    # A file has all heads, a rank its share of them; ranks with the same KV have the same share.
     sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
     sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))

@@ -1,4 +1,4 @@
-"""What engine and server tell each other about sparse decode: sequences and reports, beside a naive
+"""The messages between engine and server about sparse decode, sequences and reports, beside a naive
 model; no engine runs."""
 
 import itertools
@@ -33,8 +33,8 @@ GROUPS = (SparseGroup(0, BLOCK),)
 
 @dataclass(eq=False)
 class Request:
-    """As much of vLLM's request as is looked at. Contexts of a family are one another's
-    prefixes."""
+    """The parts of vLLM's request that are read. Contexts of a family are prefixes of each
+    other."""
 
     request_id: str
     family: int
@@ -50,7 +50,7 @@ class Request:
 
 
 class Side:
-    """A scheduler's side, and the server that it talks to."""
+    """A scheduler's side and its server."""
 
     def __init__(self, groups: Sequence[SparseGroup] = GROUPS) -> None:
         self.server = FakeServer()
@@ -78,7 +78,7 @@ class Side:
         return self.requests[name]
 
     def step(self, *names: str) -> tuple[str, ...]:
-        """`names`: requests with a sparse row; each gains a token."""
+        """Runs a step. `names`: requests with a sparse row; each gains a token."""
         self.now_s += 0.01
         states = {
             name: RequestState(request, StoreState([0], 0))
@@ -94,7 +94,7 @@ class Side:
         del self.requests[name]
 
     def known(self) -> dict[str, list[bytes]]:
-        """Sequences that the server has."""
+        """Returns the server's sequences."""
         return {name: hashes for (_, name), (_, _, hashes) in self.server.sequences.items()}
 
     def reports(self) -> list[tuple[dict[str, Any], dict[int, dict[str, float]]]]:
@@ -116,7 +116,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
         self.num_ended = 0
         self.selects = 0
         self.steady = False
-        """The last thing that happened was a step with a server that answers at once."""
+        """The last event was a step with a server that answers at once."""
 
     @property
     def server(self) -> FakeServer:
@@ -146,13 +146,13 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             for name in names:
                 (sequence_id,) = self.side.memory._followed[name].ids
                 request = self.side.requests[name]
-                # What the step itself adds is told with the next one.
+                # Tokens of the step itself are reported with the next step.
                 told = Request("", request.family, request.num_tokens - 1).block_hashes
                 assert self.side.known()[sequence_id] == told
 
     @rule()
     def report(self) -> None:
-        """The workers' report of a step: every name that was asked for is answered."""
+        """Reports a step as the workers do: for every name that was asked for."""
         live = [name for name in self.side.requests if name in self.decoded]
         ended = frozenset(self.named)
         memory, stream = self.side.memory, self.side.streams.number
@@ -187,7 +187,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """Last selections that never come do not keep a sequence."""
+        """Waits until sequences whose last selections never come have ended."""
         self.side.now_s += memory_module.ENDING_S
         self.named += self.side.step()
         assert not self.side.memory._ending
@@ -195,7 +195,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 200))
     def hang(self, steps: int) -> None:
-        """The server answers nothing while a request decodes."""
+        """Hangs the server while a request decodes."""
         self.server.hold = set(SEQUENCE_CALLS)
         able = [name for name, one in self.side.requests.items() if one.num_tokens >= MIN_TOKENS]
         for _ in range(steps):
@@ -272,7 +272,7 @@ def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
     side.arrive("short", 7, 14)
     side.arrive("one", 7, 30, max_tokens=1)
     assert side.step() == () and len(side.known()) == 1
-    # One that has not decoded ends at once.
+    # A request that has not decoded ends at once.
     side.end("b")
     assert side.step() == () and not side.known()
 

@@ -30,20 +30,20 @@ CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_cor
 
 
 def keys_of(pages: np.ndarray) -> np.ndarray:
-    """Pages are float32 [T, H, 2 D]: keys, then values."""
+    """Returns the keys of pages, which are float32 [T, H, 2 D]: keys, then values."""
     return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
 
 
 def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Attention of a query [Q, D] to tokens [n, H, 2 D]."""
+    """Computes attention of a query [Q, D] to tokens [n, H, 2 D]."""
     scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) / np.sqrt(D)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), tokens[..., D:])
 
 
 class Model:
-    """Sequences of random tokens in two layers, and the RFC's loop. `residency`: where pages are
-    instead of an array."""
+    """Sequences of random tokens in two layers, and the RFC's loop. `residency` replaces the array
+    of pages."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Model:
         return [f"{name}-{block}".encode().ljust(32) for block in range(count)]
 
     def prefill(self, name: str, num_blocks: int) -> None:
-        """Whole blocks, computed and stored."""
+        """Computes and stores whole blocks."""
         tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
         if self.residency is not None:
             self.residency.open(name, num_blocks + 10)
@@ -87,7 +87,7 @@ class Model:
         self.handler.begin(name)
 
     def reserve(self, name: str, first: int, count: int) -> np.ndarray:
-        """Host blocks of the sequence from `first` on."""
+        """Returns host blocks of the sequence from `first` on."""
         hashes = self.hashes(name, first + count)[first:]
         blocks = self.manager.prepare_store(hashes)
         if self.residency is not None:
@@ -95,7 +95,7 @@ class Model:
         return blocks
 
     def step(self, name: str) -> None:
-        """One token in every layer: the RFC's loop."""
+        """Runs the RFC's loop for a token in every layer."""
         seq_len = self.tokens[name].shape[1] + 1
         num_complete = (seq_len - 1) // T
         fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
@@ -131,7 +131,7 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Every slot that is attended holds a block of this sequence, whole; the last one is the
+        """Checks that every attended slot holds a whole block of this sequence; the last is the
         partial block."""
         pages = (
             self.hot[layer, metadata.block_table]
@@ -163,8 +163,8 @@ def loop(model: Model) -> None:
     for _ in range(50):
         model.step("a")
         model.step("b")
-    # The first step of a sequence loads its selection of 16 blocks at most, every other one three,
-    # and those that are always kept.
+    # The first step of a sequence loads its selection of at most 16 blocks, every other step three,
+    # and the always-kept blocks.
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
@@ -185,7 +185,7 @@ def loop(model: Model) -> None:
 
 @pytest.fixture
 def engine() -> Iterator[PagedEngine]:
-    """Over a server of its own, with memory for 64 blocks on their way to it."""
+    """Yields an engine with its own server, and memory for 64 blocks on their way to it."""
     with (
         runtime_folder(64 << 20) as folder,
         Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server,
@@ -197,7 +197,7 @@ def engine() -> Iterator[PagedEngine]:
 
 
 def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
-    """Old blocks are in the server's arena and in hot slots, and nowhere else."""
+    """Old blocks are only in the server's arena and in hot slots."""
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     model = Model(CONFIG, 32, residency=residency)
     loop(model)

@@ -1,4 +1,4 @@
-"""The parts of sparse decode in the engine, one by one: vLLM's own attention kernel over rewritten
+"""The parts of sparse decode in the engine, each alone: vLLM's own attention kernel over rewritten
 rows, hot sets, names of rows, pools."""
 
 import copy
@@ -51,7 +51,7 @@ def test_keys_are_read_back_from_vllms_pages(dtype: torch.dtype, head_size: int)
 
 @pytest.mark.parametrize(("run", "pair"), [(32, 1), (16, 1), (16, 2), (32, 4), (32, 64)])
 def test_packings_of_other_processors(run: int, pair: int) -> None:
-    """As a view and by the places of single values."""
+    """Compares a view with the positions of single values."""
     keys = torch.randn((5, HEADS, BLOCK, 64))
     split = keys.view(5, HEADS, BLOCK // run, run, 64 // pair, pair)
     pages = torch.zeros((5, HEADS, BLOCK, 128))
@@ -80,7 +80,7 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def metadata(
     tables: list[list[int]], seq_lens: list[int], num_queries: list[int], cache: Cache
 ) -> CPUAttentionMetadata:
-    """Returns what vLLM's builder gives for a step, of float32 pages."""
+    """Returns the metadata of vLLM's builder for a step with float32 pages."""
     width = max(len(table) for table in tables) + 2
     table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
@@ -94,7 +94,7 @@ def metadata(
 
 
 class Chosen(SparseWorker):
-    """Attends to what a test says, by layer and request; None: to everything."""
+    """Attends to the test's choice, by layer and request; None: to everything."""
 
     chosen: dict[tuple[str, str], list[int] | None]
 
@@ -106,7 +106,7 @@ class Chosen(SparseWorker):
 def forward(
     config: VllmConfig, worker: SparseWorker, cache: Cache, layer: SparseLayer, given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random queries, and what vLLM's kernel gives for them."""
+    """Returns random queries, and the output of vLLM's kernel for them."""
     with set_current_vllm_config(config):
         one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, "auto")
     one.attach(worker, layer)
@@ -121,7 +121,7 @@ def forward(
 def attention(
     cache: Cache, query: torch.Tensor, table: list[int], positions: Sequence[int], length: int
 ) -> torch.Tensor:
-    """Plain attention of one token's query [Q, D] over blocks of a context."""
+    """Computes plain attention of a token's query [Q, D] over blocks of a context."""
     tokens = [
         table[p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length
     ]
@@ -135,8 +135,8 @@ def attention(
 def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     vllm_config: VllmConfig,
 ) -> None:
-    """A batch of a long decode, a prefill chunk, a short decode, another long decode with a full
-    last block, and one that the scheduler has not named."""
+    """Runs a batch of a long decode, a prefill chunk, a short decode, a long decode with a full
+    last block, and a row that the scheduler has not named."""
     cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
@@ -152,7 +152,7 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
     given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)
     query, output = forward(vllm_config, worker, cache, layer, given)
-    # Row, positions that it sees, and the tokens of the chunk behind it.
+    # Row, visible positions, and the tokens of the chunk behind it.
     seen = [
         (0, [0, 2, 5, 8], 0),
         (1, range(9), 2),
@@ -171,8 +171,8 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
 
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
-    """Four layers of a group in turn: unlike choices, as many blocks but others, a row left alone,
-    both rows left alone."""
+    """Runs four layers of a group in turn: unlike choices, as many blocks but others, one row left
+    alone, both rows left alone."""
     caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = Chosen(SparseConfig(min_context_tokens=256), layers)
@@ -244,8 +244,8 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
     start: int,
     gaps: list[int],
 ) -> None:
-    """Contexts grow by a token, jump (dense steps between), or shrink (a request that is computed
-    again)."""
+    """Contexts grow by a token, jump (dense steps between), or shrink (a request that is
+    recomputed)."""
     config = SparseConfig(
         sparse_topk=topk,
         adaptive_p=adaptive,
@@ -329,8 +329,8 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 
 
 def test_a_step_is_decided_once() -> None:
-    """Connectors beside each other ask for the same step; what one of them counts is what the
-    other's workers do."""
+    """Connectors beside each other ask for the same step; the count of one must match the workers
+    of the other."""
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
     names.arrived(one)
@@ -347,7 +347,8 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """`beside`: tokens of another row in the step; with one, it may be replayed from a graph."""
+    """`beside`: tokens of another row in the step; with one token it may be replayed from a
+    graph."""
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)

@@ -1,5 +1,5 @@
-"""The pool of representations beside the pages: what stores read from it, what loads bring into it,
-and that nothing else gets there."""
+"""The pool of representations beside the pages: stores read the right representations from it, and
+only loads and builds write to it."""
 
 import mmap
 import random
@@ -44,10 +44,10 @@ __all__ = ["toy"]
 
 class PoolMachine(RuleBasedStateMachine):
     """Blocks of two groups (layers 1 and 2; layer 5) are written, built, stored and loaded in any
-    order that an engine may.
+    order that an engine may use.
 
-    A step that writes a block ends the stores that read it first. Beside the pool: which pages
-    there are, and what each store has to read.
+    A step that writes a block first ends the stores that read it. The model knows the pages, and
+    the bytes that each store has to read.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Offset and length of the runs of one slot, in order."""
+        """Returns offset and length of the runs of a slot, in order."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
         )
@@ -110,7 +110,8 @@ class PoolMachine(RuleBasedStateMachine):
         return sorted(blocks - self.loading)
 
     def _fence(self, blocks: list[int]) -> None:
-        """What the scheduler sees to: stores that read one of these end before the step goes on."""
+        """Ends stores that read one of these blocks before the step goes on, as the scheduler
+        does."""
         for store in [store for store in self.stores if set(store[1]) & set(blocks)]:
             self._end(store)
         self.worker.will_write(np.array(blocks, np.int32))
@@ -124,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=4))
     def write(self, blocks: set[int]) -> None:
-        """Prefill, decode, or a load by somebody else."""
+        """Writes blocks like prefill, decode, or another connector's load."""
         chosen = self._idle(blocks)
         self._fence(chosen)
         for layer in FORMATS:
@@ -164,8 +165,8 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Pages and rows come together; where a load fails, or blocks come alone, rows hold
-        whatever was written before that."""
+        """Ends a load. Pages and rows come together; if a load fails, or blocks come alone, rows
+        keep what was written before."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -210,7 +211,7 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def loaded(one: Any) -> tuple[float, float]:
-    """Representations loaded and built so far."""
+    """Returns the numbers of loaded and built representations."""
     one.generate("tick", prompt(99, 3))
     one.generate("tock", prompt(99, 3))
     return one.counters.get("sparse_loaded_blocks", 0), one.counters.get("sparse_built_blocks", 0)
@@ -236,8 +237,8 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """Stored by an engine without sparse decode, and hit by one with: in its own cache, or in
-    hotkv's."""
+    """Blocks come from an engine without sparse decode, and an engine with it hits them in its own
+    cache or in hotkv's."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -311,9 +312,8 @@ def test_memory_that_cannot_be_shared_stays_private(
 def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any
 ) -> None:
-    """Preemptions, aborts, late and failing transfers, blocks and representations that go: rows are
-    those of their pages at every step, and what the server has belongs together.
-    """
+    """Preemptions, aborts, late and failing transfers, blocks and representations that are lost:
+    rows match their pages at every step, and the server's blocks match their representations."""
     dice = random.Random(0)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
     one = sparse_engine(

@@ -1,4 +1,4 @@
-"""The worker of sparse decode without an engine: pages, what it counts, layers that break."""
+"""The worker of sparse decode without an engine: pages, counters, layers that break."""
 
 import logging
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def test_mass_read_from_packed_pages_is_that_of_their_keys(
     pages = torch.from_numpy(
         rng.standard_normal((7, heads, tokens, 2 * head_size)).astype(np.float32)
     ).to(dtype)
-    # Pages of several layers may lie between each other.
+    # Pages of several layers may be interleaved.
     pages = torch.stack([torch.zeros_like(pages), pages], dim=1)[:, 1]
     one = KeyPages(pages, KeyPacking(run, pair))
     query = rng.standard_normal((heads * group, head_size)).astype(np.float32) * np.float32(

@@ -1,5 +1,5 @@
-"""The staging area against a model that copies every page anew: whatever is asked next, what was
-copied ahead is only used where it is the same."""
+"""The staging area against a model that copies every page anew: a copy ahead is only used if the
+page is the same, whatever is asked next."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +59,7 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
     for num_cores, num_ahead in ((2, 2 * 5), (1, 0)):
         staging = staging_of(monkeypatch, num_cores)
         for index in range(NUM_LAYERS):
-            # What is on the device may differ from layer to layer.
+            # The blocks on the device may differ from layer to layer.
             found = filled(staging, index, [3, 4, 5, 6, 7], list(range(3 - index)), True)
             assert np.array_equal(found[:5], ARENA[3:8, index])
         assert staging.num_ahead == num_ahead

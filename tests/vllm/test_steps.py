@@ -56,13 +56,13 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({}, set()),
         ({"copies": [], "zeroed": []}, set()),
         ({"cached": [(64, None)]}, set()),
-        # A new request writes all but what it hit. Of states their order does not say that.
+        # A new request writes all blocks but its hit. The order of states does not tell their hits.
         ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(31, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(32, TABLE)]}, {3, 12, 21}),
-        # One that runs on writes what it is given, a resumed one as a new one.
+        # A running request writes its new blocks, a resumed request writes like a new request.
         ({"cached": [(32, ([3], [13], [23]))]}, {3, 13, 23}),
         ({"cached": [(32, TABLE)], "resumed": [0]}, {3, 12, 21}),
         (
@@ -73,7 +73,7 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({"zeroed": [5, 6]}, {5, 6}),
         # Blocks of a request that was preempted in the same call are in no other list.
         ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
-        # The null block is nobody's.
+        # The null block belongs to no request.
         (
             {
                 "new": [(0, ([NULL_BLOCK, 1], [], []))],

@@ -1,5 +1,5 @@
-"""Which blocks the scheduler side stores after a step, which stores a step waits for, and how a
-store has ended: the planner alone, over requests that are names and hashes."""
+"""The blocks that the scheduler side stores after a step, the stores that a step waits for, and the
+results of stores: the planner alone, over requests that are names and hashes."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     states = {"a": state}
     assert not parts.planner.due(states, {"a": 15}, (), {})
     assert parts.planner.due(states, {"a": 16}, (), {}) == [(state, 16)]
-    # Without a block table it is looked at again.
+    # A request without a block table is tried again.
     assert not parts.planner.plan([(state, 20)], lambda _: None, {}, lambda: ())[0]
     assert state.store.stored_blocks == [0]
     plan(parts, (state, 20))
@@ -51,9 +51,9 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     one.num_computed_tokens = 20
     assert not parts.planner.due(states, {"a": 11}, (), {})
     assert parts.planner.due(states, {"a": 12}, (), {})
-    # A state that vLLM hands over is due whatever else is full.
+    # A state that vLLM hands over is due even if the limit is reached.
     assert parts.planner.due(states, {"a": 1}, (), {"a": [(0, 1, 16)]})
-    # Not: an unknown request, one that is held, one that may not store.
+    # Not due: an unknown request, a held request, a request that may not store.
     assert not parts.planner.due({}, {"a": 16}, (), {})
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
@@ -164,7 +164,7 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # Nor twice in one step, nor if the end of another request stores it.
+    # Nor twice in a step, nor if the end of another request stores it.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
@@ -178,11 +178,11 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     [
         (0, 16, 64, True),
         (0, 64, 64, True),
-        # At the begin, beyond what is known, and between blocks states have no name.
+        # States have no name at the begin, beyond the known tokens, and between blocks.
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),
-        # Of another group.
+        # A state of another group.
         (1, 48, 64, False),
         # Behind inexact tokens.
         (0, 48, 48, True),
@@ -230,7 +230,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     _, (two,) = planned(parts, "b", 2, 11, 12)
     assert plan(parts, written=[5]) == ((), ())
     assert plan(parts, written=[12, 5]) == ((), (two.store_id,))
-    # It reads nothing any more, and its blocks may be stored again.
+    # It no longer reads, and its blocks may be stored again.
     assert plan(parts, written=[11]) == ((), ())
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
@@ -254,7 +254,7 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     "ranks, counts",
     [
         ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
-        # Written by this rank, and never whole.
+        # This rank has written the blocks, and they never become whole.
         ([[WRITTEN] * 3], (0, 0, 3)),
         ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
         ([[STORED] * 3, []], (0, 0, 3)),
@@ -270,13 +270,13 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     for answers in ranks:
         assert len(parts.planner.in_flight) == 1
         parts.planner.reported(report((job.store_id, answers), (1 << 40, [STORED])))
-    # A report is taken once, and of unknown stores not at all.
+    # A report counts once; reports of unknown stores are ignored.
     parts.planner.reported(report((job.store_id, answers)))
     assert not parts.planner.in_flight.stores and not parts.planner.in_flight.reading
     names = ("stored_blocks", "present_blocks", "refused_blocks")
     assert tuple(parts.count(name) for name in names) == counts
     assert all(parts.stats.data.get(name, 1) for name in names)
-    # Only what was stored whole is offered again.
+    # Only blocks that every rank has stored are offered again.
     mask = parts.finder.hidden.mask(0, hashes, np.ones(3, np.bool_))
     assert mask.sum() == counts[0] + counts[1]
 

@@ -1,5 +1,5 @@
-"""Random requests, aborts, preemptions and server faults in any order: no wrong KV, no lost
-request, nothing left behind."""
+"""Random requests, aborts, preemptions and server faults in any order: KV is right, every request
+is answered, and no state is left behind."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
 
 def change(dice: random.Random, server: Any, one: Engine) -> None:
-    """Makes a change to the server or to the engine's own cache."""
+    """Changes the server or the engine's own cache at random."""
     roll = dice.random()
     if roll < 0.10:
         server.hold = set(dice.sample(CALLS, dice.choice([0, 0, 1, 2])))
@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, bool]] = {
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        # All models with asynchronous scheduling, and each way.
+        # All models with asynchronous scheduling, and each form of an engine.
         pytest.param(
             model,
             WAYS[way],
@@ -72,7 +72,7 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """Loads that the server does not end are given up at once. It writes their blocks later."""
+    """Gives up at once loads that the server does not end. It writes their blocks later."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table

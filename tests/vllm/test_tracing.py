@@ -121,7 +121,7 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 def test_a_request_that_goes_on_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """Else what lies below would have no parent."""
+    """The spans below would otherwise have no parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
     one.add("a", PROMPT, 4, trace_headers=HEADERS)
@@ -146,7 +146,7 @@ def test_requests_that_nobody_traces_have_no_spans(traced: Any, collector: OtlpR
     for number, headers in enumerate((None, {}, {"traceparent": PARENT[:-1] + "0"})):
         ask(one, f"{number}", headers=headers)
     assert not flushed(one, collector)
-    # A share of them may begin traces.
+    # A share of the requests may begin traces.
     one = traced(tracing_sample_ratio=1)
     one.generate("a", PROMPT, 2)
     spans = flushed(one, collector)

@@ -1,5 +1,5 @@
-"""The traps of vLLM's connector API, a test for each: real scheduler and cache manager, the cache's
-double, faults on demand."""
+"""The traps of vLLM's connector API, a test for each: real scheduler and cache manager, a double of
+the cache, faults on demand."""
 
 import logging
 from typing import Any
@@ -151,7 +151,7 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
         one.drop_local()
         assert one.generate(f"dead{number}", PROMPT, 4) == (answer, 0)
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
-    # Each change of the state is said once.
+    # Each change of the state is logged once.
     assert len(lines) == 5, lines
 
 

@@ -1,8 +1,9 @@
 """An engine with a vLLM that hotkv was not tested with: hotkv is on if all uses of vLLM's API check
-out, and off, naming the use, if any one is gone, renamed, or asks for something else.
+out. It is off, naming the use, if a use is gone, renamed, or has another signature.
 
-Each use of the list that ships is broken in turn, in the text of the file that defines it. Sources
-of releases are those that `make check` has fetched; without them only the installed vLLM's."""
+The test breaks each use of the shipped list in turn, in the text of the file that defines it.
+Sources of releases come from `make check`; without them only the installed vLLM is tested.
+"""
 
 import ast
 import copy
@@ -41,7 +42,8 @@ def sources_of(version: str) -> Readable:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Texts are parsed once as long as they are used, and nobody looks through the trees."""
+    """Caches parsed texts as long as they are used, and turns garbage collection off, which would
+    walk their trees."""
     monkeypatch.setattr(definitions.ast, "parse", functools.lru_cache(400)(ast.parse))
     gc.disable()
     yield
@@ -88,7 +90,7 @@ def definition(names: Names, module: str, name: str) -> Found | None:
 
 
 def with_node(source: Readable, found: Found, new: Any) -> Changed:
-    """Puts another definition in place of one, decorators left as they are."""
+    """Replaces a definition; decorators stay."""
     node: Any = found.node
     path = path_of(source, found.module)
     lines = (source.read(path) or "").splitlines(keepends=True)
@@ -101,7 +103,7 @@ def with_node(source: Readable, found: Found, new: Any) -> Changed:
 def broken(
     source: Readable, names: Names, module: str, name: str, form: Form
 ) -> Iterator[tuple[str, Changed]]:
-    """Yields what is done to a use, and the sources with that."""
+    """Yields changes to a use: their name, and the changed sources."""
     found = definition(names, module, name)
     yield "renamed", renamed(source, names, module, name)
     assert found is not None
@@ -158,7 +160,7 @@ def test_each_use_that_is_broken_is_named(of: str, door: str, quick: None) -> No
                 assert None in forms, name
                 continue
             form = next(form for form in reversed(forms) if form is not None)
-            # Alone: the comparison adds up uses, and this one must be seen without the others.
+            # Alone: the comparison merges uses, and must notice this one by itself.
             alone = replace(LIST, doors={door: {module: {name: forms}}})
             assert not compared(source, door, alone), name
             for what, changed in broken(source, names, module, name, form):
@@ -166,7 +168,7 @@ def test_each_use_that_is_broken_is_named(of: str, door: str, quick: None) -> No
                 num_broken += 1
                 is_named = any(name.rpartition(".")[2] in line for line in found)
                 if None in forms and what == "renamed":
-                    # Versions may do without it.
+                    # The use may be absent in some versions.
                     is_named = not found
                 if not is_named:
                     wrong.append((module, name, what, found))
@@ -222,7 +224,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
-    """A file is cut by its lines to save time: what is overlooked with that is looked for again."""
+    """A file is cut by its lines to save time; definitions that the cut misses are searched
+    again."""
     text = LAYOUTS[layout](installed().read(SPECS) or "")
     ast.parse(text)
     changed = Changed(installed(), {SPECS: text})

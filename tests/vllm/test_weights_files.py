@@ -1,5 +1,5 @@
-"""Identity of weights by their files: what it tells apart, and whether these may be others than
-those that were loaded."""
+"""Identity of weights by their files: the differences that it sees, and whether the files may be
+newer than the loaded weights."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few() -> None:
 
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
-    """Files in place, files moved there, and links that lead elsewhere now."""
+    """Changes are files in place, files moved there, and links with a new target."""
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     for file in (one, two):
         file.parent.mkdir()

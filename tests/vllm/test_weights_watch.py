@@ -1,4 +1,5 @@
-"""Weights that change in place: what is noticed at once, and what their content says."""
+"""Weights that change in place: changes that are noticed at once, and the identity of their
+content."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> 
 
 
 class Runner:
-    """As vLLM's, as far as it is looked at."""
+    """The parts of vLLM's runner that are read."""
 
     def __init__(self) -> None:
         self.vllm_config, self.model = None, Model()

@@ -49,7 +49,7 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
     (job,) = [one.worker.loads._active["a"].job]
     one.worker.loads_broke(HotKVMetadata(loads=(job, load("b")), abandoned_loads=("c",)))
     assert one.worker.take_results() == ({"b", "c"}, {"b", "c"})
-    # A load of the same request that is another one has not begun.
+    # Another load of the same request has not begun.
     one.worker.loads_broke(HotKVMetadata(loads=(load("a"),)))
     assert one.worker.take_results() == ({"a"}, {"a"})
 
@@ -143,7 +143,7 @@ def test_a_load_that_the_server_does_not_end_is_overdue_and_may_be_held(
         assert one.worker.take_report(None) is None
     one.session.end("t-a-k0")
     if held:
-        # For as long as the scheduler holds them it is told.
+        # The worker is told as long as the scheduler holds them.
         for _ in range(2):
             assert one.worker.take_report(None).settled_loads == {"t-a": 1}
         assert len(one.rank.marks._spare) == 1
@@ -159,7 +159,7 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step(held_loads=("t-a", "t-x"))
     assert one.worker.take_results() == ({"a"}, set()) and not one.session.cancelled
     assert one.worker.take_report(None).settled_loads == {"t-a": 1, "t-x": 1}
-    # Of another rank the server did not end it; this one is still at it.
+    # On another rank the server did not end it; this rank still loads.
     one.step(held_loads=("t-b",))
     assert one.session.cancelled == ["t-b-k0"]
     one.device.is_there = False

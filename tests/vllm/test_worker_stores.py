@@ -1,5 +1,5 @@
-"""Stores of a rank: from the hook that begins them to the report of their end, how a step revokes
-stores of blocks that it overwrites, and how a rank prepares its transfers."""
+"""Stores of a rank: from the hook that begins them to the report of their end, the revocation of
+stores whose blocks a step overwrites, and a rank's preparation of transfers."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(ri
 
 
 class NotedWaits:
-    """Stands for `_all_done`: notes how long each wait may be, and does not wait."""
+    """Stands for `_all_done`: records the limit of each wait, and does not wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain, self.waits = rank_stores._all_done, list[float]()

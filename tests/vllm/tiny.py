@@ -31,7 +31,7 @@ _THREE_WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
 MODELS: dict[str, dict[str, Any]] = {
     # One group of full attention.
     "llama": _LLAMA | {"num_hidden_layers": 2},
-    # Five groups of sliding windows and one of full attention over one buffer.
+    # Five groups of sliding windows and a group of full attention over the same buffer.
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -96,7 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "swiglu_limit": 7.0,
     },
-    # Three layers that see their chunk of 96 tokens, one of full attention.
+    # Three layers that see their chunk of 96 tokens, and a layer of full attention.
     "llama4": {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
@@ -147,7 +147,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "hidden_act": "silu",
     },
-    # One group, all of it windows.
+    # A group of sliding windows only.
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     | {"num_hidden_layers": 4, "sliding_window": 96},
     # Recurrent states so large (gated delta net) that a block has 1056 tokens. Its CPU kernels want
@@ -189,7 +189,7 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
 
 def transfer_config(**extra: Any) -> dict[str, Any]:
     """Returns a `kv_transfer_config` with the connector and its settings (`target` stands for
-    `hotkv.target`). Every hit is taken, because a tiny model computes a prompt as fast as any
+    `hotkv.target`). Every hit is loaded, because a tiny model computes a prompt as fast as any
     server loads it."""
     socket = str(extra.get("target", "")).removeprefix("unix:")
     waits = {"startup_wait_s": 60.0} if socket and Path(socket).exists() else {}
@@ -202,7 +202,7 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
 
 
 def engine_args(model: Path, *, blocks: int = 512, **more: Any) -> dict[str, Any]:
-    """Arguments of `LLM` / `EngineArgs` for the tiny model."""
+    """Returns the arguments of `LLM` / `EngineArgs` for the tiny model."""
     value_bytes = 4 if more.get("dtype") == "float32" else 2
     page_bytes = 2 * BLOCK_TOKENS * 2 * 32 * 2 * value_bytes
     return {

@@ -1,5 +1,5 @@
-"""A tokenizer for models without a tokenizer: a token for each byte, and pairs of letters for the
-rest of the vocabulary."""
+"""A tokenizer for models without one: a token for each byte, and pairs of letters for the rest of
+the vocabulary."""
 
 import json
 from pathlib import Path

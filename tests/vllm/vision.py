@@ -1,5 +1,5 @@
-"""A tiny model that sees: Idefics3, which vLLM runs without torchvision. A picture becomes 16
-tokens and two round them."""
+"""A tiny model for pictures: Idefics3, which vLLM runs without torchvision. A picture becomes 16
+tokens between two markers."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,7 @@ from tests.vllm.harness import Engine
 
 class Pooling(Engine):
     """Answers each prompt with a vector, which is the value of its last token. `vectors`: by
-    request, as vLLM gives them out."""
+    request, as vLLM returns them."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self.vectors: dict[str, float] = {}
@@ -40,9 +40,10 @@ class Pooling(Engine):
 
 
 class NonCausal(Engine):
-    """Every token of a prompt sees the whole prompt, so that a prefix of two prompts has two KVs.
+    """Every token of a prompt sees the whole prompt, so that a common prefix of two prompts has two
+    KVs.
 
-    What vLLM's `EngineCore` sets for such a model is set here too.
+    Sets what vLLM's `EngineCore` sets for such a model.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

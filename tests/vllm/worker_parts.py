@@ -18,7 +18,7 @@ from tests.vllm.parts import Clock, ids
 
 STORED, WRITTEN = BlockResult.STORED, BlockResult.WRITTEN
 FAILED = b""
-"""Results of a store that failed as a whole."""
+"""Result of a store that failed as a whole."""
 
 
 class Session:
