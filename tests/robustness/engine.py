@@ -1,8 +1,7 @@
-"""One engine of the kill campaign: random stores, loads, cancelled stores and reads in place; it
-checks every byte. Reports in lines, each one write: `stored HASH...` (acknowledged), `missing
-HASH...` (evicted), `loaded COUNT`, `read COUNT` (in place), `void COUNT` (the same, but the lease
-ended meanwhile, so the bytes may be any), `wrong HASH`.
-"""
+"""An engine process of the kill campaign: random stores, loads, cancelled stores and reads in
+place; it checks every byte. It reports in lines, each a single write: `stored HASH...`
+(acknowledged), `missing HASH...` (evicted), `loaded COUNT`, `read COUNT` (in place), `void COUNT`
+(in place, but the lease ended during the read, so the bytes may be any), `wrong HASH`."""
 
 import hashlib
 import os
@@ -52,8 +51,8 @@ def hash_of(shape: Shape, number: int) -> bytes:
 
 def content(shape: Shape, block_hash: bytes) -> np.ndarray:
     """Returns uint8 [layers, page bytes]. Every second block has exponents of bfloat16 values, so
-    that a disk may encode it; of the others no two blocks and no two places have a word in
-    common."""
+    that a disk may encode it. In the other blocks all words differ, within a block and between
+    blocks."""
     words = np.arange(shape.layers * shape.page_bytes // 8, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * (np.frombuffer(block_hash[:8], np.uint64)[0] | np.uint64(1))
     mixed ^= mixed >> np.uint64(29)
@@ -64,7 +63,7 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """The transfer that one region of the engine's blocks is busy with."""
+    """The transfer of a region of the engine's blocks."""
 
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
@@ -73,7 +72,7 @@ class Work:
 
 
 def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
-    """Returns None while the transfer runs, and if it failed with an exception."""
+    """Returns None while the transfer runs, or if it failed with an exception."""
     if future is None or not future.done() or future.exception() is not None:
         return None
     return future.result().status
@@ -200,13 +199,13 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease still holds: the same call over the same connection has the
+        """Returns True if the lease still holds: the same call over the same connection gets the
         same answer within the lease's time."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):
             return False
-        # Each connection has an arena object of its own, and leases end with their connection.
+        # Each connection maps a new arena object, and leases end with their connection.
         is_same = self.engine.session.arena() is arena and time.monotonic() < began_s + grant.ttl_s
         return is_same and np.array_equal(again.offsets[0], grant.offsets[0])
 

@@ -1,6 +1,6 @@
 """The kill campaign with real vLLM: `python -m tests.robustness.engines --kills 20 --seed 1`. Each
-answer has the tokens of an engine without a server, or a first other token whose logprobs differ no
-more than another way of computing the same prompt makes them."""
+answer has the tokens of an engine without a server, or its first different token has logprobs
+within the tolerance of another way to compute the prompt."""
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 class EngineCampaign:
-    """One engine at a time over servers that come and go."""
+    """A single engine at a time over servers that come and go."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -66,7 +66,7 @@ class EngineCampaign:
         return self.engine
 
     def ask(self) -> None:
-        """Asks a prompt; raises AssertionError where the answer is another than expected."""
+        """Asks a prompt; raises AssertionError if the answer is not the expected answer."""
         assert self.engine is not None
         number = self.chance.randrange(NUM_PROMPTS)
         self.engine.reset_prefix_cache()
@@ -79,7 +79,7 @@ class EngineCampaign:
             assert difference < TOLERANCE, (number, answer, expected, difference)
 
     def life(self) -> None:
-        """A server's life: killed at a point, or at any time, while the engine is busy."""
+        """Runs a server that is killed at a point, or at any time, while the engine is busy."""
         crash: dict[str, object] = {}
         if self.chance.random() < 0.5:
             crash = {
@@ -104,7 +104,7 @@ class EngineCampaign:
         self.ask()
 
     def kill_engine(self) -> None:
-        """In the middle of an answer; the next engine finds what the one before has stored."""
+        """Kills the engine in the middle of an answer; the next engine finds its stored blocks."""
         assert self.engine is not None
         pid, child = self.servers.start({}), self.engine._child
         self.ask()

@@ -1,8 +1,8 @@
 """The flush campaign: nodes that share a store flush while everything around them breaks
 (docs/robustness.md). A block's bytes say how many flushes had begun when it was stored. A load is
-stale if it began after the answer, with nothing pending, of a flush that began after its bytes were
-stored. Host memory of a node that can't reach the store may give such a block (docs/tiers.md):
-these count as stale only if any block has come up from a tier meanwhile.
+stale if it began after the answer, with no pending tier, of a flush that began after its bytes were
+stored. Host memory of a node that can't reach the store may return such a block (docs/tiers.md):
+these loads count as stale only if a block was promoted from a tier in the meantime.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3 --store valkey` prints counts.
 """
@@ -36,8 +36,8 @@ LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
 ARENA, DISK = "16MiB", "64MiB"
 CALL_S = 30.0
 HEAL_S = 8.0
-"""A node that was cut off has found the store again after this long, and one that has started from
-an old copy is trusted."""
+"""After this time a node that was cut off has found the store again, and a store that has started
+from an old copy is trusted."""
 CHAINS = [
     [b"%032d" % (chain * CHAIN + block) for block in range(CHAIN)] for chain in range(NUM_CHAINS)
 ]
@@ -45,8 +45,8 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` must stay empty; `cut_off_loads`: of blocks of before a flush
-    from the host memory of nodes that could not reach the store; `done`: events by kind."""
+    """Counts of a campaign. `stale` must stay empty. `cut_off_loads`: of blocks from before a
+    flush, in host memory of nodes that could not reach the store. `done`: events by kind."""
 
     seed: int = 0
     flushes: int = 0
@@ -128,7 +128,7 @@ class Node(Place):
         self.unreached_until_s = time.monotonic() + HEAL_S
 
     def sync(self) -> None:
-        """Notes the disk's records as synced."""
+        """Saves the disk's records as synced."""
         self.synced = (self.disk / "records").read_bytes()
 
     def lose_power(self) -> None:
@@ -140,13 +140,13 @@ class Node(Place):
         self.begin()
 
     def num_from_tiers(self) -> float:
-        """Returns how many blocks have come up from tiers since the server started."""
+        """Returns the number of blocks promoted from tiers since the server started."""
         names = ("shared_fetched_blocks_total", "tier_promoted_blocks_total")
         return sum(map(self.counter, names))
 
     @property
     def reaches(self) -> bool:
-        """Returns whether it can reach the store, as far as the campaign's links say."""
+        """Returns True if the node can reach the store according to the campaign's links."""
         return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
 
 
@@ -181,7 +181,7 @@ class Campaign:
             node.link.proxy.close()
 
     def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
-        """Goes on until so many flushes have begun, or the time is up."""
+        """Runs until so many flushes have begun, or the time is up."""
         ends_s = time.monotonic() + seconds
         often = {self.load: 40, self.put: 24, self.flush: 8}
         seldom = {self.evict: 3, self.sync: 2, self.stop_or_go_on: 2, self.cut_or_heal: 2}
@@ -209,7 +209,7 @@ class Campaign:
             self.load(node)
         return self.findings
 
-    # What nodes do
+    # Actions of nodes
 
     def put(self, node: Node) -> None:
         """Stores a chain whose bytes are the generation."""
@@ -301,7 +301,7 @@ class Campaign:
         with AdminClient(node.server.target) as admin:
             admin.evict(everything=True)
 
-    # What befalls them
+    # Faults
 
     def sync(self, node: Node) -> None:
         node.sync()
@@ -313,7 +313,7 @@ class Campaign:
             node.pause()
 
     def is_steady(self) -> bool:
-        """Returns whether nodes must be left alone, after an older copy was put back."""
+        """Returns True if nodes must be left alone, after an older copy was put back."""
         return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:
@@ -332,7 +332,7 @@ class Campaign:
             node.lose_power()
 
     def break_store(self, node: Node) -> None:
-        """Kills the store, or has it come back older or empty."""
+        """Kills the store, or restarts it with older or no data."""
         if self.is_steady():
             return
         what = self.dice.choice(["copy", "copy", "kill", "older", "older", "empty"])
@@ -357,7 +357,7 @@ class Campaign:
         self.findings.done[what] = self.findings.done.get(what, 0) + 1
 
     def all_well(self) -> None:
-        """Checks that all nodes run and reach the store, and know what it shows."""
+        """Checks that all nodes run and reach the store, and know its state."""
         for node in self.nodes:
             if node.is_stopped:
                 node.resume()
@@ -373,7 +373,7 @@ class Campaign:
 
 
 class ValkeyStore:
-    """A Valkey that keeps snapshots; what it has after the last one is lost when it is killed."""
+    """A Valkey that keeps snapshots; a kill loses all writes after the last snapshot."""
 
     def __init__(self, folder: Path) -> None:
         from tests.tiers.valkey_support import Server
@@ -490,7 +490,7 @@ def campaign(
 
 
 def main() -> bool:
-    """Prints counts; true if a load was stale."""
+    """Prints counts; returns True if a load was stale."""
     parser = argparse.ArgumentParser(description="The flush campaign.")
     parser.add_argument("--flushes", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=float("inf"))

@@ -1,10 +1,10 @@
 """Fuzzing: odd, mutated and meaningless messages to every call of a real server, odd clients
-(`odd_sessions`, `odd_connections`), and mutated files to its readers. The server answers each with
-a response or a canonical refusal, never INTERNAL; it stays alive, quick and small, and logs no
-traceback; a bystander's blocks come back byte for byte. Whatever files contain, the restored cache
-is consistent.
+(`odd_sessions`, `odd_connections`), and mutated files for its readers. The server answers each
+message with a response or a canonical refusal, never INTERNAL. It stays alive, quick and small, and
+logs no traceback; a bystander's blocks come back byte for byte. Whatever files contain, the
+restored cache is consistent.
 
-`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints what was sent and answered.
+`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints inputs and answers.
 """
 
 import argparse
@@ -57,14 +57,14 @@ STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
-"""The server has dropped everything of a client this long after the client's end."""
+"""This long after a client's end, the server has released everything of it."""
 KINDS_OF_ROUND = 2
 """Kinds of odd clients in a round; after five rounds each had its turn."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
-"""Growth allowed to the server when a round's clients are gone: key spaces (`MAX_WEIGHT_BYTES`,
-32 MiB), free heap that is not given back yet (`FREE_BYTES`, 32 MiB), and as much again for what is
-loaded at first use and for the allocators of Python and gRPC. A leak of 100 bytes for each input
-breaks it within a million."""
+"""Allowed growth of the server once a round's clients are gone: key spaces (`MAX_WEIGHT_BYTES`, 32
+MiB), free heap that is not returned yet (`FREE_BYTES`, 32 MiB), and as much again for modules that
+load at first use and for the allocators of Python and gRPC. A leak of 100 bytes for each input
+exceeds it within a million inputs."""
 SMALL_NUMBERS = (0, 1, 2, 3, 7, 16, 63, 64, 255, 256)
 ODD_NUMBERS = (*SMALL_NUMBERS, 1 << 14, 1 << 18, (1 << 31) - 1, -1, -2, -(1 << 31))
 ODD_FLOATS = (0.0, 0.1, 1.0, -1.0, float("inf"), float("nan"), 1e300, 256.0)
@@ -82,7 +82,7 @@ class Tally:
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     footprints: str = ""
-    """Of the server: at first, at most, and after the last round."""
+    """Footprints of the server: at first, at most, and after the last round."""
 
     @property
     def inputs(self) -> int:
@@ -104,7 +104,7 @@ TOPICS += ("savings", "sparse_layers")
 
 
 class Odd:
-    """Makes messages of mostly sensible fields, and then may change their bytes."""
+    """Makes messages of mostly sensible fields, whose bytes may then be changed."""
 
     def __init__(self, seed: int, session_id: str) -> None:
         self.random = random.Random(seed)
@@ -197,7 +197,7 @@ class Odd:
 
 
 class Fuzzer:
-    """Fuzzes one server; a bystander's blocks must not change."""
+    """Fuzzes a server; a bystander's blocks must not change."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server, self.seed, self.tally = server, seed, Tally()
@@ -257,14 +257,14 @@ class Fuzzer:
 
     def check_footprint(self) -> None:
         """Raises AssertionError if sessions or transfers of the round remain, or the server has
-        grown beyond its bounds."""
+        grown beyond its limits."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
             assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end: {left}"
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """Returns what remains of the odd clients, or "" if nothing does."""
+        """Returns the remains of the odd clients, "" if there are none."""
         with AdminClient(self.server.target) as admin:
             engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
@@ -290,7 +290,7 @@ class Fuzzer:
                 self.tally.note(name, code_of(error))
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
-        """Sends one stream of messages. The server may leave some unanswered, or end the stream."""
+        """Sends a stream of messages. The server may leave some unanswered, or end the stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
         free, broken = threading.Semaphore(IN_FLIGHT), list[str]()
         name = method.rpartition("/")[2]
@@ -383,7 +383,7 @@ class FileFuzzer:
         }
 
     def run(self, name: str) -> None:
-        """Reads one mutated file. Raises anything but a refusal."""
+        """Reads a mutated file. Raises any exception but a refusal."""
         try:
             self.each()[name]()
             self.tally.note(name, "read")

@@ -27,11 +27,11 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/PreviewEvict": admin_pb2.PreviewEvictRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
-"""Of the admin's calls those that do not change the bystander's blocks."""
+"""Calls of the admin that do not change the bystander's blocks."""
 
 
 def odd_envelope(chance: random.Random) -> str:
-    """Returns an envelope of hints in JSON: most fields make sense, others are of any kind."""
+    """Returns an envelope of hints in JSON: most fields make sense, others have any type."""
 
     def odd(*good: Any) -> Any:
         anything = (None, True, -1, 1e308, "", "x" * 200, "\n", [], [1, 2], {}, {"a": [{}]}, 10**40)

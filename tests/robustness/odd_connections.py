@@ -62,14 +62,14 @@ class OddConnections:
         return held.enter_context(grpc.insecure_channel(target, SMALL_WINDOW))
 
     def _let_go(self, kind: str, calls: list[tuple[str, Any]], word: str) -> None:
-        """Notes which calls the server has kept open, and ends all."""
+        """Records which calls the server has kept open, and ends all."""
         for what, call in calls:
             said = word if call.is_active() else f"ended {call.code().name}"
             self._place.note(f"{kind}: {what}", said)
             call.cancel()
 
     def idle(self) -> None:
-        """Holds calls and connections that ask for nothing while others are served."""
+        """Holds idle calls and connections while others are served."""
         with contextlib.ExitStack() as held:
             channels = [self._channel(held, self._place.target) for _ in range(2)]
             admins = self._channel(held, self._place.admin)
@@ -97,8 +97,8 @@ class OddConnections:
     def _server_stream(
         self, what: str, channel: grpc.Channel, admins: grpc.Channel, request: bytes
     ) -> Any:
-        """Starts a call that the server answers with a stream. An empty `request` is the plain
-        one."""
+        """Starts a call that the server answers with a stream. An empty `request` is the default
+        request."""
         where, method = {
             "Watch": (channel, "/grpc.health.v1.Health/Watch"),
             "WatchRequests": (admins, "/hotkv.v1.AdminService/WatchRequests"),
@@ -107,7 +107,7 @@ class OddConnections:
         return where.unary_stream(method)(request, timeout=2 * DEADLINE_S)
 
     def slow_readers(self) -> None:
-        """Opens streams of every kind and reads none of them while others are served."""
+        """Opens streams of every kind and never reads them while others are served."""
         with contextlib.ExitStack() as held:
             admins = self._channel(held, self._place.admin)
             channel = self._channel(held, self._place.target)
@@ -122,7 +122,7 @@ class OddConnections:
             http.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             self._place.note("slow readers: http", "not read")
             self._unread_selections(held)
-            # Events, reports and eviction notices come of others' work.
+            # Events, reports and eviction notices come from other clients' work.
             with self._place.working("unread") as (session, _):
                 tokens = np.zeros(16 * NUM_BLOCKS, INT32)
                 for number in range(40):
@@ -192,8 +192,8 @@ class OddConnections:
                 size = {"short": num_bytes // 2, "empty": 0}.get(what, num_bytes)
                 fd = memory_file(size, filled=what != "holes")
                 if what == "sealed":
-                    # A seal against writing would need a file that nobody has mapped: the server
-                    # may be at it.
+                    # A seal against writing needs a file without mappings: the server may have
+                    # mapped it.
                     fcntl.fcntl(fd, F_ADD_SEALS, self._chance.choice(SEALS))
                 if what in ("read-only", "path"):
                     mode = os.O_RDONLY if what == "read-only" else os.O_PATH
@@ -203,7 +203,7 @@ class OddConnections:
         return what, fd
 
     def _spoil(self, fd: int) -> None:
-        """Changes a file that the server may have mapped; does nothing if the system refuses."""
+        """Changes a file that the server may have mapped, if the system allows it."""
         with contextlib.suppress(OSError):
             match self._chance.choice(("cut", "grow", "punch", "write", "seal")):
                 case "cut":
@@ -256,7 +256,7 @@ class OddConnections:
 
     def server_streams(self) -> None:
         """Makes good and bad requests of all calls that the server answers with streams, and reads
-        one answer of each."""
+        an answer of each."""
         with contextlib.ExitStack() as held:
             channel = held.enter_context(grpc.insecure_channel(self._place.target))
             admins = held.enter_context(grpc.insecure_channel(self._place.admin))

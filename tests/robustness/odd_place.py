@@ -1,5 +1,5 @@
-"""The server that odd clients work against, with the helpers that all of them need. A `with` block
-here closes everything that it opened; no wait is longer than DEADLINE_S."""
+"""The server of the odd clients, with the helpers that all of them need. A `with` block here closes
+everything that it opened; no wait is longer than DEADLINE_S."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
 
 
 def run_of(blocks: list[bytes], ids: np.ndarray | None = None, **more: Any) -> BlockRun:
-    """Returns a run of group 0; the blocks' places are the first ones unless `ids` are given."""
+    """Returns a run of group 0; block ids count from 0 unless `ids` are given."""
     places = np.arange(len(blocks), dtype=INT32) if ids is None else ids
     return BlockRun(0, blocks, places, **more)
 
@@ -69,7 +69,7 @@ def acquire(name: str, blocks: list[bytes], num_groups: int = 1) -> session_pb2.
 
 
 class Place:
-    """See the module. `note` counts an input and its answer; `look` asks whether others are
+    """A server and helpers. `note` counts an input and its answer; `look` checks that others are
     served."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Place:
     def session(
         self, *, slot_bytes: int = 8192, model: str = "odd", hears: bool = False
     ) -> Iterator[RawSession]:
-        """Opens a session over a channel of its own, whose key space has one group; closes it
+        """Opens a session over a new channel, whose key space has one group; closes it
         afterwards."""
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,))
         space = KeySpace(f"{model} {slot_bytes}", "w", "bfloat16", (group,), 16)
@@ -138,7 +138,7 @@ class Place:
         return answer
 
     def connection(self, what: str) -> socket.socket:
-        """Opens a connection that has sent nothing yet."""
+        """Opens a connection and sends no byte."""
         if what == "http":
             return socket.create_connection(("127.0.0.1", self.http_port), DEADLINE_S)
         kind, path = socket.SOCK_STREAM, Path(self.target.removeprefix("unix:"))

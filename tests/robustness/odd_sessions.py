@@ -1,5 +1,5 @@
-"""Odd clients that send whole messages: they repeat, amplify, reuse ids, and open and drop sessions
-in numbers. Each kind is counted under `KIND: what`, and ends its sessions."""
+"""Odd clients that send whole messages: they repeat, amplify, reuse ids, and open and drop many
+sessions. Each kind is counted under `KIND: what`, and ends its sessions."""
 
 import contextlib
 import mmap
@@ -25,10 +25,10 @@ from tests.robustness.raw_client import DEADLINE_S, RawSession, word_of
 from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, RepresentationEngine
 
 NAMES = ("a", "b", "c")
-"""Few, so that ids come again."""
+"""Few names, so that ids come again."""
 NUM_KEY_SPACES = 40
-"""The server keeps each for ten minutes and longer, and explains a prompt in all of them. With
-hundreds, that would take most of a run's time."""
+"""The server keeps each key space for at least ten minutes, and explains a prompt in all of them.
+Hundreds of them would take most of a run's time."""
 REPEATS = ("positions", "runs", "many", "block ids", "hashes", "groups")
 GOOD_LAYOUTS = ("one-byte runs", "many runs", "transposed", "interleaved")
 LAYOUTS = (*GOOD_LAYOUTS, "too many runs", "odd numbers")
@@ -56,7 +56,7 @@ class OddSessions:
         }
 
     def repeats(self) -> None:
-        """Sends loads that name places twice or very often, stores that list hashes twice, and
+        """Sends loads that name positions twice or very often, stores that list hashes twice, and
         leases that list a group twice."""
         with self._place.working("repeats") as (session, blocks):
             for _ in range(40):
@@ -85,7 +85,7 @@ class OddSessions:
         return _wire.load(name, "lease", runs, 20)
 
     def _some_of(self, blocks: list[bytes], count: int) -> list[bytes]:
-        """Returns hashes of which half are of these blocks."""
+        """Returns hashes; half of them are hashes of these blocks."""
         chance = self._chance
         return [
             chance.choice(blocks) if chance.random() < 0.5 else chance.randbytes(32)
@@ -96,12 +96,12 @@ class OddSessions:
         return np.array([self._chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
     def _sizes(self, *counts: int) -> list[int]:
-        """Returns odd sizes, as many as one of the counts."""
+        """Returns odd sizes; their number is one of the counts."""
         return [self._chance.choice(ODD_SIZES) for _ in range(self._chance.choice(counts))]
 
     def layouts(self) -> None:
-        """Registers layouts of many runs and of single bytes. Blocks stored through the good ones
-        come back unchanged."""
+        """Registers layouts with many runs and with single bytes. Blocks stored through the valid
+        layouts come back unchanged."""
         for _ in range(3):
             what = self._chance.choice(LAYOUTS)
             slot_bytes, count = (1 << 19, 2) if "many" in what else (4096, 8)
@@ -261,7 +261,7 @@ class OddSessions:
             case 0:
                 groups[0].shard_byte_counts[:] = self._sizes(0, 1, 2, 31, 32)
             case 1:
-                # As many as there may be in one key space alone, for they are kept.
+                # The server keeps them, so this is the limit of a key space.
                 for _ in range(255 if number == 0 else 256):
                     groups.add().CopyFrom(groups[0])
             case 2:

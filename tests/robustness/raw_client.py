@@ -1,5 +1,5 @@
 """A session by hand: the caller decides every message, descriptor and silence. A wait of more than
-DEADLINE_S raises AssertionError, and so does an answer INTERNAL."""
+DEADLINE_S and an answer INTERNAL raise AssertionError."""
 
 import contextlib
 import os
@@ -19,23 +19,23 @@ from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 DEADLINE_S = 30.0
 MAX_PACKET_BYTES = 65536
 BAD_CODES = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
-"""Of a call: a defect of the server, whatever it was sent."""
+"""Status codes that mean a defect of the server, for any message."""
 
 
 def name_of(error: errors_pb2.ErrorDetail) -> str:
-    """Returns the reason in words. Raises AssertionError for INTERNAL."""
+    """Returns the name of the reason. Raises AssertionError for INTERNAL."""
     reason = errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
     assert reason != "INTERNAL", error
     return reason
 
 
 def word_of(answer: Any) -> str:
-    """Returns the reason of an answer that refuses, else `answered`."""
+    """Returns the reason of a refusal, or `answered`."""
     return name_of(answer.error) if answer.HasField("error") else "answered"
 
 
 def code_of(error: grpc.RpcError) -> str:
-    """Returns the status code in words. Raises AssertionError for those that mean a defect or a
+    """Returns the name of the status code. Raises AssertionError for codes that mean a defect or a
     hang."""
     code = str(error.code().name)
     assert code not in BAD_CODES, error
@@ -45,7 +45,7 @@ def code_of(error: grpc.RpcError) -> str:
 class RawSession:
     """A stream.
 
-    why_not: the code that it was refused with; empty if it is open.
+    why_not: the code of its refusal; empty if it is open.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RawSession:
         yield from iter(self._outbox.get, None)
 
     def put(self, request: session_pb2.ConnectRequest) -> int:
-        """Sends a message under an id of its own; returns the id."""
+        """Sends a message under the next id; returns the id."""
         request.request_id, self._next_id = self._next_id, self._next_id + 1
         self._outbox.put(request)
         return request.request_id
@@ -89,8 +89,8 @@ class RawSession:
         return found
 
     def ask(self, request: session_pb2.ConnectRequest) -> tuple[str, session_pb2.ConnectResponse]:
-        """Sends a message and waits for its answer: in words (`answered`, a reason, `ended`), and
-        as it came."""
+        """Sends a message and waits for its answer. Returns the result in words (`answered`, a
+        reason, `ended`), and the answer."""
         number = self.put(request)
         answer = self.answers({number}).get(number)
         if answer is None:
@@ -98,7 +98,7 @@ class RawSession:
         return word_of(answer), answer
 
     def link(self, fds: dict[str, int]) -> str:
-        """Sends descriptors and keeps the link; what became of it in words."""
+        """Sends descriptors and keeps the link. Returns the result in words."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._links.append(link)
         link.settimeout(DEADLINE_S)
@@ -115,7 +115,7 @@ class RawSession:
         return word_of(session_pb2.LinkResponse.FromString(answer))
 
     def close(self, *, abruptly: bool = False) -> None:
-        """Ends the stream, as a client that is done or as one that is gone."""
+        """Ends the stream as a client that is done, or like a killed client."""
         self._outbox.put(None)
         if abruptly:
             self.call.cancel()

@@ -1,8 +1,8 @@
 """Parity after every kind of restart: `python -m tests.robustness.settings [--only PATH …] [--json
 FILE]`. For each field and value of vLLM's config (`tests.vllm.config_walk`) an engine answers a
-prompt from what an engine with the usual settings has stored, and under a cache salt, which makes
-it compute all: the logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys
-depend on more settings than most. Values with which vLLM does not start count as refused."""
+prompt from the blocks of an engine with the usual settings, and under a cache salt, for which it
+computes all: the logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys depend
+on more settings than most. Values with which vLLM does not start count as refused."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ them by far more (`random_weights`)."""
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 6
 PATIENCE_S = 90.0
-"""An engine that has not answered by then waits for others, as those of several replicas do. It
+"""An engine that has not answered by then waits for other processes, such as further replicas. It
 counts as refused."""
 SETTINGS: dict[str, Any] = {
     "load_format": "random",
@@ -55,8 +55,8 @@ LONGROPE = {
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """`hit_tokens`: what the engine found of the first one's. `difference`: largest, warm against
-    its own cold run."""
+    """`hit_tokens`: hits in the first engine's blocks. `difference`: the largest, between its
+    answer from hits and its cold answer."""
 
     path: str
     value: Any
@@ -90,7 +90,7 @@ def variants(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Restarts:
-    """One daemon, one prompt, one engine at a time."""
+    """A daemon, a prompt, and a single engine at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,7 +108,7 @@ class Restarts:
         return engine.ask("generate", prompts=[self.prompt], max_tokens=ANSWER_TOKENS, salt=salt)
 
     def fill(self) -> int:
-        """Tokens that an engine with the same settings hits."""
+        """Returns the number of tokens that an engine with the same settings hits."""
         engine = self.engine()
         self.ask(engine)
         engine.ask("wait", connected=True, timeout_s=20.0)
@@ -118,7 +118,7 @@ class Restarts:
         return self.outcome("", None).hit_tokens
 
     def outcome(self, path: str, value: Any) -> Outcome:
-        """Returns what an engine with another value for one field does."""
+        """Returns the outcome of an engine with another value for one field."""
         engine = self.engine(config_overrides={path: value} if path else {})
         patience = threading.Timer(PATIENCE_S, engine.process.kill)
         patience.start()

@@ -8,7 +8,7 @@ MAX_KILLS = 100
 
 
 def has_done(findings: Findings, has_disk: bool) -> bool:
-    """Returns whether blocks have gone all the ways that they can."""
+    """Returns True if blocks have gone all the ways that they can."""
     ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
     ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
     return all(ways)

@@ -13,8 +13,8 @@ KINDS = {
 
 @pytest.mark.slow
 def test_no_input_breaks_the_server_or_a_reader_of_files() -> None:
-    """`fuzz` raises at the first INTERNAL, hang, traceback, changed byte, thing left behind, or
-    inconsistent cache."""
+    """`fuzz` raises at the first INTERNAL, hang, traceback, changed byte, leak, or inconsistent
+    cache."""
     tally = fuzz(8000, 3)
     assert tally.inputs >= 8000
     assert set(UNARY) < set(tally.sent), "a call was never made"
