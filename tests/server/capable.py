@@ -1,5 +1,5 @@
-"""Nodes with all capabilities, for tests that make a node by themselves: with a ledger that ends
-with it, without a publisher and without tracing."""
+"""Nodes with all capabilities, for tests that make a node by themselves. The ledger lives in
+memory; publisher and tracing are off."""
 
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.hints.capability import HintsCapability
@@ -12,7 +12,7 @@ from hotkv_server.sparse.capability import SparseCapability
 
 
 def capable(node: Node) -> Node:
-    """Returns the node, which has them from now on."""
+    """Adds all capabilities to the node and returns it."""
     node.capabilities += [
         EventsCapability(node, EventSettings()),
         LedgerCapability(node, LiveLedger(node.core)),

@@ -1,4 +1,4 @@
-"""Certificate authorities and certificates for tests, made in a moment."""
+"""Certificate authorities and certificates for tests."""
 
 import datetime
 import ipaddress

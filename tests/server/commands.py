@@ -14,7 +14,7 @@ from hotkv_client.testing import PagedEngine
 from hotkv_proto.keys import token_block_hashes
 
 HOTKV = (sys.executable, "-m", "hotkv_client.command.cli")
-"""The command as a process of its own."""
+"""The command as a child process."""
 TOKENS = list(range(100, 100 + 3 * 16 + 4))
 """A prompt of three blocks and four tokens."""
 Run = Callable[..., tuple[int, str, str]]
@@ -62,7 +62,7 @@ class Tokenizer(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *_: object) -> None:
-        """Logs nothing."""
+        """Discards the access log."""
 
 
 @pytest.fixture

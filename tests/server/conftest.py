@@ -1,4 +1,4 @@
-"""Fixtures for tests against a real server: one daemon for a file, or a fresh one for a test."""
+"""Fixtures for tests against a real server: a daemon for a file, or a fresh daemon for a test."""
 
 import contextlib
 import uuid
@@ -33,7 +33,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """Yields a server with 16 MiB for one test."""
+    """Yields a server with 16 MiB for a single test."""
     with (
         runtime_folder(64 << 20) as folder,
         Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
@@ -57,7 +57,7 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
 @pytest.fixture
 def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
-    """Makes connected engines with representations, of one model unless another is named; closes
+    """Makes connected engines with representations, all of the same model by default; closes
     them."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex

@@ -47,8 +47,8 @@ DEADLINE_S = 20.0
 
 
 class DeviceServer(Server):
-    """A server with made-up devices. In one folder each server goes on with the cache of the server
-    before."""
+    """A server with made-up devices. A server in the folder of an earlier server continues its
+    cache."""
 
     def __init__(
         self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
@@ -85,7 +85,7 @@ class Shape:
 LAYER_BYTES = NUM_BLOCKS * PAGE
 HEADS = 8
 HEAD = (PAGE // HEADS, PAGE // HEADS)
-"""Bytes of a run, and from block to block, where heads are outermost."""
+"""Bytes of a run, and from block to block, if heads are outermost."""
 A_LAYER_EACH = tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in range(LAYERS))
 SIZES_OF_EACH = {f"l{i}": LAYER_BYTES for i in range(LAYERS)}
 SHAPES = {
@@ -110,7 +110,7 @@ SHAPES = {
 class DeviceEngine:
     """A worker session with KV on a device.
 
-    offers: kinds of order that it offers, out of `events`, `flags` and `file flags`.
+    offers: kinds of order that it offers: `events`, `flags` and `file flags`.
     """
 
     target: str
@@ -123,7 +123,7 @@ class DeviceEngine:
     fds: dict[str, int] = field(default_factory=dict)
     events: list[FakeIpcEvent] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    """Why its session has changed its state, each time."""
+    """The reason of each change of its session's state."""
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class DeviceEngine:
             os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
-        # Like a caching allocator's: memory that begins somewhere in the allocation.
+        # Like memory of a caching allocator, it begins inside the allocation.
         self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
@@ -217,7 +217,7 @@ class DeviceEngine:
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
     ) -> tuple[str, "Future[TransferResult]"]:
-        """Leases blocks, all of which must be there, and begins to load them. Returns the
+        """Leases blocks, all of which must be ready, and begins to load them. Returns the
         transfer's id and its future."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
@@ -245,14 +245,14 @@ def done(future: "Future[TransferResult]") -> TransferResult:
 
 
 def main() -> None:
-    """Runs an engine that copies for ever."""
+    """Runs an engine that stores and loads in a loop."""
     engine = DeviceEngine(sys.argv[1], offers=json.loads(sys.argv[2])).connected()
     names, ids = hashes(8), np.arange(8, dtype=np.int32)
     engine.fill(ids, 1)
     done(engine.store(names, ids)[1])
     mark = engine.after(0, 1) if engine.offers else None
     for event in engine.events:
-        event.record()  # And its device never comes to it.
+        event.record()  # The device never reaches it.
     print("copying", flush=True)
     while True:
         with contextlib.suppress(HotKVError):

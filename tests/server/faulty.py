@@ -18,7 +18,7 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server that fails at `point`, in the way `how`, after `break_it`."""
+    """A server that fails at `point`, in the manner of `how`, after `break_it`."""
 
     def __init__(
         self,

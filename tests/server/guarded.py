@@ -65,7 +65,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Waits for a line of the log that has all of them."""
+        """Waits for a line of the log that has all these words."""
         lines = self.server.log
         wait_for(
             lambda: any(
@@ -132,7 +132,7 @@ def guarded() -> Iterator[Guarded]:
         foreign_ca.issue("intruder", "spiffe://cluster/beta")
         (folder / "hotkv.toml").write_text(config(folder))
         with pytest.MonkeyPatch.context() as patch:
-            # So that handshakes that fail are logged.
+            # So that failed handshakes are logged.
             patch.setenv("GRPC_VERBOSITY", "INFO")
             flags = ("--config", str(folder / "hotkv.toml"), "--arena.slab-bytes", "256KiB")
             server = Server(folder, "64MiB", *flags)
@@ -170,7 +170,7 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """Returns why a session of this process is refused."""
+    """Returns the reason why a session of this process is refused."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}

@@ -1,4 +1,4 @@
-"""A client that sends only halves of large messages, which gRPC's own client can't."""
+"""A client that sends only halves of large messages, which gRPC's own client can't do."""
 
 import contextlib
 import select
@@ -13,7 +13,7 @@ import h2.exceptions
 
 
 class HalfSender:
-    """Makes calls over one connection, and sends all but the last byte of their messages. Runs on a
+    """Makes calls over a connection, and sends all but the last byte of their messages. Runs on a
     thread until it is closed.
 
     num_ended: calls that the server has ended.
@@ -34,13 +34,13 @@ class HalfSender:
 
     @property
     def num_left(self) -> int:
-        """Returns how many bytes the server has not taken yet."""
+        """Returns the number of bytes that the server has not received yet."""
         with self._lock:
             return sum(len(head) + count for head, count in self._left.values())
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """Makes a call whose first message may be whole (`before`); the next one has
-        `message_bytes`, of which the last is never sent."""
+        """Makes a call whose first message may be whole (`before`); the next message has
+        `message_bytes`, of which the last byte is never sent."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
             headers = {

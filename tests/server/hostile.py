@@ -1,4 +1,4 @@
-"""Engines and streams that do not keep to the protocol."""
+"""Engines and streams that break the protocol."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ def marked_engine(target: str) -> Iterator[Session]:
 
 
 def unary_stream_of(channel: grpc.Channel) -> Any:
-    """Opens a stream of selections that asks for nothing."""
+    """Opens an idle stream of selections."""
 
     def never() -> Iterator[Any]:
         yield from iter(threading.Event().wait, False)

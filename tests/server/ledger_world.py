@@ -27,7 +27,7 @@ SMALL = key_space("small")
 
 
 class World:
-    """A core with one session, and a ledger over it."""
+    """A core with a session, and a ledger over it."""
 
     def __init__(self, directory: Path | None = None) -> None:
         geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA_BYTES)

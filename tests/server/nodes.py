@@ -29,11 +29,11 @@ SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAG
 def local_node(
     folder: Path, *, copies: Any = None, config: Any = None, **more: Any
 ) -> Iterator[Node]:
-    """Yields a node without capabilities, which `capable` gives it.
+    """Yields a node without capabilities, which `capable` adds.
 
-    copies: the copy engine; one with a thread by default.
+    copies: the copy engine; by default a host engine with a thread.
     config: settings of the core beside its sizes.
-    more: of the node.
+    more: settings of the node.
     """
     memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
     core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64, **(config or {})), memory.table, LRU(64))
@@ -47,7 +47,7 @@ def local_node(
 
 @contextlib.asynccontextmanager
 async def live_node(folder: Path, **settings: Any) -> AsyncIterator[Node]:
-    """Like `local_node`; closes the node at the end."""
+    """Yields a node like `local_node`, and closes it at the end."""
     with local_node(folder, **settings) as node:
         yield node
         await node.close()
@@ -62,7 +62,7 @@ def memory_file(num_bytes: int) -> int:
 
 
 async def worker(node: Node, num_blocks: int = 1, fence_fd: int | None = None) -> LiveSession:
-    """Opens a session and registers memory of so many blocks."""
+    """Opens a session and registers memory for `num_blocks` blocks."""
     session = await node.sessions.open("e", "worker", SPACE, "test")
     session.receive("kv", memory_file(num_blocks * PAGE))
     if fence_fd is not None:

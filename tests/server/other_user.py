@@ -1,8 +1,8 @@
 """A client of another user, for test_security: `python -m tests.server.other_user UID GROUPS TARGET
 TENANT`.
 
-Starts as root, imports everything, becomes that user (with the supplementary groups), opens a
-session, and prints one JSON object: `state`, why, and for a session that opened whether a block was
+Starts as root, imports everything, becomes that user (with the supplementary groups) and opens a
+session. Prints a JSON object: `state`, the reason, and for an open session whether a block was
 stored and whether the table is mapped.
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     uid, groups, target, tenant = sys.argv[1:]
     grpc.insecure_channel(
         target
-    ).close()  # Loads what gRPC loads late, from folders that the other user may not read.
+    ).close()  # Loads gRPC's late imports, from folders that the other user may not read.
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     os.setgroups([int(group) for group in groups.split(",") if group])
     os.setgid(int(uid))

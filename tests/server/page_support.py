@@ -26,7 +26,7 @@ ASKS = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer over HTTP."""
+    """An HTTP answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -43,8 +43,9 @@ class Answer:
 
 
 def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> Answer:
-    """Asks the server on this machine; underscores in the names of headers stand for hyphens. Asks
-    again if its loop had no core for seconds, as beside a whole suite."""
+    """Requests a path of the server on this machine; underscores in the names of headers stand for
+    hyphens. Retries if the server's loop had no core for seconds, which happens beside a whole
+    suite."""
     for _ in range(ASKS - 1):
         answer = _get(port, path, method, headers)
         if not (answer.status == 503 and b"the event loop does not answer" in answer.body):
@@ -63,7 +64,7 @@ def _get(port: int, path: str, method: str, headers: Mapping[str, str]) -> Answe
 
 
 def status_of(server: Server, **headers: str) -> dict[str, Any]:
-    """Returns what /api/v1/status says."""
+    """Returns the answer of /api/v1/status."""
     answer = get(http_port(server), "/api/v1/status", **headers)
     assert answer.status == 200, answer.body
     return answer.figures
@@ -90,7 +91,7 @@ class Traffic:
         self._number = 0
 
     def prompt(self, num_blocks: int = 8, *, loads: int = 4, device: int = 1) -> list[bytes]:
-        """Stores a prompt, then another request loads `loads` of its blocks and had `device` of
+        """Stores a prompt; then another request loads `loads` of its blocks and had `device` of
         them. Returns the hashes."""
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)

@@ -1,5 +1,4 @@
-"""Servers that follow each other in a folder, and what engines do there: store, load, and
-damage."""
+"""Successive servers in a folder, and the actions of engines there: store, load, and damage."""
 
 import contextlib
 import os
@@ -38,7 +37,7 @@ class Connected(Protocol):
 
 
 class Place:
-    """A folder in which servers follow each other, and an engine that stays."""
+    """A folder for successive servers, and an engine that stays."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -48,7 +47,7 @@ class Place:
         self.engine: PagedEngine | None = None
 
     def start(self, *flags: str, arena: str = "16MiB") -> Server:
-        """Returns the next server; the engine, if there is one, has found it by itself."""
+        """Starts the next server. Returns it after an existing engine has reconnected."""
         self.server = Server(self.folder, arena, *FLAGS, *flags)
         self.server.wait_ready()
         if self.engine is not None:
@@ -56,7 +55,7 @@ class Place:
         return self.server
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """Ends the server and waits until it and the engine's link are gone."""
+        """Ends the server and waits until the process and the engine's link are gone."""
         assert self.server is not None
         os.kill(self.server.pid, how)
         self.server._child.process.wait(60)
@@ -80,7 +79,7 @@ class Place:
             return float(admin.info()["counters"][name])
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns whether the blocks are found and loaded with these bytes [layer, block, byte]."""
+        """Returns True if the blocks are found and loaded with these bytes [layer, block, byte]."""
         engine = self.engine
         assert engine is not None
         engine.kv[:] = 0
@@ -90,7 +89,7 @@ class Place:
         return np.array_equal(engine.kv[:, : len(blocks)], content)
 
     def put(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, with random bytes if none are given; returns the bytes."""
+        """Stores blocks, by default with random bytes; returns the bytes."""
         engine = self.engine
         assert engine is not None and len(blocks) <= self.num_blocks
         if content is None:
@@ -112,7 +111,7 @@ P = TypeVar("P", bound=Place)
 
 @contextlib.contextmanager
 def opened(kind: type[P], num_bytes: int) -> Iterator[P]:
-    """Yields a place of its own in so much memory, whose engine and server are ended."""
+    """Yields a new place with this much memory, and ends its engine and server."""
     with runtime_folder(num_bytes) as folder, contextlib.closing(kind(folder)) as made:
         yield made
 
@@ -129,7 +128,8 @@ def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:
 
 
 def store(engine: Connected, blocks: list[bytes], at: int | Int32s = 0) -> set[int]:
-    """Stores the engine's blocks, from `at` on or those of `at`, under these hashes; results."""
+    """Stores the engine's blocks, from `at` on or those of `at`, under these hashes. Returns the
+    set of results."""
     name = os.urandom(8).hex()
     run = BlockRun(0, blocks, as_ids(blocks, at))
     return set(engine.session.store(name, name, [run], 20).result(60).results[0].tolist())
@@ -142,7 +142,7 @@ def found(engine: Connected, blocks: list[bytes]) -> list[bool]:
 
 
 def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferStatus:
-    """Leases the blocks, of which each must be there, and loads them to `at`."""
+    """Leases the blocks, which must all be ready, and loads them to `at`."""
     name = os.urandom(8).hex()
     assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     run = LoadRun(0, block_ids(len(blocks)), as_ids(blocks, at))
@@ -152,7 +152,7 @@ def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferSt
 
 
 def spoil(place: Place, page: np.ndarray) -> None:
-    """Changes one byte of the slot whose first page this is, behind the server's back."""
+    """Changes a byte of the slot whose first page this is, bypassing the server."""
     path = place.folder / "arena" / "arena"
     arena = np.memmap(path, np.uint8, "r+")
     at = arena.tobytes().find(page.tobytes())

@@ -27,7 +27,7 @@ VOLATILE = ("uptime_s", "age_s", "idle_s", "counters")
 
 
 def state(server: Server) -> dict[str, Any]:
-    """Returns everything that a refused call must leave as it was."""
+    """Returns all state that a refused call must not change."""
     with AdminClient(server.target) as admin:
         answer = {
             "tiers": admin.tiers(),
@@ -52,7 +52,7 @@ def refused(future: Any) -> HotKVError:
 
 
 def fill(message: Any, random: np.random.Generator, level: int) -> None:
-    """Puts random values in random fields, edges of the types among them."""
+    """Fills random fields with random values, including the types' limits."""
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3:

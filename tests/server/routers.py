@@ -46,7 +46,7 @@ class Router:
         self.next_sequence = -1
 
     def wait_subscribed(self, engine: GroupsEngine) -> None:
-        """Waits until the first event comes through; the engine's key space is empty then."""
+        """Waits until the first event arrives; the engine's key space is empty then."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"
@@ -71,7 +71,7 @@ class Router:
         return batch
 
     def events(self, count: int = 0) -> list[Any]:
-        """Returns the next events: `count` of them, or all that come until it is quiet."""
+        """Returns the next events: `count` of them, or all until a pause."""
         found: list[Any] = []
         while (len(found) < count and self.sub.poll(10_000)) or (
             not count and self.sub.poll(QUIET_MS)

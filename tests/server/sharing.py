@@ -1,4 +1,4 @@
-"""Servers of one shared tier, each with its engine."""
+"""Servers that share a tier, each with an engine."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ class SharingNode(Place):
         return self
 
     def start_engine(self) -> None:
-        """Makes an engine come to the server that runs."""
+        """Connects an engine to the running server."""
         self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
@@ -47,8 +47,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Waits until blocks that are stored come to the Valkey. Until a flush has been told, and
-        what it met was flushed here too, they may be forgotten instead."""
+        """Waits until stored blocks are copied to the Valkey. Until nodes have learned of a flush
+        and repeated it, copies may be dropped."""
         engine = self.engine
         assert engine is not None
 
@@ -66,7 +66,7 @@ class SharingNode(Place):
         return all(found(self.engine, blocks))
 
     def leases(self, blocks: list[bytes]) -> np.ndarray:
-        """Returns which of the blocks a lease gets."""
+        """Returns which of the blocks a lease pins."""
         assert self.engine is not None
         name = os.urandom(8).hex()
         lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
@@ -91,10 +91,11 @@ def bucket_flags(s3: s3_support.Server, port: int) -> tuple[str, ...]:
 
 
 def check_sharing(a: SharingNode, b: SharingNode) -> None:
-    """Checks that what one node stores the other one loads, and a flush on one counts on both."""
+    """Checks that each node loads the blocks that the other stores, and that a flush on one counts
+    on both."""
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     content = a.fill(chain)
-    # Until it has connected it knows of nothing.
+    # It knows of no block until it has connected.
     wait_for(lambda: b.finds(chain))
     assert b.loads(chain, content)
     assert b.counter("shared_fetched_blocks_total") == CHAIN
@@ -113,7 +114,7 @@ HELD_S = 2.0 * faults.STALLED_S
 
 
 class Probed:
-    """Asks /livez again and again.
+    """Requests /livez again and again.
 
     answers: every answer other than 200, in words.
     """

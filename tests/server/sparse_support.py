@@ -28,7 +28,7 @@ QUERY_HEADS = 8
 HEAD_SIZE = 64
 PAGE_BYTES = 4096
 LOG_MASS = np.full(QUERY_HEADS, 3.0, np.float32)
-"""Log mass of what is always kept."""
+"""Log mass of the always-kept blocks."""
 LAYERS = (2, 5)
 CONFIG = SparseConfig(
     sparse_topk=0.2,
@@ -143,7 +143,7 @@ def queries(count: int) -> F32:
 
 
 def refused(call: Callable[[], Any]) -> HotKVError:
-    """Returns what the call is refused with."""
+    """Returns the error of a call that must be refused."""
     with pytest.raises(HotKVError) as caught:
         call()
     return caught.value

@@ -22,7 +22,7 @@ WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (PAGE_BYTES,), 24)
 WIDE = GroupSpec(GroupKind.FULL_ATTENTION, 32, (PAGE_BYTES,))
 
 PATIENT = ("--tiers.lookup-wait-ms", "20000")
-"""Flags of a server whose requests wait for tiers as long as a busy machine may need."""
+"""Flags of a server whose requests wait long for tiers, for busy machines."""
 
 
 class GroupsEngine:
@@ -61,7 +61,7 @@ class GroupsEngine:
         assert self.session.wait_connected(20)
 
     def store(self, *runs: BlockRun) -> TransferResult:
-        """Stores under names of its own."""
+        """Stores the runs under a new name."""
         name = os.urandom(8).hex()
         return self.session.store(name, name, runs, 20).result(60)
 

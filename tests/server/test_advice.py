@@ -1,7 +1,7 @@
-"""Each command that a message, an alert or a help text of hotkv names can be run as it stands, and
-each flag that a message of `hotkv` names is there.
+"""Each command that a message, an alert or a help text of hotkv names can be run as printed, and
+each flag that a message of `hotkv` names exists.
 
-Messages are found in the sources: all texts but docstrings.
+Messages are all texts of the sources except docstrings.
 """
 
 import ast
@@ -28,16 +28,16 @@ __all__ = ["tokenizer_url"]
 PACKAGES = ("client", "server", "connector_vllm", "proto", "sparse")
 QUOTED = re.compile(r"`(hotkv(?:-server)? [^`]+)`")
 BARE = re.compile(r"\b(hotkv-server (?:arenas|compile|simulate|tiers check)(?: --[a-z-]+)*)")
-"""Outside of backticks only commands of the server are named."""
+"""Outside of backticks, texts name only commands of the server."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])(?!\.[a-z])")
-"""Settings of the server, whose names have dots, are checked elsewhere."""
+"""Settings of the server have dots in their names and are checked elsewhere."""
 PLACEHOLDER = "{}"
 
 
 @functools.cache
 def texts(package: str) -> list[tuple[str, str]]:
-    """Returns the texts of a package that are no docstrings, each with its place; what an f-string
-    fills in is PLACEHOLDER."""
+    """Returns the texts of a package except docstrings, each with its place. PLACEHOLDER stands for
+    the values of an f-string."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
@@ -67,7 +67,7 @@ def _text(node: ast.AST) -> str:
 
 
 def advised() -> dict[str, str]:
-    """Returns the commands that texts name, each with one of its places."""
+    """Returns the commands that texts name, each with a place of it."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         for place, text in texts(package):
@@ -95,7 +95,7 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngi
 
 
 def run(words: list[str], server: Server, folder: Path) -> int:
-    """Runs a command as it stands, but for the server that it asks and placeholders."""
+    """Runs a command as printed, except for the server's address and placeholders."""
     program, name, *rest = words
     rest = [str(folder) if word == PLACEHOLDER else word for word in rest]
     if program == "hotkv-server":
@@ -103,10 +103,10 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         config.write_text(f"[tiers.disk]\npath = '{folder}'\nbytes = '64MiB'\n")
         rest = [str(config) if word == "/etc/hotkv/hotkv.toml" else word for word in rest]
         if name == "run":
-            # Alone it is the name of the server.
+            # By itself it is the name of the server.
             rest = ["--help-settings"]
         if name == "arenas" and "--folder" not in rest:
-            # Of stopped servers of this machine it would remove the caches.
+            # Without it, the caches of this machine's stopped servers would be removed.
             rest += ["--folder", str(folder)]
         return daemons.run(name, *rest, timeout_s=240).returncode
     try:
@@ -116,7 +116,7 @@ def run(words: list[str], server: Server, folder: Path) -> int:
 
 
 NAMES = ("export", "record", "evict", "bench", "top")
-"""Commands whose bare names stand in texts, though they need words, take long or never end."""
+"""Commands that texts name without arguments, although they need some, take long or never end."""
 
 
 def test_each_command_that_is_advised_runs(
@@ -154,7 +154,7 @@ def test_each_flag_that_a_message_names_is_there() -> None:
     known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', server))
     known |= {"--runtime-dir"}
     for place, text in texts("client"):
-        # `doctor` names commands of the host; those of hotkv are run above.
+        # `doctor` names commands of the host; hotkv's own commands are run above.
         for flag in FLAG.findall(text) if "/doctor.py:" not in place else ():
             assert flag in known, (place, text)
 
@@ -173,8 +173,8 @@ def test_each_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Runs the examples of the commands' help, in a folder with the files that they name. Those
-    that take long get a shorter time."""
+    """Runs the examples of the commands' help, in a folder with the files that they name. Long
+    examples get a shorter time."""
     monkeypatch.chdir(tmp_path)
     write_trace(tmp_path / "trace.jsonl", [(float(at), [1, 2, 3]) for at in range(4)])
     (tmp_path / "chat.json").write_text(json.dumps([{"role": "user", "content": "Why?"}]))

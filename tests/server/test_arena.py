@@ -1,5 +1,5 @@
-"""The arena in an engine's process: leased blocks are read in place through the mapping that the
-link hands out."""
+"""The arena in an engine's process: the link hands out a mapping through which leased blocks are
+read in place."""
 
 import os
 import signal
@@ -42,8 +42,7 @@ def mapped(session: Session) -> Arena:
 
 
 def mappings(arena: Arena) -> list[str]:
-    """Returns the access rights of each mapping of the arena in this process, as /proc names
-    them."""
+    """Returns the access rights of each mapping of the arena in this process, from /proc."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     rows = [line.split() for line in lines]
     return [row[1] for row in rows if row[4] == str(arena.file_id[1])]
@@ -105,7 +104,7 @@ def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted
 
 
 def test_a_new_server_gives_a_new_arena(place: Place) -> None:
-    """The new server takes over the file if the size is the same."""
+    """The new server keeps the file if the size is the same."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)

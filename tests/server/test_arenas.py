@@ -1,5 +1,5 @@
-"""Arenas that servers leave behind are listed, are removed on request and never under a running
-server, and are named at the next start."""
+"""Arenas of ended servers are listed, are named at the next start, and are removed on request but
+never under a running server."""
 
 import contextlib
 import fcntl
@@ -88,7 +88,7 @@ def test_what_runs_stays_and_what_is_gone_can_go(
         there = engine(one.target, layers=LAYERS, page_bytes=PAGE_BYTES)
         assert store(there, hashes(5)) == {BlockResult.STORED}
         assert folder.command("--remove-stale") == 0 and folder.said == "nothing to remove\n"
-    # A server that was stopped could go on with it, and only then.
+    # Only a stopped server could continue it.
     assert folder.listed()["one/arena"]["is_stale"]
     assert folder.command("--remove", "one/arena", "--json") == 0
     assert json.loads(folder.said)["removed"][0]["num_bytes"] >= 16 * MIB
@@ -99,7 +99,7 @@ def test_what_runs_stays_and_what_is_gone_can_go(
 
 
 def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
-    """Their folders have fewer files."""
+    """Older servers wrote fewer files."""
     old, half = folder.leave("hotkv-0badc0de"), folder.leave("hotkv-half")
     (half / "arena").unlink()
     (half / LOCK_FILE).write_text("no pid")
@@ -140,7 +140,7 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     os.mkfifo(folder.path / "pipe" / LOCK_FILE)
     (folder.path / "odd" / LOCK_FILE).touch()
     (folder.path / "odd" / "server.json").write_text('["x"]')
-    # Links are not followed, nor is anything else taken for an arena.
+    # Links are not followed, and only arenas are listed.
     assert [*folder.listed()] == ["mine", "odd"]
     assert folder.command("--remove-stale") == 0
     assert [path.name for path in arena.iterdir()] == ["notes"]

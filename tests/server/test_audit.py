@@ -1,4 +1,4 @@
-"""The audit log: its file, calls that are not let in, and outcomes of calls that end oddly."""
+"""The audit log: its file, refused callers, and outcomes of calls that end oddly."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
 
 
 def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
-    """The log counts the lines that it leaves out. It has every call that was let in."""
+    """Counts omitted lines of refused calls. Every accepted call has a line."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2000):
         audit.note(EVICT, Peer("stranger"), None, "unauthenticated")
@@ -76,7 +76,7 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_server_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The lines still wait to be written when the file is closed."""
+    """Lines are still waiting for the disk when the file is closed."""
     monkeypatch.setattr(
         audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
     )

@@ -48,7 +48,7 @@ from tests.support.waiting import wait_for
 NUM_HALVES = 12
 LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
 HALVES_BYTES = 2 * NUM_HALVES * MAX_MESSAGE_BYTES
-"""Of the messages that attacks leave a byte short."""
+"""Bytes of the messages that attacks leave a byte short."""
 MOST_BYTES = (300 << 20) + HALVES_BYTES
 SLACK_BYTES = 48 << 20
 CONNECT, LOOKUP = "/hotkv.v1.SessionService/Connect", "/hotkv.v1.CacheService/Lookup"
@@ -57,7 +57,7 @@ KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
 
 
 class Watched:
-    """Measures the most anonymous memory that a server has had, on a thread."""
+    """Measures a server's peak of anonymous memory, on a thread."""
 
     def __init__(self, server: Server) -> None:
         self.idle_bytes = self.most_bytes = Footprint(server.pid).anonymous_bytes
@@ -70,7 +70,7 @@ class Watched:
             self.most_bytes = max(self.most_bytes, Footprint(self._pid).anonymous_bytes)
 
     def close(self) -> int:
-        """Stops. Returns by how many bytes the memory had grown at most."""
+        """Stops. Returns the largest growth of the memory in bytes."""
         self._closed.set()
         self._thread.join()
         grown_bytes = self.most_bytes - self.idle_bytes
@@ -95,7 +95,7 @@ def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
         try:
             call(number).result(60)
         except SessionLostError:
-            # It kept silent too long beside the others.
+            # The session was silent for too long.
             return number
         except HotKVError as refused:
             assert "OVERLOADED" in str(refused)
@@ -235,7 +235,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
             try:
                 one(own_server, held)
             except grpc.RpcError as refused:
-                # Calls that open sessions are ended like others that are nobody's.
+                # Calls that open sessions are ended like other calls without a session.
                 if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     failures.append(refused)
             except BaseException as failure:
@@ -314,7 +314,7 @@ def test_the_client_splits_what_is_too_large_and_keeps_its_session(own_server: S
     engine.close()
 
 
-# Malformed messages, and answers that nobody reads
+# Malformed messages, and unread answers
 
 TURNS = 10
 

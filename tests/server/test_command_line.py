@@ -1,5 +1,5 @@
-"""The command `hotkv` as people type it: options in any place, slips, pipes, and servers that do
-not run."""
+"""The command `hotkv` as users type it: options in any place, typing errors, pipes, and servers
+that do not run."""
 
 import json
 import shlex
@@ -68,7 +68,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
 
 
 def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
-    """As `hotkv status | head -0`."""
+    """Closes the pipe like `hotkv status | head -0`."""
     command = [*HOTKV, "blocks", "--target", server.target]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
@@ -79,7 +79,7 @@ def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
-    """While it waits for a server that takes the call and never answers."""
+    """Interrupts a command that waits for a server which accepts the call and never answers."""
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(str(tmp_path / "admin.sock"))
         hanging.listen()
@@ -113,7 +113,7 @@ FILES = {
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
 }
-"""Files that slips name."""
+"""Files for the typing errors."""
 ENGINE, WHOLE = "--engine http://127.0.0.1:9", "--bytes-per-token 1 --prefill-tokens-per-s 1"
 SLIPS = [
     ("statsu", "no command statsu; did you mean status?"),
@@ -154,7 +154,7 @@ SLIPS = [
     (f"size trace {WHOLE} --block-tokens 512 --policy best", "unknown policy best"),
     (f"size /nowhere {WHOLE} --block-tokens 512", "/nowhere"),
 ]
-"""Slips of the person who types, and words of the answer."""
+"""Typing errors, with words of the answer."""
 FAILURES = [
     ("blocks --key-space 4000", "key_space_id 4000 is unknown", "UNKNOWN_KEY_SPACE"),
     ("blocks --limit -3", "page_size", "INVALID_FIELD"),
@@ -167,7 +167,7 @@ FAILURES = [
     ("bench --arena-mib 99999999", "smaller --arena-mib", "FAILED"),
     ("bench --arena-mib 256", "it is not installed: pip install ", "FAILED"),
 ]
-"""Commands that fail at something else, with words of the answer and the reason."""
+"""Commands that fail for other reasons, with words of the answer and the reason."""
 WRONG = [*((typed, 2, said, "USAGE") for typed, said in SLIPS)]
 WRONG += [(typed, 1, said, reason) for typed, said, reason in FAILURES]
 
@@ -183,7 +183,7 @@ def test_what_is_wrong_is_one_line(
     said: str,
     reason: str,
 ) -> None:
-    """With `--json`, before or after the command, it is JSON."""
+    """With `--json`, before or after the command, the line is JSON."""
     monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():

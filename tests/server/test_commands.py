@@ -1,5 +1,5 @@
-"""Commands of `hotkv` that do more than print an answer: they wait, size, ask an engine for tokens,
-help, and complete names and values for shells."""
+"""Commands of `hotkv` that do more than print an answer: they wait, size, request tokens from an
+engine, help, and complete names and values for shells."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ NOWHERE = "unix:/nowhere/grpc.sock"
 
 @pytest.fixture
 def run(own_server: Server, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Returns a function that runs commands against a server of the test's own."""
+    """Returns a function that runs commands against a fresh server."""
     return runner(capsys, own_server.target)
 
 
@@ -204,7 +204,7 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
     (found,) = answer["traces"]
     (size,) = found["sizes"]
-    # A prompt's last token is computed anyway.
+    # A prompt's last token is always computed.
     assert size["hit_token_count"] == size["saved_token_count"] == 10 * (4 * 512 - 1)
     assert found["prompt_token_count"] == 81 * 512 and found["seconds"] == 3600
     assert size["saved_s_per_hour"] == pytest.approx(20.47)
@@ -221,7 +221,7 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server tells the bytes of a token, the engine its speed. Each prompt comes twice; hits on
+    """The server knows the bytes of a token, the engine its speed. Each prompt comes twice; hits on
     the device do not count as saved. The recording ends with the third prompt."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 3)
     stop, device = threading.Event(), 320

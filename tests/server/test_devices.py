@@ -103,11 +103,11 @@ def test_a_store_reads_nothing_before_its_mark(
     _, late = one.store(names[:2], ids[:2], marks[0])
     _, first = one.store(names[2:], ids[2:], marks[1])
     assert one.session.ping(5) >= 0 and not late.done() and not first.done()
-    one.fill(ids, 2)  # The kernels that the marks follow.
+    one.fill(ids, 2)  # The marks follow these kernels.
     content = one.content(ids)
     _reach(one, 1)
     done(first)
-    # A mark that is not reached holds nobody but its own transfer.
+    # A mark that is not reached holds up only its own transfer.
     assert not late.done()
     _reach(one, 0)
     done(late)
@@ -205,7 +205,7 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """Copies are in flight. The next server and the engine go on with the stored blocks."""
+    """Copies are in flight. The next server and the engine continue with the stored blocks."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     one = None
     try:
@@ -250,7 +250,7 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
         load = one.load(names, ids + 8, one.after(0, 1))[1]
         store = one.store(hashes(4), ids, one.after(0, 1))[1]
         running.kill()
-        # A dead server commits nothing, so it may read what it likes.
+        # A dead server commits no block, so it may read any memory.
         assert isinstance(store.exception(60), SessionLostError)
         assert asked.wait(60) and not load.done()
         has_left.set()
@@ -263,7 +263,8 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
     server refuse it."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        # The whole test: an engine that finds the link again would register, and be counted.
+        # Patched for the whole test: an engine that finds the link again would register, and be
+        # counted.
         monkeypatch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
         one = DeviceEngine(running.target)
         wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")

@@ -1,4 +1,4 @@
-"""Marks and engine memory on a made-up device: what a session opens, asks and closes."""
+"""Marks and engine memory on a made-up device: everything that a session opens, asks and closes."""
 
 import asyncio
 import ctypes
@@ -45,7 +45,7 @@ def devices(runtime: FakeRuntime) -> Devices:
 
 @pytest.fixture
 def memory(runtime: FakeRuntime) -> Iterator[FakeAllocation]:
-    """Yields an allocation of two pages; whoever has opened it has closed it then."""
+    """Yields an allocation of two pages; checks at the end that every user has closed it."""
     made = FakeAllocation(2 * PAGE)
     yield made
     assert not runtime.held()
@@ -125,7 +125,7 @@ def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
 def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Copies beyond it would cost the server the device, or touch what another engine owns."""
+    """Copies beyond it would cost the server the device, or touch another engine's memory."""
     fits = _cuda("k", memory, PAGE)
     _open(_layout(fits), devices).close()
     for num_bytes, base in ((PAGE + 1, PAGE), (2 * PAGE, PAGE), (PAGE, 2 * PAGE)):
@@ -139,7 +139,7 @@ def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
 def test_memory_of_another_device_than_its_uuid_says_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
-    """CUDA opens it if the devices reach each other."""
+    """CUDA opens such memory if the devices reach each other."""
     extent, layout = runtime.extent, _layout(_cuda("k", memory))
     where = [1]
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     mine = of("one")
     with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
         of("two")
-    # Sessions of its own tenant share it, and once nobody has it open any more it is anybody's.
+    # Sessions of the same tenant share it. Once it is closed everywhere, any tenant may open it.
     again = of("one")
     for one in (mine, again):
         one.close()

@@ -1,4 +1,4 @@
-"""A server finds its devices at start, refuses what can't work, and remembers its measurements."""
+"""A server finds its devices at start, refuses unusable devices, and remembers its measurements."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
-    """Opens the part that a server has of its devices."""
+    """Opens the server's part for devices."""
 
     def make(*flags: str, found: Found | None = None) -> CudaPart:
         known = found or Found(runtime, tuple(runtime.devices()))

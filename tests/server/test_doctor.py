@@ -1,5 +1,5 @@
-"""`hotkv doctor` over made-up hosts: it finds and names each fault and how to mend it, and finds
-nothing on a host without faults."""
+"""`hotkv doctor` over made-up hosts: it finds and names each fault and its remedy, and reports no
+fault on a healthy host."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
 
 
 def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    """For people and as JSON; its exit status says whether something is bad."""
+    """Prints for people and as JSON; the exit status says whether a check is bad."""
     made.write(SHMEM, "always advise [deny]")
     assert cli.main(["doctor", "--json", "--root", str(made.root)]) == 1
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}

@@ -1,5 +1,4 @@
-"""Dynamo's indexer, from its wheel, reads hotkv's events, and credits each node with the blocks
-that it has."""
+"""Dynamo's indexer, from its wheel, reads hotkv's events, and credits each node with its blocks."""
 
 import contextlib
 import os
@@ -64,8 +63,7 @@ class Node:
         return prompt
 
     def is_equal(self, indexer: Indexer) -> bool:
-        """Returns whether the index has, of all prompts that were ever stored, what `hotkv blocks`
-        has."""
+        """Returns True if the index has the same blocks of all stored prompts as `hotkv blocks`."""
         ready: set[str] = set()
         with AdminClient(self.server.target) as admin:
             page = ""
@@ -81,7 +79,7 @@ class Node:
         )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
-        """Makes another event. Returns whether the node is credited with the prompt by now."""
+        """Makes another event. Returns True if the node is credited with the prompt by now."""
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 
@@ -135,8 +133,8 @@ def test_prompts_are_credited_where_they_lie(
     kept = node.store("alpha")
     for how in (signal.SIGTERM, signal.SIGKILL):
         node.restart(how)
-        # The indexer connects again after a while; it asks for what it has missed with the next
-        # event that it gets.
+        # The indexer reconnects after a while, and asks for missed events when the next event
+        # arrives.
         again = node.store("alpha")
         wait_for(partial(node.tells_of, again, indexer))
         lies(again, PROMPT_TOKENS, PROMPT_TOKENS)

@@ -104,8 +104,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, RING_BYTES - 1))
     def damage(self, at: int) -> None:
-        """Damages the file. Contents that can't be read are unknown, or those of an earlier
-        store."""
+        """Damages the file. Contents that can't be read are unknown, or are the contents of an
+        earlier store."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:

@@ -107,7 +107,7 @@ def test_stored_blocks_are_published_with_exactly_their_tokens(
         stored(prompt[3:], prompt[2], ids[48:], 1),
         stored(wide, None, ids, 2),
     ]
-    # What is there already is no news.
+    # Stored blocks cause no further event.
     one.store(BlockRun(0, prompt, block_ids(6), token_ids=ids))
     assert reader.events() == []
 
@@ -136,8 +136,8 @@ def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
     try:
         deadline_s = time.monotonic() + 60
         while not reader.sub.poll(100):
-            # A flush of nothing says nothing here; so something is stored and flushed until it is
-            # heard.
+            # A flush of an empty cache makes no event, so blocks are stored and flushed until the
+            # event comes.
             one.store(BlockRun(0, hashes(1), block_ids(1)))
             one.session.flush().result(60)
             assert time.monotonic() < deadline_s
@@ -157,8 +157,8 @@ def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
 def test_what_a_router_believes_is_what_the_server_holds(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Stores, flushes and evicts at random in an arena that is too small; the router knows the
-    events only."""
+    """Stores, flushes and evicts at random in an arena that is too small; the router knows only the
+    events."""
     one = engine("events-view", BIG, WINDOW)
     reader = router(one)
     rng = np.random.default_rng(11)
@@ -223,7 +223,7 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
         stream.close()  # type: ignore[attr-defined]
     stored_event, removed = seen[:2]
     assert [item["event"] for item in seen[:2]] == ["stored", "removed"]
-    # A flush in parts may tell of blocks before it tells that all are gone.
+    # A flush in parts may report blocks before it reports that all are gone.
     assert {item["event"] for item in seen[2:-1]} <= {"removed"}
     assert {item["key_space_id"] for item in seen} == {number}
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids

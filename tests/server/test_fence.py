@@ -1,5 +1,5 @@
-"""Fences on the server's side: a store that could not be revoked is refused or not kept, and no
-page takes another's place."""
+"""Fences on the server's side: a store that could not be revoked is refused or dropped, and no page
+takes another's place."""
 
 import asyncio
 import os
@@ -19,12 +19,12 @@ FENCE_BYTES = 4 * FENCE_WORDS
 
 
 async def store(node: Node, session: LiveSession, fence_index: int) -> int:
-    """Returns the result of one block's store."""
+    """Stores a block. Returns its result."""
     return (await store_in(node, session, hashes(1), fence_index=fence_index))[0]
 
 
 async def refused(node: Node, session: LiveSession, fence_index: int) -> str:
-    """Returns the words of a refusal that changed nothing."""
+    """Returns the message of a refusal that left no lease or transfer."""
     with pytest.raises(HotKVError) as raised:
         await store(node, session, fence_index)
     assert raised.value.reason is Reason.INVALID_FIELD and session.jobs == {}
@@ -56,7 +56,7 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 
 @pytest.mark.parametrize("num_bytes", [FENCE_BYTES - 1, 13, 12, 0])
 async def test_a_page_that_is_cut_short_revokes(tmp_path: Path, num_bytes: int) -> None:
-    """The word itself may still be there, and not set."""
+    """The word itself may still exist, and not be set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
@@ -82,7 +82,7 @@ async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """The server would go on reading the first, while the engine writes into the second."""
+    """The server would keep reading the first, while the engine writes into the second."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))

@@ -1,4 +1,4 @@
-"""A server that is ready before its arena has all its memory serves, grows, and loses nothing
+"""A server that is ready before its arena has all its memory serves, grows, and keeps its blocks
 however it ends."""
 
 import os
@@ -22,12 +22,12 @@ ARENA = 2 * GIB
 LAYERS, PAGE_BYTES = 4, 1 << 16
 BLOCK_BYTES = LAYERS * PAGE_BYTES
 FIRST = COLLAPSE_BYTES // BLOCK_BYTES
-"""Blocks that fit what a server behind a dam begins with."""
+"""Blocks that fit the first memory of a server behind a dam."""
 NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed(Place):
-    """A place whose servers fill their arena as far as `let` says."""
+    """A place whose servers fill their arena as far as `let` allows."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -65,7 +65,7 @@ class Dammed(Place):
         return list(result.results[0].tolist())
 
     def loads_from(self, blocks: list[bytes], first: int = 0) -> bool:
-        """Returns whether blocks that were stored from `first` on come with their bytes."""
+        """Returns True if blocks that were stored from `first` on are loaded with their bytes."""
         assert self.engine is not None
         kv, count, free = self.engine.kv, len(blocks), 2 * FIRST
         assert load(self.engine, blocks, free) is TransferStatus.DONE
@@ -93,7 +93,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert status["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}
-    # More room is on its way: what does not fit is refused, and nothing goes for it.
+    # Memory is still coming: stores that do not fit are refused, and evict no block.
     results = place.store(blocks[FIRST - 10 : FIRST + 10], FIRST - 10)
     assert results == [BlockResult.STORED] * 10 + [BlockResult.NO_SPACE] * 10
     assert place.counter("evicted_blocks_total") == 0
@@ -102,7 +102,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert set(place.store(blocks[FIRST : 2 * FIRST], FIRST)) == {BlockResult.STORED}
     assert place.end(signal.SIGKILL) == -signal.SIGKILL
     place.begin()
-    # What was there is there at once, and one piece more.
+    # Earlier blocks are ready at once, with one piece more of memory.
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
     found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert found.tolist() == [True] * 2 * FIRST + [False] * 2 * FIRST

@@ -1,4 +1,4 @@
-"""After a flush through a real server no engine finds older blocks, by table or by call."""
+"""After a flush through a real server, engines find no older blocks, by table or by call."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ Make = Callable[..., PagedEngine]
 
 
 def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
-    """Returns how many blocks the table has; a call must find the same."""
+    """Returns the number of blocks in the table; a call must find the same."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
@@ -50,7 +50,7 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     other.session.ping(10)
     assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
     assert other.session.flush().result(60) == 0
-    # Stored anew, they are as good as new.
+    # Blocks that are stored again are ready.
     assert store(one, blocks) == {BlockResult.STORED}
     assert ready(other, blocks) == 20
 
@@ -89,8 +89,8 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
     try:
         for number in range(1, 60):
             late.kv[:] = generation
-            # Reserved before the flush; whether the store's bytes come before or after it is left
-            # to chance.
+            # Reserved before the flush; it is random whether the store's bytes come before or after
+            # it.
             name = f"late {number}"
             late.session.reserve(name, [BlockRun(0, late_blocks)]).result(60)
             runs = [BlockRun(0, late_blocks, block_ids(16))]
@@ -119,7 +119,7 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
         "pending_tiers": [],
     }
     assert ready(one, blocks) == 0
-    # The leased one keeps its slot, and says so, until the lease ends.
+    # The leased block keeps its slot until the lease ends, and is shown as flushed.
     assert "flushed" in server.cli("blocks", "--key-space", str(number))
     one.session.release("lease")
     one.session.ping(10)

@@ -1,5 +1,5 @@
 """Health: every probe names a part that dies or stalls, a broken invariant ends the server, and a
-start that fails says what to do."""
+failed start names the remedy."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ EXPIRED = "hotkv_server.cache.leases.leases:LeaseBook.expired"
 def broken(
     folder: Path, point: str, how: str, *flags: str, **more: Any
 ) -> Iterator[tuple[FaultyServer, PagedEngine]]:
-    """Yields a server that fails at a point once it is told to, and an engine. The server is killed
+    """Yields a server that fails at a point after `break_it`, and an engine. The server is killed
     at the end: some would wait for a copy that never ends."""
     with FaultyServer(folder, point, how, *flags, **more) as server:
         server.wait_ready()
@@ -67,8 +67,8 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 
 
 def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
-    """It breaks in a store's commit: the server logs the block's story and does not acknowledge the
-    store. The next server serves the older blocks, and not these."""
+    """The invariant breaks in a store's commit: the server logs the block's story and does not
+    acknowledge the store. The next server serves the older blocks, and not these."""
     kept, lost = hashes(10), hashes(5)
     with FaultyServer(folder, "publish", "assert") as server:
         server.wait_ready()
@@ -107,7 +107,7 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(
         assert f"an invariant broke in {said}" in server.log.read_text()
 
 
-# What dies or stalls
+# Parts that die or stall
 
 
 def problem_metrics(server: FaultyServer) -> dict[str, float]:
@@ -216,11 +216,11 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
         assert server.ping("--live") == 1
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
-        # The log says where it hangs.
+        # The log shows where it hangs.
         wait_for(lambda: 'faults.py", line' in server.log.read_text())
 
 
-# What the service manager hears
+# Messages to the service manager
 
 
 class Manager:
@@ -233,7 +233,7 @@ class Manager:
         self.close = self._socket.close
 
     def read(self, seconds: float) -> list[str]:
-        """Returns the assignments that come within the time."""
+        """Returns the assignments that arrive within the time."""
         heard: list[str] = []
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
@@ -279,11 +279,11 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         assert server.ping("--live") == 0
 
 
-# A start that fails says what to do
+# A start that fails names the remedy
 
 
 def refused_start(folder: Path, *flags: str, before: tuple[str, ...] = ()) -> str:
-    """Starts a server that can't start; returns what it says."""
+    """Starts a server that can't start; returns its errors."""
     command = [*before, sys.executable, "-m", "hotkv_server.cli", "run", *FLAGS]
     command += ["--arena.dir", str(folder / "arena"), "--runtime-dir", str(folder / "run")]
     command += ["--http.port", "-1", *flags]

@@ -1,4 +1,4 @@
-"""Hints in bulk: others are served between their parts, and each action comes to its end."""
+"""Hints in bulk: other calls are served between their parts, and each action comes to its end."""
 
 import asyncio
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 class Desk:
-    """A node with a session. Counts how often others are served."""
+    """A node with a session. Counts the turns of other calls."""
 
     def __init__(self, node: Node, session: LiveSession) -> None:
         self.node = node
@@ -86,7 +86,7 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes reports, actions, a prefetch that finds nothing, and a count of blocks. Each part is a
+    """Handles reports, actions, a prefetch without a hit, and a count of blocks. Each part is a
     slice here."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
@@ -95,7 +95,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
     before = one.turns
-    # Noting the blocks that 20 reports used serves others too.
+    # Counting the uses of 20 reports' blocks serves other calls too.
     async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
         pass
     assert with_reports >= one.turns - before + 19
@@ -152,7 +152,7 @@ async def test_a_retain_is_noted_although_a_pin_is_shorter(
     assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
         (keep.retention, True),
         (pin.retention, False),
-        # Each alone.
+        # Each by itself.
         (pin.retention, False),
         (keep.retention, False),
     ]

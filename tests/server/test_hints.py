@@ -31,7 +31,7 @@ Make = Callable[..., "Chat"]
 
 
 class Chat:
-    """An engine with a model for itself, and the requests that it reports."""
+    """An engine with its own model, and the requests that it reports."""
 
     def __init__(self, server: Server, *groups: Any) -> None:
         self.server = server
@@ -65,7 +65,7 @@ class Chat:
         return message_id
 
     def end(self, blocks: list[bytes], session_id: str, action: Action, message_id: str) -> None:
-        """Reports that a request has ended."""
+        """Reports the end of a request."""
         ended = EndedRequest(blocks, session_id, Hints(message_id, (action,)))
         self.engine.session.report_requests([], 0.0, [ended])
         self.engine.session.ping(10)
@@ -82,7 +82,7 @@ class Chat:
         return self.engine.session.probe(0, blocks)
 
     def fill(self, num_blocks: int) -> None:
-        """Stores other blocks until so many were evicted, two at a time."""
+        """Stores other blocks, two at a time, until so many were evicted."""
         before = self.admin.info()["counters"]["evicted_blocks_total"]
         while self.admin.info()["counters"]["evicted_blocks_total"] < before + num_blocks:
             self.store(hashes(2))
@@ -178,7 +178,7 @@ def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
     assert one.pinned() == (set(prompt) if kind == "pin" else set())
     one.send({"action_type": "demote"}, [*prompt, *prompt])
-    # What is stored next needs the room of both.
+    # Later stores need the room of both.
     one.fill(4)
     assert not one.there(prompt).any()
 
@@ -221,7 +221,7 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
     system, mine, theirs = hashes(4), hashes(6), hashes(6)
     one.report(one.store(system + mine), ended)
     one.report(one.store(system + theirs), other)
-    # Used last, and often: nothing but the release makes these blocks go.
+    # These blocks were used last and often: only the release lets them be evicted.
     for _ in range(3):
         one.report(system + mine, ended, retention=Retention(3))
     release = Action("r", ActionType.RELEASE)
@@ -292,7 +292,7 @@ def test_demotion_frees_memory_of_what_the_disk_has_and_a_prefetch_brings_it_bac
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", len(prompt))
     assert one.in_memory(prompt).all()
-    # A block that is named twice is given up once; the disk has all.
+    # A block that is named twice is demoted once; the disk has all.
     given = one.send({"action_type": "demote"}, [*prompt, *prompt])
     assert given["done_block_count"] == len(prompt) and not one.in_memory(prompt).any()
     assert one.there(prompt).all() and load(one.engine, prompt, 20) is TransferStatus.DONE
@@ -323,7 +323,7 @@ def test_a_receipt_says_what_was_used_again_and_what_it_saved(chat: Make) -> Non
 
 
 def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
-    """It counts scheduled requests. A later session of the name begins anew."""
+    """The receipt counts scheduled requests. A later session with the name begins a new count."""
     one = chat()
     prompt = one.store(hashes(8))
     message = one.report(prompt[:4], one.model, tokens_per_s=160.0)

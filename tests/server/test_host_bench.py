@@ -23,7 +23,7 @@ def test_a_host_is_measured_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_bench, "PREFIX", f"hotkv-bench-{os.getpid()}-")
-    # Settings of a server in use, which are none of the benchmark's.
+    # Settings of a server in use, which the benchmark must ignore.
     monkeypatch.setenv("HOTKV_TIERS__DISK__PATH", str(tmp_path / "theirs"))
     answer = host_bench.run(1.0, 256, tmp_path / "tier", None, say=lambda what: None)
     figures = {row["what"]: row["value"] for row in answer["rows"]}

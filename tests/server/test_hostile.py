@@ -51,7 +51,7 @@ MAX_DESCRIPTORS = 160
 
 
 def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
-    """The drain of an hour must not delay the signal's."""
+    """The drain of an hour must not delay the drain of the signal."""
     options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *options) as server:
         server.wait_ready()
@@ -68,7 +68,7 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
 
 @pytest.fixture
 def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """Yields a server that may have few descriptors."""
+    """Yields a server with a low limit of descriptors."""
     start = subprocess.Popen
 
     def limited(*arguments: Any, preexec_fn: Callable[[], None], **more: Any) -> Any:
@@ -88,8 +88,7 @@ def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def connected(server: Server) -> socket.socket:
-    """Returns a connection to the descriptor socket, that asks for nothing; or one that waits to be
-    taken."""
+    """Returns an idle connection to the descriptor socket, accepted or still in its queue."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.settimeout(1.0)
     with contextlib.suppress(OSError):
@@ -191,7 +190,7 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
 def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) -> None:
     port, held = http_port(server), list[socket.socket]()
     with marked_engine(server.target) as session:
-        # Metrics of many layers are more than a connection's buffers hold.
+        # Metrics of many layers are larger than a connection's buffers.
         session.report_sparse({}, {layer: {"selects": 1.0} for layer in range(128)})
         session.ping(20)
     try:
@@ -202,7 +201,7 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
             one.connect(("127.0.0.1", port))
             one.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             one.settimeout(20)
-            # The first bytes of its answer, or nothing: it had to go for a later one.
+            # The first bytes of its answer, or none if it was dropped for a later connection.
             with contextlib.suppress(ConnectionResetError):
                 one.recv(1)
             held.append(one)
@@ -227,7 +226,7 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     others = [Mock(is_being_answered=True) for _ in range(MAX_CONNECTIONS)]
     for one in others:
         http.opened(one)
-    # Who has asked is answered.
+    # Connections with a request are answered.
     assert [one.drop.called for one in others] == [False] * (MAX_CONNECTIONS - 1) + [True]
     assert not asking.drop.called
 
@@ -257,7 +256,7 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
-    """Stores of 3 MiB of text each, for as long as their mark does not pass."""
+    """Sends stores with 3 MiB of text each, which wait while their mark does not pass."""
 
     def anonymous_mib() -> int:
         status = Path(f"/proc/{own_server.pid}/status").read_text()
@@ -270,20 +269,20 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         wait_for(lambda: sum(store.done() for store in stores) >= 20)
         refused = [str(store.exception()) for store in stores if store.done()]
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
-        # One takes half at most, so another engine goes on.
+        # A client takes at most half, so another engine is served.
         assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
         assert anonymous_mib() - before_mib < 200
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_for(lambda: all(store.done() for store in stores))
-        # A cancelled store is done here before the server has let go of it.
+        # A cancelled store ends here before the server has released it.
         with AdminClient(own_server.target) as admin:
             wait_for(lambda: not admin.info()["counters"]["transfers_in_flight"])
         assert session.store("u", "u", runs, 20).result(60)
 
 
 def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
-    """gRPC's C code would log it as it came."""
+    """gRPC's C code would log the peer's text unchanged."""
 
     def frame(kind: int, payload: bytes) -> bytes:
         """Returns a frame of HTTP/2 (RFC 9113, 4.1) for the connection."""
@@ -344,7 +343,7 @@ def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
         service.set({"": False})
         service.set({"": True})
         assert (await anext(reads)).status == serving.SERVING
-        # It hears what is true when it reads again.
+        # It gets the present state when it reads again.
         waiting = asyncio.ensure_future(anext(stuck))
         await asyncio.sleep(0.01)
         assert not waiting.done()

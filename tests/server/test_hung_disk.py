@@ -1,6 +1,6 @@
-"""A disk that hangs in any call, or a store that is slow, costs its own blocks only: every probe
-says that the server lives, engines keep their leases, new engines come, host memory and other tiers
-go on, and the server can be stopped."""
+"""A disk that hangs in any call, or a slow store, costs only its own blocks: every probe reports a
+live server, engines keep their leases, new engines connect, host memory and other tiers go on, and
+the server can be stopped."""
 
 import contextlib
 import signal
@@ -35,7 +35,7 @@ from tests.tiers.valkey_support import running
 
 STOP_S = 60.0
 BY_A_CUT = ("fallocate", "stat")
-"""Calls that the tier makes at reading if its file was cut short."""
+"""Calls of the tier at reading, for a file that was cut short."""
 NOT_OF_THE_TIER = ("fsync",)
 """Calls of other writers than the tier."""
 
@@ -70,7 +70,8 @@ class HungNode(SharingNode):
             admin.evict(everything=True)
 
     def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns whether the blocks come from a tier, once the one that hangs is passed by."""
+        """Waits until the blocks come from a tier that does not hang. Returns True if their bytes
+        are right."""
 
         def comes() -> bool:
             self.finds(blocks)
@@ -120,7 +121,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
             file.truncate(0)
     with probed(server):
         hung.hang(*calls)
-        # Reads of the disk, writes to it, and a key space that is new.
+        # Reads of the disk, writes to it, and a new key space.
         hung.leases(lost)
         assert hung.loads_soon(chain, content)
         shape = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
@@ -133,7 +134,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         if calls[0] not in NOT_OF_THE_TIER:
             wait_for(lambda: not hung.counter("tier_up"))
             wait_for(lambda: "tier=disk is passed by" in server.log.read_text())
-        # The other tier goes on, with what is stored now too; `fill` counts copies of any block.
+        # The other tier goes on, also with new blocks; `fill` counts copies of any block.
         wait_for(lambda: hung.num_copied() >= num_copied + len(fresh))
         more = hashes(CHAIN)
         content = hung.fill(more)
@@ -225,7 +226,7 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
             wait_for(lambda: one.counter(moved) >= count)
             with AdminClient(server.target) as admin:
                 admin.evict(everything=True)
-            # The other tier has them all, whatever the slow one is asked for meanwhile.
+            # The other tier has all blocks, whatever the slow tier is asked for.
             wait_for(lambda: all(one.leases(chain).any() for chain in chains))
             came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
             assert one.counter(came)

@@ -1,5 +1,5 @@
-"""The pure parts of access control: proofs, tenants, tickets, and checks of files and paths; and
-settings that are refused."""
+"""The pure parts of access control: proofs, tenants, tickets, checks of files and paths, and
+refused settings."""
 
 import hashlib
 import os

@@ -91,7 +91,7 @@ Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Makes a place, in which nothing is leased at the end."""
+    """Makes a place; checks at the end that it holds no lease."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Place]:
@@ -128,7 +128,7 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """Its id may name a lease of other blocks by then."""
+    """By then its id may name a lease of other blocks."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -144,7 +144,7 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """It answers with the grant or with a refusal."""
+    """The late answer is the grant or a refusal."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []

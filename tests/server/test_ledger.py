@@ -70,7 +70,7 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
 
 
 class Case(NamedTuple):
-    """A request whose prompt has `named` blocks, of which the first `stored` are there.
+    """A request whose prompt has `named` blocks, of which the first `stored` are ready.
 
     said: the engine's reason.
     misses: tokens of whole blocks by reason.
@@ -121,8 +121,8 @@ def test_each_missed_block_has_its_own_reason(server: Server, groups_engine: Mak
     one.session.reserve("r", [BlockRun(1, [prompt[7]])], 60).result(60)
     report(one, RequestReport(prompt, 161, 0, 32, 0.0, miss=Miss.ABSENT))
     row = row_of(server.target, "ledger-reasons")
-    # Block 2, right behind the hit, came late; 7 is being written. An operator took 3 and 4, 5 lies
-    # behind them.
+    # Block 2, right behind the hit, came late; 7 is being written. An operator evicted 3 and 4, 5
+    # lies behind them.
     blocks = {"in_flight": 2, "never_stored": 6}
     tokens = {reason: count * TOKENS for reason, count in blocks.items()}
     assert row["misses"] == {**tokens, "partial_block": 1} and row["hits"] == {"host": 32}
@@ -166,7 +166,7 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     )
     assert row_of(server.target, "ledger-failed")["saved_s"] == 3.0
     report(one, loads=(LoadEnd(1, 0.5, failed=True), LoadEnd(2, 0.25)))
-    # Ends that nobody knows, or that come twice, take nothing back.
+    # Unknown and repeated ends change no count.
     report(one, loads=(LoadEnd(1, 0.0, failed=True), LoadEnd(99, 0.0, failed=True)))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
@@ -180,7 +180,7 @@ def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_eng
     def text() -> str:
         return server.cli("savings", "--by", "engine", "--since", "1h")
 
-    # Of which a later tick learns.
+    # A later tick updates it.
     wait_for(lambda: "an endless cache would hit" in text())
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line
@@ -204,7 +204,7 @@ def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
         for _ in range(2):
             hit = RequestReport(chains[0], prompt_tokens, 0, CHAIN * TOKENS, 0.0)
             one.session.report_requests([hit])
-        # This one lies on the disk and was not asked for.
+        # This chain is on the disk and was not requested.
         one.session.report_requests([RequestReport(chains[1], prompt_tokens, 0, 0, 0.0)])
         one.session.ping(10)
         assert place.server is not None
@@ -236,7 +236,7 @@ def use(place: Place) -> None:
 
 
 def is_written(place: Place) -> bool:
-    """Returns whether the ledger's file has one request."""
+    """Returns True if the ledger's file has exactly one request."""
     if not ledger_of(place).exists():
         return False
     kept = pack.unpack(ledger_of(place).read_bytes())

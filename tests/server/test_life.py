@@ -103,7 +103,7 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
 
 
 def server_in(folder: Path) -> Server:
-    """Returns another process in the same runtime directory."""
+    """Returns another server in the same runtime directory."""
     return Server(folder, "16MiB", "--arena.slab-bytes", "64KiB")
 
 
@@ -148,7 +148,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
 
 
 def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferResult]":
-    """Stops the server, then asks it for a load."""
+    """Stops the server, then sends it a load."""
     blocks = hashes(64)
     store_blocks(one, blocks)
     one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
@@ -180,8 +180,8 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     lookup = one.session.lookup([GroupHashes(0, hashes(1))])
     assert one.session._connection is not None
     one.session._connection.channel.close()
-    # What touches no memory fails at once; by then the load's fate has been decided too, if it did
-    # not wait.
+    # Calls that touch no memory fail at once; a load that did not wait would be decided by then,
+    # too.
     assert isinstance(lookup.exception(60), SessionLostError)
     wait_for(lambda: one.session.state is LinkState.ABSENT)
     with pytest.raises(TimeoutError):
@@ -189,7 +189,7 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     assert len(settling()) == 1
     os.kill(own_server.pid, end)
     assert isinstance(future.exception(60), SessionLostError)
-    # From here on the memory is the engine's alone.
+    # From now on the memory belongs to the engine alone.
     one.kv[:] = 77
     wait_for(lambda: not settling())
     began_s = time.monotonic()
@@ -198,12 +198,12 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
 
 
 UNSEEN, ANSWERED = 0, 1
-"""Turns that leave nothing to chance: the server hangs before it has seen the store, or after it
-has answered it."""
+"""Turns without a race: the server hangs before it has seen the store, or after it has answered
+it."""
 
 
 def holds_only(reader: PagedEngine, blocks: list[bytes], value: int) -> bool:
-    """Returns whether some of the blocks are there; those hold nothing but `value`."""
+    """Returns True if some of the blocks are ready, and all of these hold only `value`."""
     name = os.urandom(8).hex()
     pinned = reader.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0]
     at = np.flatnonzero(pinned).astype(np.int32)
@@ -272,7 +272,7 @@ def test_a_hung_server_never_commits_what_was_taken_back(
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)
         if take_back is broken:
-            # The server has settled what the stream left when the session is gone.
+            # The server has settled the stream's transfers when the session is gone.
             gone = f"breaks-{turn}"
             with AdminClient(own_server.target) as admin:
                 wait_for(lambda: gone not in [s["engine_id"] for s in admin.sessions()])  # noqa: B023
@@ -288,7 +288,7 @@ def test_a_hung_server_never_commits_what_was_taken_back(
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba names each kernel that it reads or compiles."""
+    """Numba logs each kernel that it reads or compiles."""
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:

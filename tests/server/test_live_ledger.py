@@ -29,7 +29,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
         world.report()
     assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
-    # What was followed makes room.
+    # Followed prompts make room.
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
@@ -48,7 +48,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-    # They may make way for a large one.
+    # They may make way for a large prompt.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
     for _ in range(3):
         world.report()
@@ -110,7 +110,7 @@ def test_nothing_is_written_while_nothing_changes(
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps no blocks that a request asks to keep, and none on a node with tiers."""
+    """Keeps no blocks that a request asks to keep, and none on a node with tiers."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)

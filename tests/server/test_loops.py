@@ -37,8 +37,8 @@ OF_THREADS = {
     "ThreadPoolExecutor": "",
     "Thread-1 (_poll_wrapper)": "",
 }
-"""The part that Health watches of each kind of thread, by how their names begin; empty for the
-loop's own, for pools of Python's, and for gRPC's poller, whose work has other watchers."""
+"""The part of Health that watches each kind of thread, by the start of its name. Empty: the loop's
+own thread, Python's pools, and gRPC's poller, whose work is watched elsewhere."""
 
 
 def told(server: Server, file: Path) -> dict[str, Any]:

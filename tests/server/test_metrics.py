@@ -1,4 +1,4 @@
-"""Every metric has a HELP text, and no text is left over; names are as Prometheus asks for.
+"""Every metric has a HELP text, and every text a metric; names follow Prometheus's rules.
 docs/told.md names each topic with its filters and fields."""
 
 import asyncio
@@ -43,7 +43,7 @@ def metrics() -> dict[str, Metric]:
 
 
 def lint(metrics: list[Metric]) -> str:
-    """Returns the complaints of `promtool check metrics`; empty without any."""
+    """Returns the complaints of `promtool check metrics`; "" if there are none."""
     registry = CollectorRegistry()
     registry.register(type("Fixed", (Collector,), {"collect": lambda self: metrics})())
     command = [str(program("promtool")), "check", "metrics"]
@@ -54,7 +54,7 @@ def lint(metrics: list[Metric]) -> str:
 
 
 def test_promtool_finds_no_fault(metrics: dict[str, Metric]) -> None:
-    """It checks the connector's metrics too, without the colon of vLLM's prefix."""
+    """Checks the connector's metrics too, without the colon of vLLM's prefix."""
     engines: list[Metric] = [
         CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
         for name, text in COUNTERS.items()
@@ -96,7 +96,7 @@ async def test_a_long_census_is_that_of_the_scrape_before(
         session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
         for first in range(0, 40, 10):
             seen.append((await taker.read()).num_blocks)
-            # The count that was begun goes on behind.
+            # A count that has begun continues in the background.
             await asyncio.sleep(0.01)
             run = Run(0, words_of(range(first, first + 10)))
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)

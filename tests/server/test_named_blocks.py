@@ -117,7 +117,7 @@ def test_a_dry_run_says_what_would_go_and_drops_nothing(
 def test_an_older_server_refuses_a_dry_run(
     stocked: tuple[Server, PagedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not know the call. It would ignore a flag of the call that evicts."""
+    """An older server does not know the call, and would ignore a flag of the evicting call."""
     with AdminClient(stocked[0].target) as admin:
         unknown = admin._channel.unary_unary(
             "/hotkv.v1.AdminService/NotThere", admin_pb2.PreviewEvictRequest.SerializeToString

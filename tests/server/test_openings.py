@@ -1,5 +1,5 @@
 """A session is open when its key space has been written to the state file. Other sessions wait for
-the same write. A client that leaves before it leaves nothing behind."""
+the same write. A client that leaves before leaves no state behind."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ async def node_in(folder: Path) -> AsyncIterator[Node]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for the condition, and for what the loop has begun by then."""
+    """Waits for the condition, and for work that the loop has begun by then."""
     await eventually(condition)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_all_that_open_wait_for_the_write(tmp_path: Path, disk: Disk) -> N
         sessions = await asyncio.gather(*tasks)
         assert written(tmp_path) == ["m 1", "n 0"] and disk.num_writes <= 2
         assert sorted(s.record.number for s in sessions) == [1, 2, 3, 4]
-        # What is known needs no write.
+        # A known key space needs no write.
         await node.sessions.open("e", "rank", SPACE, "test", (KIND,))
         assert disk.num_writes <= 2
 

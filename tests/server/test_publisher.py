@@ -1,4 +1,4 @@
-"""The publisher by itself: full queues, replay, and requests that make no sense."""
+"""The publisher by itself: full queues, replay, and meaningless requests."""
 
 import time
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Reader:
         )
 
     def wait_subscribed(self, publisher: ZmqPublisher) -> int:
-        """Returns the last sequence number that came, once messages come through."""
+        """Returns the last sequence number received, once messages come through."""
         for _ in range(200):
             publisher.publish(1.0, [KeySpaceCleared(1)])
             if self.sub.poll(50):
@@ -126,7 +126,7 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     number, events = reader.read()
     assert number == last + 2
     assert [type(event) for event in events] == [AllBlocksCleared, BlockStored]
-    # Where nothing follows, the clearing comes by itself, once.
+    # Without later events the clearing comes by itself, once.
     publisher.publish(1.0, [removed(TOO_MANY)])
     publisher.settle()
     publisher.settle()
@@ -169,7 +169,7 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     assert number > last + 1
     assert isinstance(event, BlockRemoved)
     assert [kept for _, kept, _ in replay(f"ipc://{tmp_path}/replay")] == [number]
-    # One of two key spaces ends its topic for nobody.
+    # The end of one of two key spaces does not end their topic.
     publisher.add_key_space(8, KEY_SPACE)
     publisher.forget_key_space(7)
     publisher.publish(1.0, [replace(removed([3]), key_space_id=8)])
@@ -190,7 +190,7 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher.add_key_space(3, replace(KEY_SPACE, model="other"))
     publisher.publish(1.0, [replace(removed([5]), key_space_id=3)])
     assert reader.read()[0] == last + 5
-    # Those of the topic that ended are gone.
+    # Messages of the ended topic are gone.
     kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
     assert kept == [last + 1, last + 4, last + 5]
     publisher.close()
@@ -246,7 +246,7 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
     sent: list[tuple[int, int]],
 ) -> None:
-    """Clients choose models and so topics; without this each topic could take the whole bound."""
+    """Clients choose models and so topics; without this each topic could take the whole limit."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
     publisher.__dict__.update(_kept={}, _buffer_bytes=MIB, _buffer_steps=1000, _sent_bytes=0)
@@ -260,7 +260,7 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
             for one in topics.values()
         )
         for name, one in topics.items():
-            # Who has a share or less loses nothing to others.
+            # A topic within its share loses no message to others.
             assert one is topic or before[name] > MIB // 4 or one.sent_bytes == before[name]
         fits_its_share = (before[str(place)] + num_bytes) * len(publisher._kept) <= MIB
         assert (not topic.sent and not fits_its_share) or topic.sent[-1][0] == number
@@ -269,7 +269,7 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
 def test_what_was_queued_one_after_the_other_shares_a_message(
     publisher: ZmqPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order stays, a clear marks a loss, and a message is bounded."""
+    """Events keep their order, a clear marks a loss, and a message is bounded."""
     sent: list[tuple[bytes, list[Any]]] = []
 
     def send(topic: _Topic, payload: bytes, num_events: int) -> None:
@@ -303,7 +303,7 @@ EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15,
 def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
     tokens = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, count, np.int32)
     tokens[: len(EDGES)] = EDGES[:count]
-    # As a message of the wire has them.
+    # A message of the wire has the same form.
     tokens = np.frombuffer(tokens.tobytes(), np.int32)
     event = replace(stored([1]), content=RunContent(tokens))
     (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)
@@ -352,7 +352,7 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
 def test_a_store_is_told_as_its_unbroken_runs(
     results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool
 ) -> None:
-    """Each stored block is told once, with its tokens, keys, parent and depth."""
+    """Reports each stored block once, with its tokens, keys, parent and depth."""
     n = len(results)
     run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
     tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""Routers that ask which blocks of a prompt are cached, as Dynamo's router asks a shared cache."""
+"""Routers ask for the cached blocks of a prompt, as Dynamo's router asks a shared cache."""
 
 import json
 import urllib.error

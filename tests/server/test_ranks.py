@@ -67,7 +67,7 @@ Open = Callable[[int], Rank]
 
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens ranks of one engine, by shard."""
+    """Opens ranks of an engine, by shard."""
     server: FakeServer | Server = (
         FakeServer() if request.param == "fake" else request.getfixturevalue("server")
     )
@@ -123,7 +123,7 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
             one.load(lease_id, *runs)
         assert raised.value.reason is Reason.INVALID_FIELD
     assert not one.engine.kv[:, 8:].any()
-    # Several runs of one group are no repetition; the id of what was refused is free.
+    # Several runs of the same group are no repetition; the id of a refused call is free.
     assert one.load("r", ([0], 8), ([1], 9), ([2], 10)) is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
@@ -171,7 +171,7 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """The lease ends with the session that took it."""
+    """The lease ends with its session."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

@@ -120,7 +120,7 @@ def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
 def test_equal_ids_are_equal_prefixes(
     prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
 ) -> None:
-    """Two blocks have one id exactly when all hash blocks up to their end are equal."""
+    """Two blocks have the same id exactly when all hash blocks up to their end are equal."""
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
@@ -143,8 +143,7 @@ def test_equal_ids_are_equal_prefixes(
 
 
 class Told:
-    """Stands for an admin client that knows of so many key spaces and tells of three requests, of
-    which it missed one."""
+    """Stands for an admin client with `num_spaces` key spaces. Of three requests it misses one."""
 
     def __init__(self, num_spaces: int) -> None:
         self.num_spaces, self.seconds = num_spaces, 0.0

@@ -1,6 +1,6 @@
 """Bad input over the wire: a table of field, bad value, reason and words. Each row spoils a field
-of a sound message. The answer has the row's reason and words, the server's state is as before, and
-the session goes on."""
+of a valid message. The answer has the row's reason and words, the server's state stays, and the
+session goes on."""
 
 import contextlib
 import importlib
@@ -145,8 +145,8 @@ class World:
 
 
 def spoiled(request: Request, path: str, value: Any) -> Request:
-    """Sets one field: None clears it, a list takes the place of a list of numbers or texts, and a
-    list of dicts or messages is added."""
+    """Sets a field: None clears it, a list replaces a list of numbers or texts, and a list of dicts
+    or messages is appended."""
     target: Any = request
     *parents, name = re.findall(r"\w+", path)
     for parent in parents:
@@ -309,12 +309,12 @@ ROWS = [
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01e" + bytes(20), LAYOUT, "has 22 bytes, not 64"),
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01c" + bytes(64), LAYOUT, "cudaIpcGetMemHandle"),
 ]
-"""Values that contradict a limit of their own, or another field."""
+"""Values that contradict a limit of their field, or another field."""
 
 
 def of_limits() -> Iterator[Row]:
-    """Yields what the fields' types alone forbid: ids of 257 characters, hashes of 33 bytes, packed
-    numbers of 3 bytes, lists of hashes that are too long."""
+    """Yields values that the fields' types alone forbid: ids of 257 characters, hashes of 33 bytes,
+    packed numbers of 3 bytes, lists of hashes that are too long."""
     for kind in ("acquire_lease", "reserve_blocks", "load", "store", "create_sequence"):
         for field in Request.DESCRIPTOR.fields_by_name[kind].message_type.fields:
             if field.name.endswith("_id") and field.name != "session_id":
@@ -509,7 +509,7 @@ def test_memory_needs_its_descriptor_and_transfers_need_memory(raw: Open) -> Non
     store = _wire.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 5, NO_OPTIONS, 0, 32)
     register = _wire.register_memory(ONE_FILE, NO_ORDER)
     assert session.link({long: fd}) == "TOO_LARGE"
-    # What comes with a link that is refused is forgotten.
+    # Descriptors that come with a refused link are dropped.
     assert session.link({"kv": short, FENCE_HANDLE: short}) == "INVALID_LAYOUT"
     assert session.ask(register)[0] == "UNKNOWN_HANDLE"
     assert session.ask(store)[0] == "NO_MEMORY_REGISTERED"
@@ -536,7 +536,7 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
     word, answer = session.ask(create_sequence("s", 1, hashes(2), config, 32))
     assert word == "INVALID_FIELD"
     assert answer.error.message.startswith(f"group_index is 1, a group of {group.kind.name}")
-    # Where the engine selects by itself the server only counts.
+    # If the engine selects by itself, the server only counts.
     assert session.ask(create_sequence("s", 1, hashes(2), None, 32))[0] == "answered"
 
 
@@ -562,7 +562,7 @@ def test_nonsense_to_other_services_is_refused(server: Server, method: str, kind
 
 
 def test_no_module_keeps_an_exception() -> None:
-    """An exception that is raised again keeps the frames of each raise before."""
+    """An exception that is raised again keeps the frames of each earlier raise."""
     packages = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
     names = [
         module.name

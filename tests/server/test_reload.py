@@ -1,5 +1,5 @@
 """SIGHUP on a real server, at any moment: settings change at once, need a restart, or are refused.
-The audit log and JSON lines of the same server."""
+Also the audit log and JSON lines of the same server."""
 
 import contextlib
 import hashlib
@@ -45,7 +45,7 @@ del sys.argv[at : at + 2]
 from hotkv_server.cli import main
 sys.exit(main())
 """
-"""Has the file say how large the arena is."""
+"""Sets the arena's size in the file."""
 SLOW_TO_OPEN = """
 import asyncio, sys
 from hotkv_server.node.sessions import Sessions
@@ -63,7 +63,7 @@ from hotkv_server.cli import main
 sys.exit(main())
 """
 BLOCK_BYTES = 2 * 4096
-"""Of a PagedEngine."""
+"""Bytes of a block of PagedEngine."""
 
 
 class Reloading:
@@ -96,12 +96,12 @@ class Reloading:
         self.path.write_text("\n".join(toml({**self.top, "security": self.security})))
 
     def logged(self, *words: str) -> int:
-        """Returns how many lines of the log have all of these."""
+        """Returns the number of lines of the log that have all these words."""
         lines = self.server.log.read_text().splitlines()
         return sum(all(word in line for word in words) for line in lines)
 
     def reload(self, *words: str) -> None:
-        """Writes the settings, has the server read them, and waits for such a line of its log."""
+        """Writes the settings, makes the server read them, and waits for such a line of its log."""
         self.write()
         before = self.logged(*words)
         os.kill(self.server.pid, signal.SIGHUP)
@@ -211,7 +211,7 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.top["policy"] = "lru"
     running.reload("need a restart", "policy")
-    # It is named again, for it still waits; and so is a tier that comes.
+    # The arena is named again, because it still waits; and so is a new tier.
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
     running.reload("need a restart", "policy", "tiers.valkey")
     del running.top["policy"], running.top["tiers"]["valkey"]
@@ -241,7 +241,8 @@ def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloadin
 
 
 def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
-    """Guarantees fit the arena of the new file, which needs a restart, and not the running one."""
+    """Guarantees fit the arena of the new file, which needs a restart, but not the running
+    arena."""
     with runtime_folder(64 << 20) as folder, notified(folder / "notify") as told:
         config = folder / "hotkv.toml"
 
@@ -268,8 +269,8 @@ def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
 
 @contextlib.contextmanager
 def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
-    """Stands for a service manager at NOTIFY_SOCKET. Yields a function that returns the states told
-    so far."""
+    """Stands for a service manager at NOTIFY_SOCKET. Yields a function that returns the states
+    received so far."""
     words: list[str] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, pytest.MonkeyPatch.context() as m:
         ear.bind(str(path))
@@ -391,7 +392,7 @@ def test_calls_that_change_something_are_audited(running: Reloading) -> None:
     assert line["arguments"] == {"all": True} and line["request_id"]
     with running.admin("a-wrong-token") as admin, pytest.raises(HotKVError):
         admin.drain()
-    # A refusal is sent before it is written down.
+    # A refusal is sent before it is logged.
     wait_for(lambda: len(running.audited()) == before + 2)
     line = running.audited()[-1]
     assert line["outcome"] == "permission_denied" and "with a token" in line["who"]
@@ -455,7 +456,7 @@ sys.exit(main())
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
-    """The server had read the settings by then; an operator asks once."""
+    """The server had read the settings by then; an operator signals once."""
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"
         config.write_text("drain_timeout_s = 6")

@@ -22,8 +22,8 @@ def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, byt
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Returns which blocks a report touches: those used after a block that is stored right before
-    it."""
+    """Returns the blocks that a report touches: those used after a block that is stored right
+    before it."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
     # Longer than the steps in which a policy keeps time.

@@ -1,5 +1,5 @@
-"""Representations through a real server: stored with blocks by one engine, loaded with them by
-another, removed with them."""
+"""Representations through a real server: an engine stores them with blocks, another loads them, and
+they are removed with the blocks."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ class Engine(RepresentationEngine):
     """An engine with representations beside its KV, whose calls name both groups."""
 
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
-        """Stores under a name of its own from the first block ids on; results a run."""
+        """Stores under a new name, each run from block id 0 on. Returns the results of each run."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
         done = self.session.store(name, name, made, 20).result(60)
@@ -64,7 +64,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
-    """Makes connected engines of one model; closes them."""
+    """Makes connected engines of the same model; closes them."""
     model = os.urandom(8).hex()
     with contextlib.ExitStack() as stack:
 

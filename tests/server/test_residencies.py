@@ -52,8 +52,8 @@ class Reader:
         return list(found.offsets.tolist())
 
     def check(self) -> bool:
-        """Reads every block, then the words. Returns what they say; if they say that it holds, all
-        was as stored."""
+        """Reads every block, then the words. Returns True if the words say that the residency
+        holds; then all bytes must be right."""
         is_as_stored = all(
             np.array_equal(self.arena.memory[offset : offset + SLOT_BYTES], pages)
             for offset, pages in self.expected.items()
@@ -99,7 +99,7 @@ class Writer:
 
 
 def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -> list[int]:
-    """Stores the engine's first blocks; results."""
+    """Stores the engine's first blocks. Returns the results."""
     name, run = os.urandom(8).hex(), BlockRun(0, blocks, block_ids(len(blocks)), depth=0)
     options = StoreOptions(residency_id=residency_id)
     done = engine.session.store(name, name, [run], TIMEOUT_S, options).result(TIMEOUT_S)
@@ -228,7 +228,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     flushed, _ = resident(place, 24, "flushed")
     session = reader.session
     assert session.flush().result(TIMEOUT_S) == 64
-    # The first again under the same names, in other slots; the flushed ones have no names.
+    # The first residency again under the same names, in other slots; flushed blocks have no names.
     kept, names = resident(place, 30, "kept")
     with Writer(server.target) as writer:
         wait_for(lambda: writer.num_stored > NUM_BLOCKS)
@@ -238,7 +238,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         with AdminClient(server.target) as admin:
             told = admin.residencies()
         assert told["grace_byte_count"] == 94 * SLOT_BYTES and 0 < told["grace_s"] <= 3
-        # The engine comes back at once, and has its blocks where they were.
+        # The engine reconnects at once, and its blocks are still in the same slots.
         back = Reader(session, "kept", 30)
         assert back.opened.generation == kept.opened.generation + 1
         assert back.extend(0, names) == list(kept.expected)

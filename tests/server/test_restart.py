@@ -1,5 +1,4 @@
-"""After a clean stop or a kill a server serves the acknowledged blocks byte for byte, and nothing
-else."""
+"""After a clean stop or a kill a server serves exactly the acknowledged blocks, byte for byte."""
 
 import json
 import signal
@@ -69,7 +68,7 @@ def test_bytes_that_changed_are_found_at_start_or_at_the_first_load(place: Place
 
 
 def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
-    """They are not loaded under an older lease either."""
+    """Changed blocks are not loaded under an older lease either."""
     evicted: list[Evicted] = []
     place.start(*FULL, "--integrity.scrub-bytes-per-s", "1GiB")
     engine, blocks = place.connect(evicted.append), hashes(30)

@@ -1,4 +1,4 @@
-"""Rules of routers that can't be run here, in a few lines each."""
+"""Rules of routers that can't be run here, each in a few lines."""
 
 import re
 from collections import defaultdict
@@ -90,13 +90,13 @@ def test_llm_d_credits_the_pods_of_a_node_under_the_names_of_requests(
 
         def is_heard() -> bool:
             """Stores again, because a subscription takes effect after a while. Returns True once
-            the router has heard of it."""
+            the router has received the event."""
             engine.session.flush().result(60)
             engine.store(run)
             return router.holders("org/model") == of_node
 
         wait_for(is_heard)
-        # Another engine serves the same weights under a name of its own.
+        # Another engine serves the same weights under another name.
         config = SessionConfig(
             server.target, "other", Role.SCHEDULER, engine.key_space, model_names=("served",)
         )

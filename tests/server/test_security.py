@@ -122,7 +122,7 @@ def test_a_tenant_has_so_many_sessions(guarded: Guarded, engine: Make) -> None:
     assert why_absent(guarded.target, "tiny").startswith("OVERLOADED")
 
 
-# Nobody sees another tenant's
+# Tenants never see each other's blocks
 
 
 def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
@@ -184,7 +184,7 @@ def test_eviction_notices_go_to_the_tenant_alone(guarded: Guarded, engine: Make)
 
 @contextlib.contextmanager
 def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
-    """Yields the id of a session that links nothing by itself."""
+    """Yields the id of a session that links no memory by itself."""
     config = SessionConfig(guarded.target, "bare", Role.TOOL, key_space, use_table=False)
     with contextlib.closing(Session(config)) as bare:
         bare.start()
@@ -193,7 +193,7 @@ def bare_session(guarded: Guarded, key_space: KeySpace) -> Iterator[str]:
 
 
 def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[bytes, list[int]]:
-    """Returns the answer to a link by hand, and what came with it."""
+    """Returns the answer to a link by hand, and the received descriptors."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(descriptor_socket(guarded.target)))
         packet = _wire.link_request(session_id, list(fds))
@@ -203,7 +203,7 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
 
 
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
-    """Tenants do not learn where blocks lie."""
+    """Tenants do not learn the places of blocks."""
     one, other = engine("alpha"), engine("blind")
     blocks, own = store(one), store(other)
     assert one.session.arena() is None
@@ -415,7 +415,8 @@ def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
         ("gamma", "beta", "", "NOT_ALLOWED"),
         ("alpha", "beta", "", "NOT_ALLOWED"),
         ("beta", "nobody", TOKEN, "NOT_ALLOWED"),
-        # Without a certificate, with one of a foreign authority, with an old one.
+        # Without a certificate, with a foreign authority's certificate, with an expired
+        # certificate.
         ("gamma", "", TOKEN, "TLS certificates"),
         ("gamma", "intruder", TOKEN, "TLS certificates"),
         ("gamma", "expired", TOKEN, "TLS certificates"),

@@ -1,5 +1,5 @@
 """Two daemons that share a real store: engines of both load the same blocks byte for byte, a flush
-on one counts on both, and a store that is away costs hits only."""
+on either daemon counts on both, and a store that is away costs only hits."""
 
 import contextlib
 import signal
@@ -100,7 +100,7 @@ def test_a_valkey_that_hangs_dies_and_comes_back(nodes: Nodes, valkey: Valkey) -
             began_s = time.monotonic()
             assert not b.finds(hashes(CHAIN))
             waits.append(time.monotonic() - began_s)
-        # Once it is known to hang nobody waits for it.
+        # Once it is known to hang, no request waits for it.
         assert sorted(waits)[len(waits) // 2] < 0.15, waits
     assert a.engine is not None and a.server is not None
     session = a.engine.session
@@ -135,7 +135,7 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: Nodes, valkey: Valkey, how: str
 ) -> None:
-    """A stopped store hears of the flush twice: from the killed server, and from the next
+    """A stopped store receives the flush twice: from the killed server, and from the next
     server."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
@@ -152,11 +152,11 @@ def test_a_flush_that_the_store_missed_outlives_the_server(
         a.start_sharing(*flags)
         assert not a.finds(chain)
     assert len(valkey.client.keys("*/0/*")) == 2 * CHAIN, "the store has lost the blocks"
-    # Neither the node that has flushed nor another one finds what the store still has.
+    # Neither node finds the blocks that the store still has.
     wait_for(lambda: int(valkey.client.get(key)) > before)
     assert not a.finds(chain) and not b.finds(kept)
     wait_for(lambda: not b.finds(chain))
-    # It is told, and the key space is in use again.
+    # The store has the flush, and the key space is in use again.
     a.until_copying()
     again = a.fill(chain)
     wait_for(lambda: b.loads(chain, again))

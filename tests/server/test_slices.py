@@ -1,4 +1,4 @@
-"""Long work on the event loop: others are served between its parts."""
+"""Long work on the event loop: other calls are served between its parts."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 async def test_while_a_key_space_is_flushed_others_store_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
 ) -> None:
-    """A router that believes the events knows exactly what is there."""
+    """A router that believes the events knows exactly which blocks are ready."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(core_module, "BLOCKS", 1)
 

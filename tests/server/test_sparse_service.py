@@ -101,7 +101,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
         assert session.delete_sequence("s").result(60) is True
         assert session.delete_sequence("s").result(60) is False
         assert evicted() == 60
-        # Without select nothing is pinned.
+        # Without select no block is pinned.
         engine.store(blocks)
         created = session.create_sequence("plain", 0, blocks).result(60)
         assert (created.lease_id, created.covered_blocks) == ("", 0) and evicted() == 60
@@ -203,7 +203,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
             try:
                 stream.select("s", 2, query, 30 * BLOCK_TOKENS)
             except HotKVError:
-                # Unless the machine has paused so long itself, or compiled the first selection.
+                # The machine may have paused so long itself, or compiled the first selection.
                 assert time.monotonic() > used_s + 1.0
                 session.append_blocks("s", 30, []).result(60)
                 begun_s = asked_s = time.monotonic()
@@ -215,8 +215,8 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """Checks that the sequence's lease has ended, and that an append takes another of the blocks
-    that are there."""
+    """Checks that the sequence's lease has ended, and that an append leases the remaining
+    blocks."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
@@ -240,7 +240,7 @@ def test_representations_that_changed_over_a_restart_are_never_scored(
     created = session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
     assert created.covered_blocks == 40
     with session.selects() as stream:
-        # Without the one that is gone.
+        # Without the evicted block.
         is_taken_anew(engine, stream, 40, 30)
 
 

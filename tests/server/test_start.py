@@ -1,5 +1,5 @@
-"""Starts as an operator sees them: mistakes are named before anything is made, by `--check` and by
-a start alike. A failed start leaves nothing behind."""
+"""Starts as an operator sees them: `--check` and a start name mistakes before they create any file.
+A failed start leaves no file behind."""
 
 import os
 import re
@@ -24,7 +24,8 @@ ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port",
 def started(
     folder: Path, *flags: str, check: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Returns a server that should refuse to start; `--check` if asked for."""
+    """Runs a server that should refuse to start, with `--check` if `check` is set. Returns the
+    ended process."""
     command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
     command += ["--arena.dir", str(folder / "arena"), *ARENA, *flags]
     return subprocess.run(
@@ -37,7 +38,7 @@ def started(
 
 
 def left_in(folder: Path) -> set[str]:
-    """Returns all files but the directory of the sockets and its lock."""
+    """Returns all files except the directory of the sockets and its lock."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found - {"run", "run/lock"}
 
@@ -142,7 +143,7 @@ def test_a_typo_is_one_line_that_says_what_was_meant(
 
 
 def test_variables_of_others_are_none_of_the_servers() -> None:
-    """Kubernetes sets some for a service of that name."""
+    """Kubernetes sets some of these for a service named hotkv."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
     others += ("HOTKV_HTTP_PORT", "HOTKV_ARENA_SERVICE_PORT", "HOTKV_VENV", "HOTKV_ARENA__BYTES")
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
@@ -188,7 +189,7 @@ def test_help_lists_every_setting_with_its_default() -> None:
 
 
 def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:
-    """The kernel ignores SIGTERM to the first process unless that handles it."""
+    """The kernel ignores SIGTERM for the first process, unless the process handles it."""
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("namespaces of processes need root and unshare")

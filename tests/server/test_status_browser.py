@@ -1,5 +1,5 @@
-"""The status page in Debian's Chromium: what it shows is what the API says, under live traffic; it
-is readable at both widths, dark and light, works by keyboard, and says when the server is gone."""
+"""The status page in Debian's Chromium shows the API's figures under live traffic. It is readable
+at both widths, dark and light, works by keyboard, and shows when the server is gone."""
 
 import contextlib
 import threading
@@ -35,7 +35,7 @@ class Watched:
     url: str
     wrong: list[str] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of /api/v1/status, by their time."""
+    """Answers of /api/v1/status, by their time."""
 
     def until(self, expression: str) -> None:
         """Waits until an expression is true. Playwright's own wait needs `eval` in the page, which
@@ -46,8 +46,8 @@ class Watched:
             self.page.wait_for_timeout(50)
 
     def gather(self, beyond: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the figures shown at a time later than `beyond`, and the answer that they were
-        made of."""
+        """Returns the figures shown at a time later than `beyond`, and the answer that they come
+        from."""
         self.until(f"Number(document.body.dataset.shown) > {beyond}")
         found = self.page.evaluate("probe.gather()")
         while found["shown"] not in self.answers:
@@ -81,7 +81,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Visit]:
-    """Opens pages, in a context of its own each."""
+    """Opens each page in a new context."""
     with contextlib.ExitStack() as stack:
 
         def go(server: Server, viewport: Any = WIDE, scheme: str = "light") -> Watched:
@@ -189,7 +189,7 @@ def test_what_is_shown_is_what_the_api_says(server: Server, visit: Visit) -> Non
             assert numbers == [[row[each] for each in fields] for row in rows(said)] != [], name
         named = {text for row in shown["sessions"] for text, _ in row}
         assert {"engine-a", "llama-8b", HOSTILE, HOSTILE[:40]} <= named
-    # An hour that only has a failed load, of a hit before it, shows no rate below zero.
+    # An hour with only a failed load, of an earlier hit, shows no rate below zero.
     one.page.route("**/api/v1/status", only_taken_back)
     one.until("document.getElementById('rate-hour').dataset.raw <= 0")
     assert one.page.inner_text("#rate-hour") == "0.0 %"
@@ -213,7 +213,7 @@ def test_it_is_readable_wide_and_narrow_dark_and_light(
     one = visit(server, viewport, scheme)
     page = one.page
     one.gather()
-    # A sample has come, so that the charts have something to draw.
+    # A sample has come, so that the charts are not empty.
     one.until("document.querySelectorAll('#hits path[d^=M]').length > 1")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
     assert not page.evaluate("probe.poor()")
@@ -255,7 +255,7 @@ def test_all_can_be_done_by_keyboard(server: Server, visit: Visit) -> None:
     assert order[:3] == ["Skip to the figures", "pause", "theme"]
     wanted = ["pause", "theme", "r60", "hits", "bytes", "evicted", "arena"]
     assert [name for name in order if name in wanted] == wanted
-    # A chart is read point by point, and the range is chosen, by arrows.
+    # Arrow keys move through the points of a chart and choose its range.
     page.focus("#hits")
     assert page.inner_text("#hits-out").startswith(("Latest", "No samples"))
     page.keyboard.press("ArrowLeft")
@@ -272,7 +272,7 @@ def test_all_can_be_done_by_keyboard(server: Server, visit: Visit) -> None:
         page.keyboard.press(pressed)
         assert page.get_attribute("#pause", "aria-pressed") == is_paused
         assert is_paused == "false" or "paused" in page.inner_text("#age")
-    # Every table says what it is and what its columns are.
+    # Every table has a caption and column headings.
     assert page.evaluate(
         "[...document.querySelectorAll('table')].every(t => t.caption && t.caption.textContent && "
         "[...t.querySelectorAll('th')].every(th => th.scope))"

@@ -1,4 +1,4 @@
-"""/api/v1/status has the figures of `hotkv status` and `hotkv savings`, shows them to some, and
+"""/api/v1/status has the figures of `hotkv status` and `hotkv savings`, restricts access, and
 refuses odd requests. The page itself is in test_status_browser.py."""
 
 import asyncio
@@ -68,7 +68,7 @@ def settled(server: Server) -> dict[str, Any]:
     return status_of(server)
 
 
-# The same as elsewhere
+# The figures of other views
 
 
 def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., Traffic]) -> None:
@@ -131,7 +131,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     (row,) = [r for r in hour["rows"] if r["model"] == "page-savings"]
     assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
     assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
-    # The minutes of the last hour, and of the hour before it, add up to what was ever counted here.
+    # The minutes of the last hour and of the hour before add up to all counts so far.
     assert minutes["step_s"] == 60 and len(minutes["prompt_token_counts"]) == 120
     assert sum(minutes["prompt_token_counts"]) == total["prompt_token_count"]
     assert sum(minutes["hit_token_counts"]["host"]) == total["hits"]["host"]
@@ -139,7 +139,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     assert sum(minutes["loaded_byte_counts"]) == total["loaded_byte_count"]
 
 
-# What is over time
+# History
 
 
 def test_samples_are_what_was_counted_between_them() -> None:
@@ -260,8 +260,8 @@ async def test_however_many_ask_the_node_is_asked_once_at_a_time(
 
 
 async def test_however_many_ask_for_savings_the_node_rests() -> None:
-    """The node rests with one window and with many. An answer is only as old as the other windows
-    take."""
+    """The node rests with one window and with many. An answer is at most as old as the other
+    windows' reads take."""
     spent_s, now_s, ages = 0.0, 1000.0, list[int]()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
@@ -300,7 +300,7 @@ async def test_it_ends_quietly_while_requests_wait_for_the_node(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = HttpServer("127.0.0.1", 0, node)
-    # As the daemon does: on the node's loop, which answers nobody meanwhile.
+    # As in the daemon, it runs on the node's loop, which is busy meanwhile.
     with socket.create_connection(("127.0.0.1", http.port)) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: bool(http.routes._shared))
@@ -361,7 +361,7 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
     assert get(http_port(server), path, method=method).status == status
 
 
-# Who sees it
+# Access
 
 
 class Far:
@@ -441,7 +441,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
     finally:
         far.token.write_text(TOKEN)
     assert far.asked(TOKEN) == 200
-    # Admins are those that were read last.
+    # The last settings read define the admins.
     old, digest = far.config.read_text(), hashlib.sha256(other.encode()).hexdigest()
     far.config.write_text(old.replace(hashlib.sha256(ADMIN.encode()).hexdigest(), digest))
     try:

@@ -1,5 +1,5 @@
-"""KV events of a server with a disk: readers of the ZMQ endpoint and of the gRPC feed learn where
-blocks lie. A reader without tiers hears of host memory only."""
+"""KV events of a server with a disk: readers of the ZMQ endpoint and of the gRPC feed learn the
+tiers of blocks. A reader without tiers gets events of host memory only."""
 
 from collections.abc import Iterator
 
@@ -103,7 +103,7 @@ def test_a_tiers_event_has_the_tokens_and_the_parent_of_the_store(place: Tiered)
 
 
 def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]):  # type: ignore[no-untyped-def]
-    """Answers of a stream up to the first clear after blocks were stored."""
+    """Yields answers of a stream up to the first clear after blocks were stored."""
     has_blocks = False
     for items, lost in stream:
         assert not lost

@@ -1,5 +1,5 @@
-"""A disk below the arena: evicted blocks come back from it byte for byte, also after a kill. Faults
-of the disk cost hits, never bytes."""
+"""A disk below the arena: evicted blocks return from it byte for byte, also after a kill. Faults of
+the disk cost hits, never bytes."""
 
 import argparse
 import shutil
@@ -34,7 +34,7 @@ def place() -> Iterator[Tiered]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Tiered]:
-    """Yields a place whose disk has a budget and whose tests take blocks of their own."""
+    """Yields a place whose disk has a budget. Each test uses its own blocks."""
     with tiered() as made:
         made.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
         made.connect()
@@ -93,7 +93,7 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
 
 @pytest.mark.long
 def test_what_was_written_today_counts_after_a_restart(place: Tiered) -> None:
-    """It counts after a kill and after a reset of the cache, too."""
+    """The budget counts after a kill and after a reset of the cache, too."""
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.start_tiered(*budget)
     place.connect()
@@ -178,7 +178,7 @@ def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
 
 
 def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:
-    """Host memory is lost, and so are the pages of the disk's records that were not synced."""
+    """Loses host memory, and the pages of the disk's records that were not synced."""
     disk = place.folder / "disk"
     place.start_tiered()
     engine, blocks, kept = place.connect(), hashes(20), hashes(4)
@@ -191,7 +191,7 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
     (disk / "records").write_bytes(synced)
     place.start_tiered()
     assert not any(lease(engine, blocks))
-    # What is stored after a flush outlives the next loss.
+    # Blocks stored after a flush outlive the next loss.
     content = place.fill(kept)
     place.stop(signal.SIGKILL)
     shutil.rmtree(place.folder / "arena")
@@ -200,7 +200,7 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
 
 
 def values(count: int, seed: int) -> np.ndarray:
-    """Returns bytes [layer, block, byte] of blocks as models make them."""
+    """Returns bytes [layer, block, byte] like those of real models."""
     made: np.ndarray = keys_and_values(LAYERS * count * PAGE_BYTES, seed)
     return made.reshape(LAYERS, count, PAGE_BYTES)
 

@@ -114,7 +114,7 @@ async def test_what_holds_the_loop_is_named() -> None:
     loop_lag.start()
     assert loop_lag.read() == lag.Lag(0.0, 0.0, 0.0, "")
     await asyncio.sleep(5 * lag.TICK_S)
-    # A module under test stands nearer than the one that called it.
+    # A module under test is nearer in the stack than its caller.
     frame = {"__name__": "hotkv_made_up", "hold": time.sleep}
     for seconds in (0.3, 1.0):
         name = f"held_{int(seconds * 10)}"

@@ -132,7 +132,7 @@ def test_into_a_pipe_come_lines_and_json(server: Server) -> None:
 
 
 class Terminal:
-    """`hotkv top` on a terminal of its own."""
+    """`hotkv top` on a pseudo-terminal."""
 
     def __init__(
         self, server: Server, *flags: str, width: int = WIDTH, height: int = HEIGHT
@@ -149,7 +149,7 @@ class Terminal:
         os.write(self._fd, sent.encode())
 
     def shows(self, text: str) -> bool:
-        """Returns whether the text is on the screen, after what has come."""
+        """Returns True if the text is on the screen, after reading all output."""
         while select.select([self._fd], [], [], 0.05)[0]:
             try:
                 self._stream.feed(os.read(self._fd, 1 << 16))
@@ -161,7 +161,7 @@ class Terminal:
         wait_for(lambda: all(map(self.shows, texts)), str(texts))
 
     def takes_keys(self) -> bool:
-        """Returns whether it has the keys as they come: nothing is echoed any more."""
+        """Returns True once the terminal does not echo, so that keys arrive at once."""
         return not termios.tcgetattr(self._fd)[3] & termios.ECHO
 
     def ended(self) -> bool:
@@ -183,7 +183,7 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # Down to the second model, and into its only engine: the first is no longer there.
+    # Down to the second model and into its only engine: the first model is gone.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))
@@ -251,7 +251,7 @@ def test_every_engine_can_be_scrolled_to(
     many = [
         dataclasses.replace(one, engine_id=f"id-{i}", name=f"pod[/gpu]-{i:02d}") for i in range(60)
     ]
-    # What a busy machine is warned of takes lines, too.
+    # Warnings of a busy machine take lines, too.
     figures = dataclasses.replace(figures, engines=many, warnings=[])
     view = screen.View(2.0, sort="name", rows="engine", hit_ratios=[-2.0, None, 0.5, 7.0])
     decides = selects_per_s > 0
@@ -308,7 +308,7 @@ def test_the_widest_figures_fit_80_columns_and_more(
     view = screen.View(2.0, rows=rows, hit_ratios=[0.5] * screen.MAX_HISTORY)
     lines = screen_of(busy(readings), view, 24, width)
     assert len(lines) <= 24 and max(map(len, lines)) <= width
-    # The bars and both ends of each figure are there; of a name the end is.
+    # The bars and both ends of each figure are shown, and the end of each name.
     rates = {"9,999,999": "1023.9 GiB", "19,999,998": "2.0 TiB"}
     many = [line for line in lines if line.count("100%") == 2]
     assert len(many) == (2 if rows == "model" else 3)

@@ -66,7 +66,7 @@ def traced(collector: OtlpReceiver) -> Iterator[Server]:
 
 
 class Request:
-    """Calls of one traced request; its spans are found by the trace's id."""
+    """Calls of a traced request; its spans are found by the trace's id."""
 
     def __init__(self, target: str) -> None:
         name, shape = os.urandom(8).hex(), {"layers": LAYERS, "page_bytes": PAGE_BYTES}
@@ -92,7 +92,7 @@ class Request:
         self.session.release(name)
 
     def spans(self, collector: OtlpReceiver, *names: str) -> dict[str, ReceivedSpan]:
-        """Returns the trace's spans by name, once those of these names have come."""
+        """Returns the trace's spans by name, once all of these names have come."""
 
         def mine(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
             return {one.name: one for one in spans if one.trace_id == self.trace_id}
@@ -110,7 +110,7 @@ def request_(traced: Server) -> Iterator[Request]:
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    """A transfer has its wait and its copy below it. No span has a hash or a name of the client."""
+    """A transfer's wait and copy are below it. No span has a hash or a name of the client."""
     blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
@@ -153,7 +153,7 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     wait_for(lambda: traced.counter("tier_demoted_blocks_total") >= before + 16)
     with AdminClient(traced.target) as admin:
         admin.evict(everything=True)
-    # What follows a traced call is not traced by that.
+    # Work that follows a traced call is not traced by it.
     promoted = traced.counter("tier_promoted_blocks_total")
     for _ in range(2):
         request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
@@ -167,7 +167,7 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     assert read.parent_id == lease.span_id and lease.encloses(read)
     assert read.attributes["hotkv.tier"] == "disk"
     assert read.attributes["hotkv.found_blocks"] == read.attributes["hotkv.blocks"] > 0
-    # What was stored without a context is written without a span.
+    # Blocks that were stored without a context are written without a span.
     assert "hotkv.tier.write" not in spans
 
 
@@ -202,7 +202,7 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     for context in ("nonsense", "00-" + "0" * 1_000_000, request_.traceparent):
         assert request_.session.lookup([GroupHashes(0, blocks)], context).result(60)[0].all()
     assert traced.counter("trace_contexts_malformed_total") == before + 2
-    # Spans come in order: what was recorded before this one would be here.
+    # Spans come in order: earlier recorded spans would be here.
     request_.spans(collector, "hotkv.lookup")
     assert names_in(collector, request_) == ["hotkv.lookup"]
 
@@ -370,7 +370,7 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     books.stored(one, [words[:6]])
     books.stored(other, [words[6:12]])
     assert written(words) == {"one": 2, "other": 6}
-    # Of one store no more than so many, in however many runs they come.
+    # At most so many blocks of a store, in however many runs they come.
     monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
     books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
     assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
@@ -434,7 +434,7 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
                 stub = cache_pb2_grpc.CacheServiceStub(channel)
                 with pytest.raises(grpc.RpcError):
                     stub.Lookup(cache_pb2.LookupRequest(key_space_id=7))
-        # What was recorded last has come by the time that the server has stopped.
+        # The last recorded span has come by the time that the server has stopped.
         (span,) = one.spans
         assert (span.parent_id, span.error) == ("", "UNKNOWN_KEY_SPACE")
         assert one.headers["authorization"] == "Bearer secret" and one.headers["x-tenant"] == "me"

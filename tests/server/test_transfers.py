@@ -49,7 +49,7 @@ def test_bytes_move_between_engines_and_are_stored_once(engine: Make) -> None:
 
 
 def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: Make) -> None:
-    """Each block answered `stored` is there afterwards or was named in a notice."""
+    """Each block answered `stored` is ready afterwards or was named in a notice."""
     told: list[Evicted] = []
     one = engine(own_server.target, on_evicted=told.append, num_blocks=64)
     lists = [hashes(64) for _ in range(200)]  # 100 MiB into 16 MiB
@@ -68,7 +68,7 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     one.session.ping(5)  # Notices come before the answer to a later call.
     gone = {h for notice in told for group in notice.groups for h in group.hashes}
     assert stored - gone == present
-    # While all room is being written, stores are refused; afterwards there is room again.
+    # While all memory is being written, stores are refused; afterwards there is room again.
     newest = hashes(64)
     assert store(one, newest) == {BlockResult.STORED} and all(found(one, newest))
 
@@ -110,7 +110,7 @@ def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make)
 async def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A validated transfer does not fail so; the failure is made here."""
+    """A validated transfer cannot fail this way; the test injects the failure."""
     async with live_node(tmp_path) as node:
         session = await worker(node)
         run, at = Run(0, hash_words(os.urandom(32), 32)), [np.zeros(1, np.int64)]

@@ -1,5 +1,5 @@
-"""The three sentences follow from the figures. `hotkv status` begins with them, in the words of the
-API."""
+"""The three sentences follow from the figures. `hotkv status` begins with them, in the API's
+words."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A new node fetches the hottest blocks of another node before traffic comes: by files of block
+"""A new node fetches the hottest blocks of another node before traffic arrives: by files of block
 names and by prompts, over a Valkey that both share."""
 
 import contextlib
@@ -32,7 +32,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 
 @pytest.fixture
 def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
-    """Yields a node with an engine, and a new node without."""
+    """Yields a node with an engine, and a new node without an engine."""
     flags = ("--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT)
     with node() as a, node() as b:
         a.start_sharing(*flags)
@@ -62,7 +62,7 @@ def space_of(one: SharingNode) -> dict[str, Any]:
 def test_a_new_node_fetches_what_its_sibling_uses(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    """A watcher of events hears of it before an engine comes."""
+    """A watcher of events learns of it before an engine comes."""
     (a, b), file = nodes, tmp_path / "blocks"
     cold, hot = hashes(CHAIN), hashes(CHAIN)
     a.fill(cold)
@@ -110,7 +110,7 @@ def test_blocks_of_prompts_come_before_their_requests(
     fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
-    # By now the key space is known here.
+    # By now the node knows the key space.
     assert run(b, *words)["present_block_count"] == CHAIN
     # Prompts of one call may share their prefix.
     some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]

@@ -23,10 +23,10 @@ LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w
 
 
 def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """Returns a copy of the server without these capabilities; the environment in which it is
-    imported."""
+    """Copies the server without these capabilities into `folder`. Returns the environment to import
+    it."""
     server = folder / "hotkv_server"
-    # With compiled kernels, which are valid as long as the files' times are the same.
+    # With compiled kernels, which are valid while the files' times stay the same.
     shutil.copytree(ROOT / "server" / "hotkv_server", server)
     for name in names:
         shutil.rmtree(server / name)
@@ -41,7 +41,7 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-"""Before Python 3.11 the working directory comes first, which has no packages of hotkv."""
+"""Before Python 3.11 the working directory comes first; it has no packages of hotkv."""
 
 
 def run(command: tuple[str, ...], environment: dict[str, str]) -> str:

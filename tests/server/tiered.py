@@ -13,7 +13,7 @@ from tests.support.waiting import wait_for
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
 SLOT_BYTES = PAGE_BYTES * LAYERS
 CHAIN = 30
-"""Fewer than a lease may pin before its load: a quarter of the arena."""
+"""Fewer blocks than a lease may pin before its load: a quarter of the arena."""
 
 
 class Tiered(Place):
