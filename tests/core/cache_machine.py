@@ -91,8 +91,8 @@ class CacheWorld(AnyRuns):
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
-        """Calls the core. With `reasons`, the core must refuse for one of them. Checks that a call
-        that raises has changed no state."""
+        """Calls the core. With `reasons`, the core must refuse for one of them. Checks that a
+        refused call has changed no state."""
         before = snapshot(self.core)
         try:
             result = function()
@@ -112,8 +112,8 @@ class CacheWorld(AnyRuns):
         return number, *self.sessions[number]
 
     def may_lease(self, engine: str) -> bool:
-        """Returns True if the engine may take another lease: of eight, an engine may hold as many
-        as are left afterwards, and at least one."""
+        """Returns True if the engine may take another lease. Of eight leases, an engine may hold at
+        most as many as remain free, and at least one."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)
@@ -142,7 +142,7 @@ class CacheWorld(AnyRuns):
         self.core.close_session(number, self.now_s)
         self.core.close_session(number, self.now_s)
         if not self.core.draining:
-            # While the server drains, the next one is to keep them for their readers.
+            # While the server drains, the next server is to keep them for their readers.
             self.model.end_residencies(number)
             self.readers = {n: r for n, r in self.readers.items() if r.session != number}
         for lease in [lease for lease in self.model.leases.values() if lease.session == number]:

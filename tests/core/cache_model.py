@@ -35,8 +35,8 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """Read: `keys` are pinned, one per granted position, unless they were flushed. Write: `keys`
-    are still reserved.
+    """Read: `keys` are pinned, one for each granted position, unless they were flushed. Write:
+    `keys` are still reserved.
 
     `asked`: numbers of hashes by group, of the call that took it.
     """
@@ -71,8 +71,8 @@ class ModelResidency:
 
 @dataclass
 class ModelTransfer:
-    """A copy in flight: `todo` is (run, position, key, slot offset) per block. `residency` pins
-    what it makes ready."""
+    """A copy in flight: `todo` is (run, position, key, slot offset) per block. `residency` pins the
+    blocks that it makes ready."""
 
     lease: ModelLease | None
     shard_index: int
@@ -94,7 +94,7 @@ class CacheModel:
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
         self.residencies: dict[tuple[str, str], ModelResidency] = {}
-        # Slots that are kept for readers of the server before, with their keys until flushed.
+        # Slots that are kept for readers of the previous server, with their keys until flushed.
         self.kept: dict[int, Key | None] = {}
         self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}
@@ -118,7 +118,7 @@ class CacheModel:
         self.residencies = {}
         self.leases, self.transfers, self.written, self.aborted = {}, {}, {}, set()
 
-    # What may be read off the model
+    # Questions to the model
 
     def pins(self) -> dict[Key, int]:
         pins: dict[Key, int] = {}
@@ -189,7 +189,7 @@ class CacheModel:
         self.counted.aborted_blocks += 1
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
-        """Applies the rule for a write lease after one of its copies has ended."""
+        """Applies the rule for a write lease after a copy of it has ended."""
         if lease.copies:
             return
         for key in [key for key in lease.keys if key in self.aborted]:
@@ -288,8 +288,8 @@ def reserve_allowed(
     results: list[int],
     fresh: set[Key],
 ) -> None:
-    """Checks that each result of one run is one that the rules allow, given what was ready `before`
-    the call and the `fresh` reservations."""
+    """Checks each result of a run against the rules, given the blocks that were ready `before` the
+    call and the `fresh` reservations."""
     seen: set[Key] = set()
     for key, result in zip(keys, results, strict=True):
         if result == BlockResult.PRESENT:
@@ -313,7 +313,7 @@ def reserve_allowed(
 
 
 def values(thing: object) -> object:
-    """Returns what an object of ours holds, as values that compare."""
+    """Returns the content of one of our objects, as values that compare."""
     if isinstance(thing, np.ndarray):
         return thing.tobytes()
     if isinstance(thing, dict):
@@ -336,7 +336,7 @@ def vars_of(group: ResidentGroup) -> dict[str, object]:
 
 
 def snapshot(core: CacheCore) -> object:
-    """Returns all that a call may change, as values that compare."""
+    """Returns all state that a call may change, as values that compare."""
     space, index, pool = core.space, core.space.index, core.space.pool
     classes = {
         size: (c.num_slabs, c.free.all().tolist())
@@ -378,20 +378,20 @@ def snapshot(core: CacheCore) -> object:
 
 
 def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None:
-    """Checks that a call is refused for this reason, and changes nothing."""
+    """Checks that a call is refused for this reason and changes no state."""
     before = snapshot(core)
     assert reason_of(call) is reason
     assert snapshot(core) == before
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
-    """Raises where a refusal for space was wrong: something of this slot size, or a slab of
-    another, could still have gone.
+    """Raises if a refusal for space was wrong: a block of this slot size, or a slab of another,
+    could have been evicted.
 
     `untouchable`: entry numbers that had to stay during the call though nothing pins them now.
     """
     if space.policy.figures().get("hold_s"):
-        # What was used a moment ago may stay.
+        # Blocks used a moment ago may stay.
         return
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)
@@ -408,7 +408,7 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         # Slabs may be kept for sizes that residencies were promised.
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
-    # Slabs that are free, or would be if everything in their runs that may go went.
+    # Slabs that are free, or would be free after all possible evictions in their runs.
     heads = pool.slab_head()
     stays = heads[index.offsets(live[~may_go]) // pool.slab_bytes]
     free = (pool.slab_owner() != ABSENT) & ~np.isin(heads, stays)

@@ -108,8 +108,8 @@ class ReadRules(CacheWorld):
         asked: list[tuple[int, list[int]]],
         masks: list[list[bool]],
     ) -> None:
-        """Checks that a lease tells the offsets of its pinned blocks only, and that the right bytes
-        of every shard are there."""
+        """Checks that a lease gives offsets for its pinned blocks only, and that these hold the
+        right bytes of every shard."""
         ks = self.sessions[session][1]
         for (group, numbers), mask, found in zip(
             asked, masks, self.core.slot_offsets(session, lease_id), strict=True

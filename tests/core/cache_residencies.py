@@ -1,7 +1,7 @@
 """Rules of residencies for the state machine of the core, with models of their readers.
 
-A reader is modelled as the words that it was given, and the key in each slot that it was told. As
-long as the words say that the residency holds, those bytes must be there.
+A reader is modelled as its words and the key in each of its slots. While the words say that the
+residency holds, those bytes must be there.
 """
 
 from collections import Counter
@@ -141,7 +141,7 @@ class ResidencyRules(WriteRules):
         residency = self.model.residencies.get((engine, residency_id))
         rows = residency.rows.get(group, {}) if residency else {}
         if rows and data.draw(st.integers(0, 3)):
-            # Mostly what it has already, where it has something.
+            # Mostly blocks that it already has, if it has some.
             numbers = [
                 rows[first + at][1] if first + at in rows else number
                 for at, number in enumerate(numbers)
@@ -188,8 +188,8 @@ class ResidencyRules(WriteRules):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
-        """Stores all shards of a block, one after the other, into a residency that is told of
-        it."""
+        """Stores all shards of a block, one after the other, into a residency. Then its reader
+        learns the slots."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})
@@ -206,7 +206,7 @@ class ResidencyRules(WriteRules):
             )
             self.finish(session, name, succeeded=True)
         if residency is not None:
-            # The engine asks where they lie, now or never.
+            # The engine asks for their slots now or never.
             self.tell(engine, residency_id)
             for group, rows in residency.rows.items():
                 first = min(rows, default=0)

@@ -73,8 +73,7 @@ class WriteRules(CacheWorld):
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
     ) -> tuple[list[int], list[int]]:
-        """Mostly some of what the lease's first call named, where there is one: others are
-        refused."""
+        """Returns mostly some blocks of the lease's first call; other blocks are refused."""
         if not existing or not existing.write or not data.draw(st.integers(0, 3)):
             return lists
         asked = dict(existing.asked)
@@ -106,7 +105,7 @@ class WriteRules(CacheWorld):
         results: list[list[int]],
         expires_s: float,
     ) -> None:
-        """Takes over a fresh reservation into the model, having checked it."""
+        """Checks a fresh reservation and adds it to the model."""
         engine, ks = self.sessions[session]
         lease = self.model.leases.get((engine, lease_id))
         deciding = lease is None
@@ -145,7 +144,7 @@ class WriteRules(CacheWorld):
             self.model.written[key] = 0
 
     def count(self, keys: list[Key], results: list[int], lease: ModelLease | None) -> None:
-        """A second place of a hash is in flight, and not counted."""
+        """Counts results. A second position of a hash is in flight, and not counted."""
         counted = self.model.counted
         counted.present_blocks += results.count(BlockResult.PRESENT)
         counted.no_space_blocks += results.count(BlockResult.NO_SPACE) if lease is None else 0
@@ -174,7 +173,7 @@ class WriteRules(CacheWorld):
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
         if existing and existing.write and existing.keys and data.draw(st.integers(0, 3)):
-            # Mostly what the lease reserved, so that shards and blocks come together.
+            # Mostly blocks that the lease reserved, so that shards and blocks come together.
             numbers = [[key[2] for key in existing.keys if key[1] == group] for group in (0, 1)]
             lists = (numbers[0], numbers[1])
         else:
@@ -192,7 +191,7 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """A store begins, or is refused as it must be; returns which."""
+        """Begins a store. Checks that a refusal is right, and returns False for it."""
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
@@ -273,8 +272,8 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Results of a store's start as `reserve` would have answered: what its own lease holds is
-        reserved, whatever became of it."""
+        """Returns results of a store's start as `reserve` would have answered: blocks of its own
+        lease are reserved, whatever happened to them."""
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):
@@ -295,8 +294,8 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Returns why a block of a lease need not be copied for this shard: aborted, written, being
-        written."""
+        """Returns the results that are right for a block of a lease which needs no copy of this
+        shard: aborted, written, being written."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)
             for t in self.model.transfers.values()

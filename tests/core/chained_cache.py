@@ -1,4 +1,4 @@
-"""A cache of one session whose blocks come in chains of numbers."""
+"""A cache with a session whose blocks come in chains of numbers."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ NUM_SLOTS = 64
 
 
 class Cache(World):
-    """One session and one group; blocks are numbers, in chains."""
+    """A session and a group; blocks are numbers, in chains."""
 
     def __init__(self, policy: str) -> None:
         super().__init__(NUM_SLOTS // 4, 200, policy)

@@ -18,8 +18,8 @@ LAYER, BLOCK, KERNEL, HEAD, TOKEN, CONTENT = range(6)
 
 @dataclass(frozen=True)
 class Shape:
-    """One group on one rank. `num_kernel`: kernel blocks in a block; `content`: bytes of one head
-    and token."""
+    """A group on a rank. `num_kernel`: kernel blocks in a block; `content`: bytes of a head and
+    token."""
 
     num_layers: int
     num_kernel: int
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def all_bytes(self) -> int:
-        """Returns all bytes of one block, over all layers."""
+        """Returns the bytes of a block over all layers."""
         return self.num_layers * self.num_kernel * self.num_heads * self.num_tokens * self.content
 
 
@@ -59,7 +59,7 @@ def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
 
 
 def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
-    """Returns the bytes of one page in slot order."""
+    """Returns the bytes of a page in slot order."""
     axes = inner_axes(order, view.shape[KERNEL])
     page = view[layer, block]
     left_out = [axis for axis in (KERNEL, HEAD, TOKEN) if axis not in axes]
@@ -68,8 +68,8 @@ def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
 
 @dataclass
 class Rank:
-    """A rank's memories, the views of each group's layers (one view, or one a layer, each in a
-    memory), and its layout."""
+    """A rank's layout, memories, and the views of each group's layers: a single view, or a view for
+    each layer, each in a memory."""
 
     order: str
     num_blocks: int
@@ -77,7 +77,7 @@ class Rank:
     views: list[list[tuple[str, Bytes]]] = field(default_factory=list)
 
     def layer(self, group: int, layer: int) -> Bytes:
-        """Returns the view [1, block, ...] of one layer."""
+        """Returns the view [1, block, ...] of a layer."""
         views = [view[i : i + 1] for _, view in self.views[group] for i in range(view.shape[LAYER])]
         return views[layer]
 
@@ -108,9 +108,9 @@ class Rank:
 
 
 def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int) -> Rank:
-    """Makes a rank. `placing` of the groups: `layers`, a memory for each layer; `apart`, one for
-    each group; `packed`, side by side in one memory; `overlaid`, on the same bytes of one. A group
-    without layers has neither memory nor views."""
+    """Makes a rank. `placing` of the groups: `layers`, a memory for each layer; `apart`, a memory
+    for each group; `packed`, side by side in a memory; `overlaid`, on the same bytes. A group
+    without layers has no memory and no views."""
     rank = Rank(order, num_blocks)
     if placing in ("layers", "apart"):
         for group, shape in enumerate(shapes):
@@ -124,8 +124,8 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
                 [(name, view_of(rank.memories[name], order, own, num_blocks)) for name in names]
             )
         return rank
-    # With blocks outermost a row holds one kernel block of all groups; else there is one row with a
-    # region for each group.
+    # With blocks outermost a row holds a kernel block of all groups; else a single row has a region
+    # for each group.
     num_rows = num_blocks * shapes[0].num_kernel if order.startswith("B") else 1
     widths = [num_blocks * shape.all_bytes // num_rows for shape in shapes]
     starts = (
@@ -166,7 +166,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Draws one to three groups, on one or two pipeline stages (a stage may lack layers of a group)
-    of one or two tensor shards each."""
+    with one or two tensor shards each."""
     num_groups, num_kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pages = [
         Shape(1, num_kernel, *draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.integers(1, 40)))
@@ -223,7 +223,7 @@ def dealt(case: Case, rng: np.random.Generator) -> list[NDArray[np.int64]]:
 
 
 def shard_bytes(rank: Rank, group: int, num_layers: int, block: int) -> Bytes:
-    """Returns what one block's slot holds of a rank, by its views."""
+    """Returns a rank's bytes of a block's slot, by its views."""
     return np.concatenate(
         [
             np.empty(0, np.uint8),

@@ -108,7 +108,7 @@ class LowerMachine(RuleBasedStateMachine):
             self.goes_down(move)
 
     def goes_down(self, move: Move, *, is_plain: bool = False) -> None:
-        """Notes a move that has begun."""
+        """Records a move that has begun."""
         offsets = self.core.space.index.offsets(move.entries).tolist()
         places = self.lower.space.index.offsets(move.places).tolist()
         is_encoded = self.is_encoded(move)
@@ -132,7 +132,7 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
-        """Blocks are stored, moved down and evicted: what a later move up needs."""
+        """Stores blocks, moves them down and evicts them, for a later move up."""
         self.store(space, group, numbers, 0)
         words = self.core.space.index.find(space, group, words_of(numbers))
         ready = np.unique(words[table.is_ready(words)])
@@ -229,7 +229,7 @@ class LowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        """The tier may write the slots whenever it likes; the blocks are absent."""
+        """Hangs a move up: the tier may still write the slots, and the blocks are absent."""
         up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
@@ -266,7 +266,7 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """While a flush goes on in parts, moves of its key space neither begin nor count."""
+        """Flushes in parts: meanwhile moves of the key space neither begin nor count."""
         parts = self.core.flush(space)
         next(parts, None)
         self.begin_down(data, 8)
@@ -280,7 +280,7 @@ class LowerMachine(RuleBasedStateMachine):
         assert not len(self.core.space.index.ready_blocks(space))
         assert not len(self.lower.space.index.ready_blocks(space))
 
-    # What must hold
+    # Invariants
 
     def content(self, space: int, group: int, number: int) -> Content:
         return space, group, words_of([number])[0].tobytes(), self.num_flushes[space]
@@ -311,7 +311,7 @@ class LowerMachine(RuleBasedStateMachine):
             self.core.check_invariants()
 
     def teardown(self) -> None:
-        """All ends at last, and nothing stays reserved or pinned."""
+        """Ends all moves, and checks that no block stays reserved or pinned."""
         if not hasattr(self, "core"):
             return
         while self.moves:

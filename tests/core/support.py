@@ -45,7 +45,7 @@ SLAB = 4 * SLOT_ALIGN
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
-    """Returns a table of its own memory; `num_buckets` 0 for the usual load."""
+    """Returns a table over new memory; `num_buckets` 0 for the usual load."""
     geometry = TableGeometry.for_capacity(capacity, 1, arena_bytes)
     if num_buckets:
         geometry = TableGeometry(num_buckets, capacity, 1, arena_bytes)
@@ -141,7 +141,7 @@ class World:
         depth: int = 0,
         residency_id: str = "",
     ) -> list[int]:
-        """Stores blocks of a group under a lease of their own. Returns a result a block."""
+        """Stores blocks of a group under a new lease. Returns a result per block."""
         self.num_calls += 1
         name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), None, depth)]
         number = session.number
@@ -150,17 +150,17 @@ class World:
         return results
 
     def found(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> list[int]:
-        """Returns those that a lookup finds."""
+        """Returns the numbers that a lookup finds."""
         (mask,) = self.core.lookup(key_space_id, [HashList(group, words_of(numbers))])
         return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
 
     def entries(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> Entries:
-        """Returns the entries of blocks, 0 for those that are not there."""
+        """Returns the entries of blocks; 0 for absent blocks."""
         return self.core.space.index.find(key_space_id, group, words_of(numbers))
 
 
 def residencies(core: CacheCore) -> Residencies:
-    """Returns the residencies of this core, which has some from the first call on."""
+    """Returns the residencies of this core, creating them at the first call."""
     for pinner in core.pinners:
         if isinstance(pinner, Residencies):
             return pinner
@@ -177,8 +177,8 @@ def reason_of(call: Callable[[], object]) -> Reason:
 def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
-    """Returns another core over what the old one would leave if it were killed now; every block was
-    used at the same time, if that is known."""
+    """Returns another core over the state that the old core would leave if it were killed now.
+    Every block was last used at the same time, if that is known."""
     capacity, old_marks = old.config.capacity, old.marks.copy()
     memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
     core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
@@ -293,8 +293,8 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash that lives in bucket `home` with this tag; `tail` makes hashes of one home and
-    tag differ where there is room for it."""
+    """Returns a hash that lives in bucket `home` with this tag; `tail` makes hashes with the same
+    home and tag differ if there is room for it."""
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt
     return prefix.to_bytes(8, "little") + bytes([tail]) * (hash_bytes - 8)

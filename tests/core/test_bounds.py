@@ -1,4 +1,4 @@
-"""Bounds on a shared resource: how much one owner may take, and how much is left for the next."""
+"""Bounds on a shared resource: an owner's limit, and the room that stays for the next owner."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -16,7 +16,7 @@ from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """The bound and two accounts of it count in their own units: the holdings of each reduce the
+    """Counts the bound and two accounts of it in their own units: the holdings of each reduce the
     room of the others."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
@@ -31,7 +31,7 @@ def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
         allowed = [
             n for n in range(1, left + 1) if held(owner) + n <= floor or held(owner) + n <= left - n
         ]
-        # All that is less may be taken, too.
+        # All smaller amounts are allowed, too.
         assert allowed == list(range(1, len(allowed) + 1))
         account, mine = accounts[which], books[which]
         assert bound.room(owner) == max(allowed, default=0)

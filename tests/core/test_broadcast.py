@@ -30,8 +30,8 @@ STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=30)
 def test_a_reader_sees_everything_or_is_told_what_it_missed(
     steps: list[tuple[int, int]], bound: int
 ) -> None:
-    """Each step puts some items and reads at most some. The read and lost items are all the put
-    items, in order."""
+    """Each step puts some items and reads at most some. The read and lost items together are all
+    the put items, in order."""
 
     async def run() -> None:
         feeds: Feeds[Item] = Feeds()

@@ -133,7 +133,7 @@ class CacheMachine(ReadRules, ResidencyRules):
 
 
 class ResidentMachine(CacheMachine):
-    """Leaves out rules that do not concern residencies, so that more of them run."""
+    """Leaves out rules that do not concern residencies, so that the others run more often."""
 
     acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]
 

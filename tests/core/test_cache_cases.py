@@ -17,7 +17,7 @@ from tests.core.support import SLAB, World, begin_store, evict, flush, reserve, 
 
 
 def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
-    """Two copies to one slot would leave a mixture of both."""
+    """Two copies to a slot would leave a mixture of both."""
     world = World()
     core, session = world.core, world.open().number
     run = [Run(0, words_of([1, 2, 1]))]
@@ -133,7 +133,8 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """A quarter of the half of the arena that each is guaranteed, before a load has started."""
+    """Grants a quarter of the half of the arena that each is guaranteed, before a load has
+    started."""
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":

@@ -1,5 +1,5 @@
-"""Key spaces come and go: which are known, which are forgotten first; a key space in use is never
-forgotten."""
+"""Key spaces come and go: those unused for longest are forgotten first, and a key space in use is
+never forgotten."""
 
 import ctypes
 import mmap

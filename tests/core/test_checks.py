@@ -113,8 +113,8 @@ def test_sums_take_half_the_processors(
 
 @given(data=st.data(), num_shards=st.integers(1, 3))
 def test_a_block_is_given_the_sum_of_all_its_shards(data: st.DataObject, num_shards: int) -> None:
-    """Each shard is written in parts of its own; a block is complete with its last shard, and asked
-    for once."""
+    """Writes each shard in several parts; a block is complete with its last shard, and requested
+    once."""
     lease = WriteLease("engine", "owner", "lease", 1, 1, 1, 0.0, np.empty(0, np.uint64), 0)
     blocks = range(1, 6)
     todo = [(block, shard) for block in blocks for shard in range(num_shards)]

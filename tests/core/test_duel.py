@@ -34,7 +34,7 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class NaiveShadow:
-    """A cache that evicts the block of least heat, unless that was used within the hold time.
+    """A cache that evicts the block of least heat, unless it was used within the hold time.
     Remembers every key that it ever saw."""
 
     def __init__(self, contender: Contender) -> None:
@@ -88,7 +88,7 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
     scores, before, ends_s = np.zeros(len(CONTENDERS)), np.zeros(len(CONTENDERS)), np.inf
     now_s = 10.0
     for _ in range(data.draw(st.integers(1, 60))):
-        # Never the same moment twice, so that no two keys are equally hot.
+        # Never the same moment twice, so that any two keys differ in heat.
         now_s += float(rng.exponential(rng.choice([1.0, 9.0, 50.0, 900.0]))) + 1e-3
         numbers = rng.permutation(60)[: rng.integers(1, 15)].tolist()
         limit = int(rng.integers(1, 50))
@@ -113,8 +113,8 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
     seed=st.integers(0, 1 << 32),
 )
 def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -> None:
-    """Keys outside a smaller sample leave all shadows, nothing else does; a larger sample begins
-    with empty ones."""
+    """Drops from all shadows only the keys outside a smaller sample; a larger sample begins with
+    empty shadows."""
     rng = np.random.default_rng(seed)
     cache = Duel(20_000)
     for number, size in enumerate(sizes):
@@ -201,7 +201,7 @@ def test_what_holds_is_out_of_the_race_while_it_may_not() -> None:
 
 
 def test_years_and_long_silences() -> None:
-    """Late clocks keep the order of chains, and after any silence one epoch ends."""
+    """Keeps the order of chains on late clocks, and ends an epoch after any silence."""
     cache = Duel(64)
     for number, now_s in enumerate([1e9, 1e9 + 1.0, 1.1e9, 1.1e9 + 61.0]):
         cache.observe(keys_of(list(range(30 + number))), now_s, 20)
@@ -212,8 +212,8 @@ def test_years_and_long_silences() -> None:
 
 
 def test_contenders_fit_the_shadows() -> None:
-    """Who holds a key is one bit a contender of sixteen; the first contender is the one that
-    starts."""
+    """Shadows record the holders of a key in sixteen bits, a bit per contender; the first contender
+    is the initial winner."""
     assert len(CONTENDERS) <= 16 and len(set(CONTENDERS)) == len(CONTENDERS)
     assert Duel(10).winner == CONTENDERS[0]
     assert kernels.LEAK == LEAK and kernels.DEPTH_STEP == DEPTH_STEP

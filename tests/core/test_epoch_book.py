@@ -1,10 +1,10 @@
-"""The book of flushes: a node that reaches the store never serves a block of before an answered
+"""The book of flushes: a node that reaches the store never serves a block from before an answered
 flush, whatever nodes and stores do.
 
-The machine drives books of three nodes over one naive store, whose operations take time: questions
+The machine drives books of three nodes over a naive store, whose operations take time: questions
 and raises are executed some turns after they were sent, and answered later. Nodes are stopped, cut
-off and killed, and keep their notes; the store goes away, loses its epochs, or comes back from an
-old copy, which a node that knows more reaches before it is trusted.
+off and killed, and keep their notes. The store goes away, loses its epochs, or returns from an old
+copy; a node that knows more reaches it before it is trusted.
 """
 
 import random
@@ -58,7 +58,7 @@ class Store:
         return self.epoch
 
     def tick(self) -> int:
-        """Returns the time, of which numbers are made."""
+        """Returns the time, from which numbers are made."""
         self.clock += 10
         return self.clock
 
@@ -350,7 +350,7 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # It shows the epoch of before: it was restored.
+    # It shows the earlier epoch: it was restored.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
@@ -371,7 +371,7 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # What was stored since may be of before a flush on another node.
+    # Blocks stored since may be from before a flush on another node.
     assert book.begin_flush(13.0) == FP
 
 
@@ -395,7 +395,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """Else blocks of before would be readable if the power fails before their records are gone."""
+    """Otherwise blocks from before would be readable if the power fails before their records are
+    gone."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -430,7 +431,7 @@ def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
     book.flushes(5.0)
     book.shows(NO_EPOCH, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_EPOCH, True, False)
-    # What is stored meanwhile is not vouched for under the next one.
+    # Blocks stored meanwhile are not vouched for under the next epoch.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
@@ -443,7 +444,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # An answer of before the raise does not count.
+    # An answer from before the raise does not count.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -466,6 +467,6 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
     assert book.is_fresh(FP, "store", 5.05), "this epoch the store had when it was copied"
-    # A read that met another epoch makes the store be asked at once.
+    # A read that met another epoch makes the book ask the store at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]

@@ -94,7 +94,7 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pinner waits for memory before the thread starts, and is slow with its piece."""
+    """Makes the pinner wait for memory before the thread starts, and slows its piece."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
 
     def slow(start: int, length: int) -> None:

@@ -1,8 +1,8 @@
 """The hit rule beside vLLM's: its own coordinators search random block pools.
 
-Equal but for what `excuse` names: where vLLM asks for more than it needs, ours may be longer; where
-vLLM trusts what it has not looked at, ours is shorter. Context parallelism: refused exactly where
-vLLM asserts.
+Hits are equal except for the cases of `excuse`: if vLLM asks for more than it needs, ours may be
+longer; if vLLM trusts blocks that it has not looked at, ours is shorter. Context parallelism is
+refused exactly where vLLM asserts.
 """
 
 from collections import Counter
@@ -103,8 +103,8 @@ def vllm_hit(
 
 
 def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
-    """Returns groups that vLLM accepts, and which of them hold a drafter's layers. Equal groups
-    belong to the drafter together."""
+    """Returns groups that vLLM accepts, and the drafter's groups among them. Equal groups belong to
+    the drafter together."""
     equal_blocks = rng.random() < 0.5
     kinds = (
         list(GroupKind)
@@ -138,19 +138,18 @@ def excuse(
         # known and would prove the hit before it.
         if len(groups) == 1 and drafts and num_tokens % groups[0].block_tokens == 0:
             return "drafter alone"
-        # Where a run of window blocks reaches back to the prompt's start, vLLM rounds it down
-        # before it drops the drafter's block too.
+        # If a run of window blocks reaches back to the prompt's start, vLLM rounds it down before
+        # it drops the drafter's block too.
         if any(
             groups[i].kind is GroupKind.SLIDING_WINDOW
             and groups[i].block_tokens < alignment_tokens(groups)
             for i in drafts
         ):
             return "drafter rounded down twice"
-        # vLLM looks for a run of blocks, and one block is the shortest it takes; a window of one
-        # token needs none.
+        # vLLM looks for a run of at least one block; a window of one token needs no block.
         return "window of one token" if any(group.window_tokens == 1 for group in groups) else ""
-    # vLLM marks blocks before the current chunk as hits unseen, though the boundary that it falls
-    # back to may lie in the chunk before.
+    # vLLM counts blocks before the current chunk as hits without looking, though the boundary that
+    # it falls back to may lie in the previous chunk.
     if any(
         group.kind is GroupKind.CHUNKED_LOCAL and group.window_tokens % group.block_tokens
         for group in groups

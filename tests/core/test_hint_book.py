@@ -158,7 +158,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(chain=CHAINS, like=st.integers(0, 5), first=st.integers(0, 6), stop=st.integers(0, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """Reports a hit of a prompt that goes on after a watched prompt, or is another."""
+        """Reports a hit of a prompt that continues a watched prompt, or is unrelated."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))

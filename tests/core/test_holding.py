@@ -96,8 +96,8 @@ def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Those of another size would pay for it. Without its holding the winner would be worse than
-    others are."""
+    """Blocks of another size would be evicted for it, and without its hold the winner would be
+    worse than other contenders."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16

@@ -26,7 +26,7 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""In c: float32 once a use."""
+"""Error of c: float32 rounds once a use."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 
@@ -56,7 +56,7 @@ class DefinitionMachine(RuleBasedStateMachine):
         self.now_s = 1000.0
         self.entry_of: dict[int, int] = {}
         self.uses: dict[int, list[tuple[float, int]]] = {}
-        # Evicted, the oldest first; only so many are remembered.
+        # Evicted keys, the oldest first; their number is limited.
         self.ghosts: OrderedDict[int, int] = OrderedDict()
         self.num_evicted = 0
 
@@ -111,7 +111,7 @@ class DefinitionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
     def decline(self, data: st.DataObject, passed: int, priority: int) -> None:
-        """A block that finds no room was used as well, and is a ghost from then on."""
+        """Counts the use of a block that finds no room; it becomes a ghost."""
         self.now_s += passed / TICKS_PER_S
         block = data.draw(self.absent())
         depth = data.draw(st.integers(0, 2))
@@ -269,7 +269,7 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
     """With `keep_at_s`, blocks used within the winner's hold time, or held until later, are no
-    victims unless they were demoted. All other blocks are; without it, all blocks are."""
+    victims unless they were demoted. All other blocks are victims; without it, all blocks are."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -319,7 +319,7 @@ def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> Non
 
 
 def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
-    """Blocks with a time to live keep others out no longer than the hold time."""
+    """Blocks with a time to live keep other blocks out no longer than the hold time."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)

@@ -1,5 +1,5 @@
-"""Long work runs in parts: whatever is called between two parts, the books agree after each, and
-the promise of the work holds at its end."""
+"""Long work runs in parts: whatever is called between two parts, the books agree after each part,
+and the work's promise holds at its end."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -185,8 +185,7 @@ def test_slots_in_slabs_are_found(slab_bytes: int) -> None:
 
 
 def test_entries_without_memory_are_not_used() -> None:
-    """A table whose records come behind holds as many entries as have memory, and more when more
-    have."""
+    """Limits the number of entries to those with memory, while the table's memory grows."""
     world = World(NUM_SLOTS // 4)
     session, index = world.open(), world.core.space.index
     for limit in (5, 8):

@@ -73,7 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.pins = [0] * (capacity + 1)
 
     def keys(self, data: st.DataObject, max_size: int = 12) -> tuple[int, int, list[bytes]]:
-        """Draws hashes of one group, crowded into few buckets and tags."""
+        """Draws hashes of a group, crowded into few buckets and tags."""
         key_space_id, group = data.draw(st.sampled_from(GROUPS))
         salt = SALTS[key_space_id][group]
         home, tag, tail = st.integers(0, self.num_buckets - 1), st.integers(0, 9), st.integers(0, 2)
@@ -230,8 +230,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # By tag alone, so an entry is found wherever there is one, and nothing else where no
-            # other key has the tag.
+            # By tag alone: an existing entry is found, and nothing else unless another key has the
+            # tag.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)
@@ -262,7 +262,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
     def passed_by(self) -> list[int]:
-        """Returns for each bucket how many keys lie behind it that it was too full for."""
+        """Returns for each bucket the number of keys behind it that did not fit into it."""
         rows = self.index.table.buckets[:, table.ENTRIES :].tolist()
         passed = [0] * self.num_buckets
         for (key_space_id, group, block_hash), entry in self.model.items():
@@ -275,7 +275,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """The index and the dict have the same entries, and readers notice every change."""
+        """Checks that index and dict have the same entries, and that readers notice every
+        change."""
         index = self.index
         index.check_invariants()
         buckets, before = index.table.buckets, self.buckets

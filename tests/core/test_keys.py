@@ -135,7 +135,7 @@ def test_group_hashes_are_those_at_each_blocks_last_token(num_hashes: int, step:
 def test_token_hashes_are_those_of_vllm(
     seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through vLLM's own chain: `init_none_hash`, then `hash_block_tokens` block by block."""
+    """Compares with vLLM's own chain: `init_none_hash`, then `hash_block_tokens` block by block."""
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     hashing = pytest.importorskip("vllm.utils.hashing")
     monkeypatch.setattr(utils, "NONE_HASH", hashing.sha256(seed), raising=False)

@@ -96,7 +96,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     tiered.add([10], 8, 7)
     refused = (7, [1, 0], [1, 0], [0, 0], [6, 7])
     assert written() == [refused, (10, [1], [0], [1], [8])]
-    # What was used is offered again; what is below is not.
+    # Used blocks are offered again; blocks below are not.
     used = [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))]
     tiered.core.touch(tiered.session.number, used, 2.0)
     assert written() == [refused]

@@ -1,5 +1,5 @@
 """Files of arena, table and state survive a start that is killed at any write; full or busy memory
-is handled; each file has one writer."""
+is handled; each file has a single writer."""
 
 import errno
 import os
@@ -121,7 +121,7 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
 
 
 def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Path) -> None:
-    """Also a signalling NaN, for which the processor raises a flag and numpy a warning."""
+    """Covers a signalling NaN, for which the processor raises a flag and numpy a warning."""
     memory = Start(tmp_path).memory
     geometry = memory.table.geometry
     bits = np.zeros(geometry.capacity + 1, "<u4")

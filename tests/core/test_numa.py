@@ -99,7 +99,7 @@ def test_a_node_without_memory_is_refused_with_those_that_have_some(tmp_path: Pa
     platform.machine() not in ("x86_64", "aarch64"), reason="no number of the system call is known"
 )
 def test_memory_can_be_placed_or_the_reason_is_said() -> None:
-    """mbind of a fresh mapping on a node that there is; machines may forbid it, and then say so."""
+    """Calls mbind for a fresh mapping on an existing node; machines that forbid it must say so."""
     nodes = numa.memory_nodes()
     if not nodes:
         pytest.skip("this kernel has no NUMA")

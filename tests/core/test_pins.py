@@ -38,9 +38,9 @@ class HoldsMachine(RuleBasedStateMachine):
         )
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
         self.size_of = dict(zip(entries.tolist(), index.slot_bytes(entries).tolist(), strict=True))
-        # Numbers in no order, as an index hands them out after a while.
+        # Numbers in random order, as an index hands them out after a while.
         self.numbers = np.random.default_rng(seed).permutation(entries)
-        # Others pin too.
+        # Other owners pin too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
         self.others = index.pins.copy()
         self.index, self.holds = index, RetentionPins(index, TenantBook({}, budget_bytes), 1.0)
@@ -52,8 +52,8 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @rule(places=PLACES, ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]))
     def hold(self, places: list[int], ttl_s: float) -> None:
-        """Holds entries, which may be listed twice. The first new entry that does not fit ends it:
-        a chain is kept from its head on."""
+        """Holds entries, which may be listed twice. It ends at the first new entry that does not
+        fit: a chain is kept from its head on."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         for entry in dict.fromkeys(self.entries(places).tolist()):
             if entry in self.until_s:
@@ -116,7 +116,7 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
     ending = machine.holds.expire(machine.now_s)
     for _ in range(3):
         next(ending)
-    # One that lies in a part that has been looked at, one in a part that has not.
+    # An entry in a part that has been looked at, and one in a part that has not.
     for entry, until_s in ((2, 2.0), (20, 3.0)):
         machine.holds.hold(np.array([entry], np.uint32), until_s)
         machine.holds.check_invariants()

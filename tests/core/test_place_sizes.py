@@ -1,5 +1,5 @@
-"""Places below that are smaller than slots: which groups get them, how the write gate counts them,
-and which records of an earlier server come back."""
+"""Places below that are smaller than slots: the groups that get them, their count in the write
+gate, and the records that are restored from an earlier server."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -54,7 +54,7 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
         ((0, 1), 0, LARGE),
         ((0, 0), RETRY_BLOCKS - 1, LARGE),
         ((0, 0), 1, SMALL),
-        # A quarter is worth it.
+        # Encoding a quarter of the blocks is worth it.
         ((MIN_TRIED // 4, MIN_TRIED), 0, SMALL),
     ):
         if tried[1]:
@@ -99,7 +99,7 @@ class Node(World):
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)
 
     def write(self, group: int, numbers: list[int], unfit: list[int]) -> Entries:
-        """Stores blocks, and moves them down; those that can't be encoded, plain."""
+        """Stores blocks, and moves them down; blocks that can't be encoded are moved plain."""
         self.offer(group, numbers)
         again = self.end(self.begun(), unfit)
         for plain in self.down.begin(again, is_plain=True):
@@ -119,7 +119,7 @@ def test_the_gate_counts_the_bytes_of_places_and_what_is_moved_again() -> None:
     assert not len(node.write(1, [1, 2], []))
     assert node.written_bytes() == 2 * SMALL + LARGE + 2 * PLAIN
     assert (counters.demoted, counters.encoded) == (5, 2)
-    # What was moved plain is not moved again, whatever the tier says.
+    # A block that was moved plain is not moved again, whatever the tier reports.
     assert not len(node.write(1, [3], [0]))
     node.core.check_invariants()
     evict(node.core, 1, 0, words_of([1, 2]))
@@ -166,8 +166,7 @@ def left() -> Space:
 
 
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
-    """Returns a space filled with what records say, by a server that knows of encoded blocks or
-    not."""
+    """Returns a space restored from records. `knows`: the server knows encoded blocks."""
     space = below()
     catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)
@@ -178,7 +177,7 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
 
 
 def test_blocks_come_back_in_places_of_both_sizes() -> None:
-    """A server without compression gets the plain blocks."""
+    """A server without compression restores the plain blocks."""
     old = left()
     records = old.index.table.records
     space, report = restored(records.copy())

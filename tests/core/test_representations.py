@@ -43,7 +43,7 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """A write lease: per key that is reserved its shards written; per shard in flight (run,
+    """A write lease: the written shards of each reserved key; for each shard in flight (run,
     position, key, slot offset) of each block."""
 
     lists: list[tuple[int, list[int]]]
@@ -100,7 +100,7 @@ class RepresentationMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.sessions = [self.opened(f"e{at}", kind).number for at, kind in enumerate(self.kinds)]
 
-    # What the core shows
+    # The core's view
 
     @property
     def core(self) -> CacheCore:
@@ -120,8 +120,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         return self.ready | {(kind, number) for number, kind in self.kept.items()}
 
     def settle(self, *, makes_room: bool = False) -> None:
-        """Takes the notices of the last call, and compares. Representations go without their block
-        only when room is made."""
+        """Compares, after taking the notices of the last call. Representations go without their
+        block only when room is made."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
@@ -184,7 +184,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         return name
 
     def joinable(self) -> list[tuple[str, int]]:
-        """Returns the writes that lack a shard, and which shard."""
+        """Returns the writes that lack a shard, and the number of that shard."""
         return [
             (name, shard)
             for name, write in sorted(self.writes.items())
@@ -229,8 +229,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """`before`: found when the store began; `others`: reserved under other leases. For blocks,
-        room may take representations."""
+        """Checks a result. `before`: found when the store began; `others`: reserved under other
+        leases. Room for blocks may cost representations."""
         if key in before and (key[0] == 0 or self.kept.get(key[1]) == key[0]):
             assert result == BlockResult.PRESENT
         elif key in others or (0, key[1]) in others:
@@ -397,7 +397,7 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
         assert set(world.store(session, numbers, group=group)) == {BlockResult.STORED}
     found = [world.found([1, 2, 3], group=MAX_GROUPS + kind) for kind in range(2)]
     assert found == [[1, 3], [2]]
-    # In parts of any size it is the same.
+    # Parts of any size give the same result.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(inspect, "PART_ENTRIES", part)
         *_, counted = inspect.census(world.core)

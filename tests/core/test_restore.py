@@ -1,5 +1,5 @@
 """A server takes over an old table: whatever its records say, the new books are consistent; sums of
-shards make one check value."""
+shards make up the check value."""
 
 from dataclasses import replace
 from typing import Any

@@ -48,8 +48,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache.advance(ttl_s)
     assert not len(cache.core.retention_pins) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
-    # Some policies keep what was used twice through any flood of what is used once; nothing keeps
-    # it from going.
+    # Some policies keep blocks that were used twice through any flood of blocks used once, but they
+    # may be evicted.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
     assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)
@@ -78,8 +78,8 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
     assert len(cache.core.retention_pins) == len(held)
     cache.flood(5 * NUM_SLOTS, 999.0, flood)
     assert set(held) <= cache.resident
-    # Those without a pin were asked to live as long all the same, and go only because nothing else
-    # is left to go.
+    # Blocks without a pin had the same time to live, and are evicted only because no others are
+    # left.
     cache.advance(1000.0)
     chain = cache.fresh(NUM_HELD)
     cache.add(chain, retention=Retention(ttl_s=10.0, pin=True))

@@ -45,7 +45,8 @@ class SharedMachine(LowerMachine):
     @precondition(lambda self: self.copies.num_waiting)
     @rule(num_bytes=st.integers(0, 1 << 16), is_flushed=st.booleans(), data=st.data())
     def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
-        """`is_flushed`: the first block's key space is being flushed; its blocks wait again."""
+        """Begins copies. `is_flushed`: the first block's key space is being flushed; its blocks
+        wait again."""
         lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
         lane = data.draw(st.sampled_from(lanes))
         taken = self.copies.take(num_bytes, lane)

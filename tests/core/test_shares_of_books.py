@@ -41,7 +41,7 @@ def test_nobody_takes_all_leases(tenants: bool) -> None:
         for engine in ("a1", "a2", "b1")
     ]
     hashes = [HashList(0, words_of([1]))]
-    # Half; with tenants all engines of one together.
+    # Half; with tenants, all engines of a tenant together.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         assert most(lambda i, s=session: core.acquire(s, f"{s}-{i}", hashes, 0.0, 0.0)) == granted  # type: ignore[misc]
         core.check_invariants()
@@ -109,8 +109,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     steps = core.evict_all(1)
     counts = [next(steps)]
     assert counts == [(16, 0)]
-    # Numbers that are free again are given to others meanwhile, and blocks that were to go have
-    # gone.
+    # Freed numbers are reused meanwhile, and the blocks to drop are gone.
     world.store(mine, range(200, 210))
     evict(core, 1, 0, words_of([90, 91]))
     counts += steps

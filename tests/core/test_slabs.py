@@ -19,7 +19,7 @@ from hotkv_server.settings.storage import ArenaSettings
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns
 
 SIZES = [1, SLOT_ALIGN, SLOT_ALIGN + 1, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + SLOT_ALIGN]
-"""In slots a slab: 4, 4, 2, 1, 1; the last two span two and three slabs."""
+"""Slots per slab: 4, 4, 2, 1, 1; the last two span two and three slabs."""
 
 Slot = tuple[int, int]
 """Offset and aligned size."""
@@ -44,8 +44,8 @@ class NaivePool:
         return [(head, length, owners[head]) for head, length in heads.items()]
 
     def check_slots(self) -> None:
-        """Checks that each used slot lies at its place in a run of its size, and that each run has
-        a used slot."""
+        """Checks that each used slot lies at its position in a run of its size, and that each run
+        has a used slot."""
         in_use: Counter[int] = Counter()
         for head, length, size in self.runs():
             slots = {(head * SLAB + at * size, size) for at in range(length * SLAB // size)}
@@ -113,7 +113,7 @@ class SlabMachine(AnyRuns):
 
     @rule(num_bytes=st.integers(0, 15 * SLAB))
     def back(self, num_bytes: int) -> None:
-        """Also less than before: what has memory keeps it."""
+        """Adds memory, or asks for less than before: slabs keep their memory."""
         self.pool.back(num_bytes)
         self.naive.backed |= {
             slab for slab in range(self.pool.num_slabs) if (slab + 1) * SLAB <= num_bytes
@@ -268,7 +268,7 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
     assert lost <= MOST_LOST * length * slab_bytes
     shortest = -(-slot_bytes // slab_bytes)
     assert length <= shortest + slabs.LONGEST_END
-    # A small arena is not lent to one size for its first slot.
+    # A small arena is not lent to a size for its first slot.
     for num_slabs in (1, 20, 100):
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 

@@ -88,12 +88,12 @@ class SpaceMachine(AnyRuns):
         num_available = self.space.pool.available_slots(size)
         wanted = count - self.awaited(size, count)
         finished(self.space.make_room(1, 0, size, count))
-        # Whole slabs are freed, so there may be room for more than was wanted.
+        # Whole slabs are freed, so there may be more room than requested.
         num_awaited = self.awaited(size, count)
         self.coming_bytes -= num_awaited * aligned(size)
         entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
         fresh = set(entries.tolist())
-        # A number that was evicted may be one of the new ones.
+        # The number of an evicted entry may be reused.
         recycled = fresh & set(before)
         self.ready -= recycled
         gone = sum(len(effect.hashes) for effect in self.space.removal.effects)
@@ -200,8 +200,7 @@ def test_the_last_that_were_removed_are_remembered_with_the_cause(
     max_fresh: int,
     num_remembered: int,
 ) -> None:
-    """Asked again and again, while others go and some come back; however often all are sorted
-    anew."""
+    """Asks repeatedly, while keys go and some return, however often all are sorted again."""
     monkeypatch.setattr(removed, "MAX_FRESH", max_fresh)
     monkeypatch.setattr(removed, "REMEMBERED_KEYS", num_remembered)
     space = Space(make_table(100), 4 * SLAB, SLAB, POLICIES["lru"](100))

@@ -20,7 +20,7 @@ from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, make_table, words_of
 
 SLAB_UNITS = 16
-"""Attention slots in a slab: they are one unit, SLOT_ALIGN, each."""
+"""Attention slots in a slab: each is a unit, SLOT_ALIGN."""
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 40]
@@ -29,7 +29,7 @@ WORDS = words_of(range(8192))
 
 
 class Model:
-    """An engine with one group. Each `use` is a request for a chain of its blocks, given by
+    """An engine with a group. Each `use` is a request for a chain of its blocks, given by
     number."""
 
     def __init__(self, core: CacheCore, name: str, units: int) -> None:
@@ -96,7 +96,7 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
     share, now_s = states.burst(working_set, 4, now_s)
     assert share == 1
     core.check_invariants()
-    # States have been used twice and more; a policy that counts uses needs to see attention as
+    # States have been used at least twice; a policy that counts uses needs to see attention as
     # often.
     back = range(ARENA_UNITS, ARENA_UNITS + ARENA_UNITS // 2)
     for _ in range(10):
@@ -133,8 +133,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
         if number % 4 == 0:
             lost += len(hot) - few.use(hot, 4.0 + number)
             asked += len(hot)
-    # S3-FIFO goes by arrival: what has been there longest goes once in a turn of the arena, however
-    # much it is used.
+    # S3-FIFO goes by arrival: the oldest block is evicted once in a turn of the arena, however much
+    # it is used.
     allowed = 0.12 if policy == "s3fifo" else 0.0
     assert lost <= allowed * asked, f"{lost} of {asked} uses of {len(hot)} hot blocks missed"
     assert many.share() > 0.6
