@@ -79,7 +79,7 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
     try:
         yield at
     finally:
-        # Lazily: what a failed test has left open must not keep the mount.
+        # Lazily: files that a failed test has left open must not keep the mount.
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 

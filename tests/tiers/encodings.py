@@ -1,4 +1,4 @@
-"""Blocks that compress, and blocks that do not."""
+"""Blocks that compress, and blocks that do not compress."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -120,7 +120,7 @@ def set_up(hostname: str, owned_bytes: int) -> Any:
 
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
-    """Yields a node. `is_first`: empties the store."""
+    """Yields a node. `is_first` empties the store."""
     if is_first:
         world.client.remove_all(True)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
@@ -143,7 +143,8 @@ def check_contract() -> None:
 
 
 def check_compressed() -> None:
-    """Checks that a tier that encodes keeps the contract: its children map the staging memory."""
+    """Checks that a tier that encodes keeps the contract, and that its children map the staging
+    memory."""
     world = World()
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
 
@@ -177,7 +178,8 @@ def check_values() -> None:
 
 
 def check_flushes() -> None:
-    """Checks flushes, without races: when two nodes flush simultaneously, one may have to retry."""
+    """Checks flushes without races: when two nodes flush simultaneously, a node may have to
+    retry."""
     world = World()
 
     @contextlib.contextmanager
@@ -231,7 +233,7 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The next may find room.
+        # The next try may find room.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:
         found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})
@@ -266,7 +268,7 @@ def check_faults() -> None:
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # A child that is lost says nothing of the master; the next child can't start.
+        # A lost child does not mean a lost master; the next child can't start.
         wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]
@@ -299,15 +301,16 @@ class Chain:
 
 
 class Kills:
-    """Daemons over the store. Each part, alone, is killed or stopped, also around a flush.
+    """Daemons over the store. Each part in turn is killed or stopped, also around a flush.
 
-    Always true: what a node loads has the bytes that were stored. Once a flush has answered, with
-    nothing pending or after the store has a new epoch, no node loads a block of before it from the
-    store. Host memory of a node that could not ask the store since may have such a block.
-    `heals`: once all parts run again, each node finds what each other stores; from then on no node
-    loads a block of before the flush from anywhere.
+    Invariants: a node loads only the stored bytes. Once a flush has answered without pending tiers,
+    or the store has a new epoch, no node loads an older block from the store. Host memory of a node
+    that could not ask the store since may have such a block. `heals`: once all parts run again,
+    each node finds the blocks that the others store; from then on no node loads an older block from
+    anywhere.
 
-    num_filled: chains of FILL blocks that are stored first, and one of them before each fault.
+    num_filled: number of chains of FILL blocks that are stored first; one of them is stored before
+    each fault.
     """
 
     FLAGS = (
@@ -333,8 +336,8 @@ class Kills:
             self._fill(self._dice.choice(nodes))
 
     def _fill(self, node: SharingNode) -> None:
-        """Stores blocks until the store has taken or refused them: host memory has no room for all
-        that is stored, and would lose some before they are copied."""
+        """Stores blocks until the store has accepted or refused them: host memory is smaller than
+        all of them, and would lose some before they are copied."""
 
         def num_offered() -> float:
             return node.num_copied() + node.counter("shared_refused_blocks_total")
@@ -358,7 +361,7 @@ class Kills:
             fault(part)
             self.load_some()
             self.heals()
-            # All have met the store's epoch by now.
+            # All nodes have met the store's epoch by now.
             self.check_gone(self._gone[:2], self._nodes)
             self.check_gone(self._dice.sample(self._gone, min(2, len(self._gone))), self._nodes)
 
@@ -457,10 +460,10 @@ class Kills:
     # Flushes
 
     def flush(self, without: SharingNode | None = None) -> Callable[[], None]:
-        """Flushes on a node. Returns a check that no block of before is loaded, which must wait
-        until all parts run if the store could not be told.
+        """Flushes on a node. Returns a check that no older block is loaded. If the flush is
+        pending, the check must wait until all parts run.
 
-        The check is of what can't be in host memory of a node that has not asked the store.
+        The check covers blocks that can't be in host memory of a node that has not asked the store.
         """
         node = self._dice.choice(self.running(without))
         chains, self._stored = self._stored, []

@@ -128,8 +128,8 @@ class Setup(Node):
 class SharedNode(Node):
     """A node with a shared tier.
 
-    `folder`: keeps its notes over restarts. `left`: the blocks of an earlier server; None if there
-    was no earlier server. `disk`: the store of a tier below.
+    `folder`: keeps its notes over restarts. `left`: the blocks of an earlier server, if any.
+    `disk`: the store of a tier below.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Server:
             for name in KEYS
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
-        # One volume for a new bucket: each takes a while to make.
+        # A single volume for a new bucket: each takes a while to make.
         (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
         ports = free_ports(8)
         self.port = ports[0]
@@ -134,7 +134,7 @@ class Server:
         self.store.put(path, bytes(body))
 
     def _answers(self) -> bool:
-        # It refuses who has no key once it is ready for those who have one.
+        # Once it is ready for clients with a key, it refuses clients without a key.
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
         except urllib.error.HTTPError as error:
@@ -171,7 +171,7 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
         "credentials_file": server.keys["hotkv"],
         "connections": 3,
         "refresh_s": 0.02,
-        # A server that has just started takes its time.
+        # A server that has just started is slow.
         "connect_timeout_s": 10.0,
         **options,
     }

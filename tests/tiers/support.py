@@ -142,7 +142,7 @@ def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 def store_blocks(
     core: CacheCore, arena: Region, session: int, name: str, blocks: list[int]
 ) -> None:
-    """Stores blocks of group 0, with different bytes, in one call of a session."""
+    """Stores blocks of group 0, with different bytes, in a single call of a session."""
     now_s, memory = time.monotonic(), arena.array()
     runs = [Run(0, words_of(blocks))]
     (slots,) = begin_store(core, session, name, name, runs, 0, 0.0, now_s)

@@ -91,7 +91,7 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("is_noted", [False, True])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_noted: bool) -> None:
-    """Under the new epoch it would be served to all nodes."""
+    """Under the new epoch all nodes would load it."""
     store = MemoryStore(places=False)
     if is_noted:
         await earlier(store, tmp_path, [99])
@@ -102,7 +102,7 @@ async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_n
         await eventually(node.epoch, "no epoch")
         await asyncio.sleep(0.3)
         assert store.content == before and node.num_flushed_here == 1
-        # What is stored anew is.
+        # New blocks are offered.
         await node.share([30])
 
 
@@ -135,7 +135,7 @@ async def test_a_restart_does_not_flood_the_store(
         await node.until_copied(1)
         await asyncio.sleep(0.3)
         assert node.shared.out.num_copied < 5
-        # What is stored meanwhile does not wait behind it.
+        # New blocks do not wait behind it.
         node.put([40])
         new = words_of([40])[0].tobytes()
         await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")

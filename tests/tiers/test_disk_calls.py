@@ -1,4 +1,4 @@
-"""The queue of the disk tier gives each block to one thread, ends each call once, and prefers
+"""The queue of the disk tier gives each block to a single thread, ends each call once, and prefers
 reads."""
 
 import time
@@ -33,7 +33,7 @@ def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool 
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
-    """Returns a queue for one thread. `take` raises AssertionError instead of waiting."""
+    """Returns a queue for a single thread. `take` raises AssertionError instead of waiting."""
 
     def wait(timeout: float | None = None) -> bool:
         raise AssertionError("nothing to take")
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, num_threads: int) -> None:
         # Writes are never overdue, so the order is known.
         self.queue = call_queue(num_threads, patience_s=1e9)
-        # Writes leave a thread to reads, unless there is only one.
+        # Writes leave a thread to reads, if there are two or more.
         self.most_writing = max(1, num_threads * 3 // 4)
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}
         self.next_block: dict[DiskCall, int] = {}
@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
             assert piece is None
             return
         assert piece is not None
-        # Reads first; calls of one kind in turn.
+        # Reads first; calls of the same kind in order.
         line = self.waiting[not self.waiting[False]]
         taken = line.popleft()
         assert piece.call is taken
@@ -144,11 +144,11 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def ends(self) -> None:
-        """No call ends twice."""
+        """Checks that each call ends once."""
         assert len(set(self.ended)) == len(self.ended)
 
     def teardown(self) -> None:
-        """Every call has ended once all pieces are done and the queue is closed."""
+        """Checks that every call has ended once all pieces are done and the queue is closed."""
         while self.open:
             piece = self.open.pop()
             if self.queue.done(piece):

@@ -90,7 +90,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
             number: SLOT_BYTES if number % 3 == 0 else ROOM_BYTES for number in numbers
         }
         assert on_disk(made, 3) == noise(3).tobytes()
-        # Behind an encoded block its place ends: that is never written.
+        # The place of an encoded block ends after it; bytes behind it are never written.
         assert on_disk(made, 4)[:4] == b"hkvc" and not any(on_disk(made, 4)[ROOM_BYTES:])
         assert bench.seals[3] == seal(key(3), on_disk(made, 3))
         assert bench.seals[4] == seal(encoded_key(key(4)), on_disk(made, 4, ROOM_BYTES))
@@ -99,7 +99,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
         assert figures.written_blocks == figures.read_blocks == 6
         assert figures.written_bytes == figures.read_bytes == 4 * ROOM_BYTES + 2 * SLOT_BYTES
         assert not figures.failed_blocks and not figures.queued_bytes
-        # Each is read only in the form that it was stored in.
+        # Each block is read only in its stored form.
         bench.stored_bytes = {1: SLOT_BYTES, 3: ROOM_BYTES}
         assert bench.read([1, 3], [5, 6]).tolist() == [Read.CORRUPT] * 2
 
@@ -165,7 +165,7 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         asked.read("1", [1], [21])
         asked.read("2", [2], [22])
         made.io.wait_hung(2)
-        # A plain block needs none.
+        # A plain block needs no staging memory.
         bench.check_read([3], [30])
         before = bench.slot(24).copy()
         assert bench.read([4], [24], within_s=0.2).tolist() == [FAILED]

@@ -1,5 +1,5 @@
-"""Disks that fail, lag and hang: each block is told what became of it, each call ends once, and no
-slot is given back while the disk may touch it."""
+"""Disks that fail, lag and hang: each block gets its result, each call ends once, and a slot is
+free only when the disk can no longer touch it."""
 
 import errno
 import time
@@ -90,7 +90,7 @@ def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: P
         asked.read("queued", [2], [6], within_s=0.05)
         asked.read("patient", [3], [7])
         assert asked.wait("queued") == [FAILED]
-        # The disk may still write into the slot of the first.
+        # The disk may still write into the first block's slot.
         assert asked.codes.keys() == {"queued"}
         made.io.heal()
         assert asked.wait("begun") == asked.wait("patient") == [Read.FOUND]

@@ -335,7 +335,7 @@ def test_a_connection_is_closed_before_its_memory_is_another_ones() -> None:
 
 @pytest.mark.parametrize("raised_at", [None, 1, 2, 3, 4])
 def test_a_flush_during_a_read_refuses_all_its_blocks(raised_at: int | None) -> None:
-    """Two are encoded and two plain, and only one fits the staging memory: six questions."""
+    """Two blocks are encoded and two plain, and only one fits the staging memory: six requests."""
     with over(staging_slots=1, connections=1, content=lambda n: mixed(2 + n % 2)) as made:
         made.bench.fill(range(4), range(4))
         assert (made.bench.write(range(4), range(4)) == Write.STORED).all()

@@ -1,5 +1,5 @@
-"""A server's notes on flushes survive restarts; epochs on which files disagree are not vouched
-for."""
+"""A server's notes on flushes survive restarts; epochs are not vouched for if files disagree on
+them."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ from tests.tiers.support import Gate, Store, broken
 
 Ask = Callable[..., list[int]]
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
-"""Of one block of Valkey on the wire."""
+"""Bytes of a block's reply from Valkey on the wire."""
 
 
 def test_flushes_keep_their_contract(store: Store) -> None:
@@ -53,7 +53,7 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, at: int, ask: Ask
         thread.join()
         assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
         store.proxy.on_command = nothing
-        # Blocks of the new epoch are there as ever.
+        # Blocks of the new epoch are found.
         keys = keys_of(raised, 2)
         write(node_b, keys)
         assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2

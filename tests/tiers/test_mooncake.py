@@ -26,7 +26,7 @@ LONG = (*FAULTS, "compressed", "full")
 MANY = [
     pytest.param(one, ("2", "30"), marks=pytest.mark.campaign, id=f"many {one}") for one in FAULTS
 ]
-"""As many faults as there are: each kind with each part."""
+"""Enough faults for each kind with each part."""
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_over_a_real_store(check: str, arguments: Sequence[str]) -> None:
     try:
         said, log = process.communicate(timeout=1800 if arguments else 600)
     finally:
-        # Its own session: whatever a failed check has left.
+        # Its session has the processes that a failed check has left.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert not process.returncode and said.endswith("passed\n"), log[-4000:]

@@ -188,7 +188,7 @@ def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) 
 
 
 def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
-    """Until the master drops it, its key exists and has no bytes."""
+    """Until the master drops the epoch, its key exists and has no bytes."""
     epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
     made.store.codes["unreadable"] = True
     for do in ("read", "probe", "epochs"):
@@ -201,7 +201,7 @@ def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """If the store has no room for an epoch, removing the previous epoch tells other nodes."""
+    """If the store has no room for an epoch, removing the previous epoch notifies other nodes."""
     made.ask("epochs", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH

@@ -1,5 +1,5 @@
-"""Tells subscribers about moved blocks: for each medium, which blocks are ready and which were
-removed, in chains, and never a flushed block."""
+"""Subscribers get events of moved blocks: for each medium the ready and the removed blocks, in
+chains, and never a flushed block."""
 
 import asyncio
 import contextlib
@@ -40,16 +40,16 @@ class Listener:
         self.events: list[Event] = []
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Needs no key space."""
+        """Events need no key space."""
 
     def forget_key_space(self, number: int) -> None:
-        """Needs no key space."""
+        """Events need no key space."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         self.events += events
 
     def settle(self) -> None:
-        """Loses nothing."""
+        """No event is lost."""
 
 
 class Heard:
@@ -139,7 +139,7 @@ async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
         assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
             set(BLOCKS) - lost
         )
-        # The disk has room for fewer than these.
+        # The disk has room for fewer blocks.
         believed = set(BLOCKS) - lost
         for first in range(20, 190, 10):
             count = one.lower.counters.demoted
@@ -195,7 +195,7 @@ async def test_copies_in_a_shared_tier_are_told_of() -> None:
 
 
 def test_an_event_says_what_is_known_of_its_block() -> None:
-    """The number of a block's parent may be another block's by now."""
+    """By then the number of a block's parent may be another block's."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

@@ -27,20 +27,20 @@ from tests.support.waiting import wait_for
 from tests.tiers.support import Asked, Store, broken, quickest_s
 
 NUMBERS = [3, 6, 9]
-"""Blocks of one key space that are in the store."""
+"""Blocks of the same key space that are in the store."""
 HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 
 @pytest.fixture
 def bench(store: Store) -> Iterator[Bench]:
-    """Yields a bench with one connection."""
+    """Yields a bench with a single connection."""
     with store.bench(connections=1) as one:
         yield stored(one)
 
 
 @pytest.fixture
 def hasty(store: Store) -> Iterator[Bench]:
-    """Yields a bench with one connection and short timeouts."""
+    """Yields a bench with a single connection and short timeouts."""
     with store.bench(connections=1, **HASTY) as one:
         yield stored(one)
 
@@ -64,7 +64,7 @@ def test_a_read_that_hangs_in_its_middle_writes_no_slot_later(store: Store, benc
     first, second = bench.read([3, 6], [4, 5], within_s=0.5).tolist()
     assert dam.is_full.wait(60) and second == Read.FAILED
     assert first == Read.FAILED or np.array_equal(bench.slot(4), content(3))
-    # The slots belong to somebody else now.
+    # Another call owns the slots now.
     bench.arena[:] = 0xEE
     store.proxy.on_reply = nothing
     dam.opened.set()
@@ -79,7 +79,7 @@ def test_a_write_that_hangs_in_its_middle_is_not_believed(store: Store, hasty: B
     store.proxy.on_command = dam
     hasty.fill([12], [1])
     assert hasty.write([12], [1]).tolist() == [Write.FAILED]
-    # The slot belongs to somebody else now; what is on its way has the bytes of before, or none.
+    # Another call owns the slot now; a late reply has the earlier bytes, or none.
     hasty.arena[:] = 0xEE
     store.proxy.on_command = nothing
     dam.opened.set()
@@ -104,7 +104,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
         quickest = quickest_s(lambda: codes.extend(bench.read([3], [4]).tolist()), 200)
         assert codes == [Read.FAILED] * 200
         assert quickest < 0.3, "a dead store costs waiting"
-    # Nobody calls meanwhile: the runtime skips a tier with a problem.
+    # No call comes meanwhile: the runtime skips a tier with a problem.
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     bench.check_read(NUMBERS, [4, 5, 6])
     assert bench.tier.figures().failed_blocks == 202
@@ -114,7 +114,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    # One missed deadline says nothing yet, two do.
+    # A single missed deadline proves no fault, two do.
     assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
     assert not hasty.tier.problem()
     assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
@@ -135,7 +135,7 @@ def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
         store.proxy.on_reply = dam
         asked.read("read", [3], [4])
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "it does not show")
-        # A probe asks for no bytes.
+        # A probe transfers no block bytes.
         bench.tier.probe([b"hotkv/1/none"], time.monotonic() + 60, probed.append)
         assert bench.tier.figures().queued_bytes == SLOT_BYTES and not asked.codes
         dam.opened.set()

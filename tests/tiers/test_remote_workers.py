@@ -105,7 +105,7 @@ def test_questions_go_before_reads() -> None:
 def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
     world = World(2, connects_first=True)
     try:
-        # Two for blocks, and one for control.
+        # Two connections for blocks, and one for control.
         wait_for(lambda: len(world.clients) == 3, "it does not connect")
         world.opens.clear()
         world.ask("late", waits_until([], threading.Event()), within_s=0.2)

@@ -21,7 +21,7 @@ HEAD_BYTES = 4
 
 
 class Cut:
-    """A source that returns bytes in pieces, whose largest sizes are `sizes` in turn."""
+    """A source that returns bytes in pieces. `sizes` are their largest sizes in turn."""
 
     def __init__(self, content: bytes, sizes: list[int]) -> None:
         self.left = content
@@ -174,7 +174,7 @@ def test_garbage_is_a_reply_or_lost_and_nothing_else(content: bytes, sizes: list
 def test_what_cannot_be_a_reply_is_lost(content: bytes) -> None:
     with pytest.raises(LostError) as caught:
         Replies(Cut(content, [7])).next(FOREVER)
-    # It was refused for what it is, not for its end.
+    # The cause is the content, not the end of the bytes.
     assert "closed" not in str(caught.value)
 
 

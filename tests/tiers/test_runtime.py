@@ -1,5 +1,5 @@
-"""The daemon's event loop drives a tier with chosen faults: callers wait no longer than the setting
-allows, and leases only get stored bytes."""
+"""The daemon's event loop drives a tier with injected faults: callers wait no longer than the
+setting allows, and leases only get stored bytes."""
 
 import asyncio
 import contextlib
@@ -87,7 +87,7 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
-    """A cancelled unary call does so."""
+    """Cancels the caller, as a cancelled unary call does."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True
@@ -130,7 +130,7 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> 
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
         assert not any(one.lies_elsewhere(BLOCKS))
-        # What is read at last is there for the next one.
+        # The late read's blocks are ready for the next caller.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
@@ -140,7 +140,7 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem = "gone"
-        # One trial is due; after it nobody waits.
+        # A single trial is due; later callers do not wait.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
         one.put([20, 21])

@@ -36,7 +36,7 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # B's write is on its way while A flushes twice; then it comes, and must bring nothing back.
+    # B's write is on its way while A flushes twice; the late write must not restore an old epoch.
     first = epoch(node_a)
     with proxied(s3_server) as (proxy, over_it):
         gate = Gate(b"PUT", "/epochs/1/")

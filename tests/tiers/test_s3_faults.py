@@ -1,5 +1,5 @@
-"""Faults that only a bucket has: its answers to writes, reads that are given up, and threads that
-writes leave to reads. `test_remote_faults` has the others."""
+"""Faults that only a bucket has: its answers to writes, cancelled reads, and threads that writes
+leave to reads. `test_remote_faults` has the others."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from tests.tiers.s3_support import Server, bench_over, new_prefix
 from tests.tiers.support import Asked
 
 QUIET = {"connections": 1, "refresh_s": 3600}
-"""Nothing is asked that a test does not ask for."""
+"""The tier sends only the test's requests."""
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def proxy(s3_proxy: FaultProxy) -> FaultProxy:
 
 @pytest.fixture
 def bench(s3_server: Server, proxy: FaultProxy) -> Iterator[Bench]:
-    """Yields a bench with blocks 3, 6, 9, of one key space, in the store."""
+    """Yields a bench with blocks 3, 6, 9, all of a key space, in the store."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, new_prefix(), endpoint=endpoint, **QUIET) as one:
         one.fill([3, 6, 9], [0, 1, 2])
@@ -88,7 +88,7 @@ def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     proxy.on_command = spoil
     bench.fill([12], [1])
     assert bench.write([12], [1]).tolist() == [Write.FAILED]
-    # To be listed is not enough: each try to connect writes.
+    # A successful listing is not enough: each try to connect writes.
     until_s = time.monotonic() + 0.5
     while time.monotonic() < until_s:
         assert bench.tier.problem().endswith("rejects the access key: check credentials_file")

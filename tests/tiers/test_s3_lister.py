@@ -103,7 +103,7 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
     bucket.add(9, now_us())
-    # It is looked for behind the answers.
+    # It is looked for in the background.
     ask(lister)
     ask(lister)
     assert index.find([key(9)]) == [None]
@@ -116,13 +116,13 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # The last one is damaged: it is not in the index, and must not be read at each look.
+    # The last pack is damaged: it is not in the index, and must not be read at each look.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
     bucket.add(99, now_us())
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 1 and bucket.fronts[40:]))
-    # A page, although what is on it is old but for one.
+    # A whole page, although only one of its packs is new.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == [min(path.rpartition("/")[2] for path in bucket.objects)]
 
@@ -149,7 +149,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # From then on a look ends where the last one has been.
+    # From then on a look ends where the previous look ended.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -193,7 +193,7 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
             ask(lister)
     bucket.error = None
     ask(lister)
-    # It is not asked for any more, and what was learned stays.
+    # Its list is not read again, and learned packs stay.
     bucket.error = LostError("is away")
     for _ in range(3):
         ask(lister)
@@ -226,7 +226,7 @@ def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None
     lister.stop()
     thread.join(WAIT_S)
     assert problems == ["is not asked any more"]
-    # What is under way ends, and no more is asked for.
+    # Requests under way end, and no more are sent.
     bucket.turns.release(FREE)
     lister.close()
     assert len(bucket.fronts) == LISTS_AT_ONCE

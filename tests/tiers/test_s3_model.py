@@ -1,5 +1,5 @@
-"""Two nodes over one bucket agree with a dict: found blocks are right, and a node finds the blocks
-that it knows."""
+"""Two nodes over the same bucket agree with a dict: found blocks are right, and a node finds the
+blocks that it knows."""
 
 import contextlib
 
@@ -40,7 +40,7 @@ def test_two_nodes_agree_with_a_dict(
     s3_server: Server, steps: list[tuple[str, int, list[int]]]
 ) -> None:
     prefix = new_prefix()
-    # What each node must find: what it has stored or found, and nothing has changed since.
+    # Blocks that each node must find: stored or found by it, and unchanged since.
     sure: list[set[int]] = [set(), set()]
     ever: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ def test_two_nodes_agree_with_a_dict(
                     path = packs[at % len(packs)]
                     if body := s3_server.bytes_of(path):
                         s3_server.flip(path, at % len(body))
-                # Any of them may be gone, or not: a list in memory outlives the bucket's.
+                # Each may be gone or not: a list in memory outlives the bucket's.
                 sure = [set(), set()]
             elif what == "expire" and (packs := s3_server.packs(prefix)):
                 s3_server.store.delete(packs[-1])
@@ -85,7 +85,7 @@ def test_two_nodes_agree_with_a_dict(
                 body = s3_server.bytes_of(packs[-1])
                 s3_server.store.put(packs[-1], body[: given_to_it[0] % (len(body) or 1)])
                 sure = [set(), set()]
-        # What is stored now is found by a node that starts now.
+        # A node that starts now finds blocks that are stored now.
         everything = list(range(12))
         write(nodes[0], everything, key)
         codes = read(nodes[0], everything, key)

@@ -41,8 +41,7 @@ def pack_of(
 
 
 def blocks_in(pack: Pack | None, body: bytes, keys: list[bytes]) -> dict[bytes, bytes]:
-    """Returns the blocks that a reader finds in an object, if the object's list is that of
-    `pack`."""
+    """Returns the blocks that a reader finds in an object, if the object's list equals `pack`'s."""
     if pack is None:
         return {}
     index, found = PackIndex(1 << 10), {}
@@ -65,7 +64,7 @@ def test_a_pack_gives_back_what_was_put_in(contents: dict[bytes, bytes]) -> None
     assert again is not None and again.path == f"blocks/1/{SPACE}/{pack.name}"
     assert again.seals.tolist() == pack.seals.tolist()
     assert blocks_in(again, bytes(body), [*contents, key(1 << 61)]) == contents
-    # Blocks lie in the order of the write: neighbours in a sequence are one request.
+    # Blocks keep the order of the write: neighbours in a sequence are a single request.
     ends = (again.begins + again.num_bytes).tolist()
     assert again.begins.tolist() == [list_bytes(pack.name), *ends][: len(contents)]
 
@@ -137,13 +136,13 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
     totals = [int(num_bytes[part].sum()) for part in parts]
     assert all(total >= pack_bytes for total in totals[:-1])
     assert len(totals) < 2 or totals[-1] >= MIN_PACK_BYTES
-    # No pack goes on when it is large enough, but for a rest.
+    # A pack ends when it is large enough, or takes a small rest too.
     assert all(total < pack_bytes + max(sizes) + MIN_PACK_BYTES for total in totals)
     assert all(part.stop == after.start for part, after in pairwise(parts))
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """The index finds what a dict of the packs that fit would find."""
+    """Compares the index with a dict of the packs that fit."""
 
     MAX = 12
 
@@ -166,7 +165,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         pack, _ = pack_of(dict.fromkeys(keys, b"x"), space, now_us, self.count)
         has_room = True
         while self.packs and sum(map(len, self.packs)) + len(pack) > self.MAX:
-            # Of the same age, the one that was known first goes.
+            # Of packs of the same age, the one known first is dropped first.
             oldest = max(self.packs, key=lambda one: one.age)
             if pack.age >= oldest.age:
                 has_room = False
@@ -178,7 +177,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
             for row, name in enumerate(keys):
                 if name not in self.where or self.where[name][0].age >= pack.age:
                     self.where[name] = pack, row
-            # Again: nothing changes.
+            # Adding it again changes no state.
             assert self.index.add(pack) and self.index.has(pack.path)
 
     @rule(number=st.integers(0, 9), epoch=st.integers(1, 2))

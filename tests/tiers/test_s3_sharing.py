@@ -38,7 +38,7 @@ def test_a_node_reads_what_another_wrote(s3_server: Server) -> None:
         assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
         assert read(node_b, [3, 9, 1, 2]) == [Read.FOUND, Read.ABSENT, Read.FOUND, Read.FOUND]
         assert write(node_b, [3, 1]) == [Write.PRESENT] * 2
-        # B knows the key space now, so what is new comes behind its answers.
+        # B knows the key space now, so new packs are listed in the background.
         assert write(node_a, [4]) == [Write.STORED]
         wait_for(lambda: probe(node_b, [4]) == [Read.FOUND], "a later pack is not found")
         assert read(node_b, [4]) == [Read.FOUND]
@@ -96,13 +96,13 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A block of another size is not asked for.
+            # A block of another size causes no request.
             half = blocks_of([key(1)], 32, {})
             half.num_bytes[:] //= 2
             codes = answer(lambda done: node_a.tier.read(half, time.monotonic() + 20, done))
             assert codes.tolist() == [Read.CORRUPT] and requests.taken() == {}
         with bench_over(s3_server, prefix, **options) as node_b:
-            # What shows that the bucket can be used comes before.
+            # The requests of the connection's check come before.
             wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
             assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
             assert probe(node_b, chain) == [Read.FOUND] * 32
@@ -123,13 +123,13 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
         assert read(node_a, [2]) == probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED]
         wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "the new one is not found")
-    # The newest of two is the one that counts, after a restart too.
+    # The newer of the two counts, after a restart too.
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
 
 
 def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
-    """It may go while a node lists it."""
+    """The pack may be removed while a node lists it."""
     prefix = new_prefix()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1, 2]) == [Write.STORED] * 2
@@ -139,14 +139,14 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         with bench_over(s3_server, prefix, **over_it) as node_b:
             ended: list[Codes] = []
             node_b.tier.probe([key(1), key(3)], time.monotonic() + 20, ended.append)
-            # It has the names of both.
+            # It has listed both names.
             assert gate.is_full.wait(60)
             s3_server.store.delete(s3_server.packs(prefix)[1])
             gate.opened.set()
             wait_for(lambda: ended, "the probe did not end")
             assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
         assert read(node_a, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-        # Its other blocks are not asked for again, and may be written.
+        # Its other blocks are not requested again, and may be written.
         assert probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
@@ -167,7 +167,7 @@ def test_a_late_pack_is_found_as_long_as_the_overlap(s3_server: Server) -> None:
         assert write(node_a, [1]) == [Write.STORED]
         (path,) = s3_server.packs(prefix)
         body = s3_server.bytes_of(path)
-        # The pack comes long after its name says: B has looked before.
+        # The pack arrives long after the time in its name: B has looked before.
         s3_server.store.delete(path)
         assert read(node_b, [1]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED]

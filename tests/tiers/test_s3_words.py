@@ -86,7 +86,7 @@ def test_an_access_key_that_is_wrong(
         assert problem_of(bench).endswith("rejects the access key: check credentials_file")
         said = caplog.text + repr(bench.tier) + repr(bench.tier._shared) + bench.tier.problem()
         assert SECRET not in said
-        # It is read anew at each try.
+        # The file is read again at each try.
         file.write_text(written("hotkv", KEYS["hotkv"]))
         wait_for(lambda: not bench.tier.problem(), "the problem stays")
         check_works(bench)
@@ -223,7 +223,7 @@ def test_ranges_are_merged_over_small_gaps() -> None:
     assert merged([10, 0], [5, 10]) == [(0, 15)]
     assert merged([0, much + gap], [much, 1]) == [(0, much + gap + 1)]
     assert merged([0, much + gap + 1], [much, 1]) == [(0, much), (much + gap + 1, much + gap + 2)]
-    # Gaps of half.
+    # Gaps may be half of the merged bytes.
     assert merged([0, 20, 60], [10, 10, 20]) == [(0, 80)]
     assert merged([0, 20, 61], [10, 10, 20]) == [(0, 30), (61, 81)]
 

@@ -1,5 +1,5 @@
 """The daemon's event loop drives a shared tier between nodes: a node finds the other's blocks bit
-for bit, finds no block of before a flush, and does not wait for a dead store."""
+for bit, finds no block from before a flush, and does not wait for a dead store."""
 
 import asyncio
 import time
@@ -24,14 +24,14 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert await b.looked_up([*BLOCKS, 99]) == [True] * 6 + [False]
         assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
-        # Now they are in host memory, and nobody is asked.
+        # Now they are in host memory, so tiers are not asked.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
         assert b.tier.figures().read_blocks == 6
 
 
 async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node may be about to ask for the last blocks of a prompt."""
+    """Another node may be about to request the last blocks of a prompt."""
     monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)
     async with nodes() as (a, b):
         for number in BLOCKS:
@@ -49,7 +49,7 @@ async def test_what_is_leased_without_a_lookup_is_asked_for() -> None:
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
-    """The engine does not wait for it; the store is told when it is back."""
+    """The engine does not wait for the store, which receives the flush when it is back."""
     async with nodes() as (a, b):
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS[:1]) == [True]
@@ -58,7 +58,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert await a.flush() == ("shared",)
         assert time.monotonic() - began_s < 5.0
         assert not any(await a.looked_up(BLOCKS))
-        # Blocks that are stored now must not come under the old epoch.
+        # New blocks must not be copied under the old epoch.
         a.put([20])
         await asyncio.sleep(0.2)
         assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
@@ -74,7 +74,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """A block may be older than a flush, as the store may have lost its epochs since."""
+    """A block may be older than a flush, because the store may have lost its epochs since."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -96,7 +96,7 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 
 
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
-    """A node that starts with its store waits so."""
+    """A node that starts together with its store waits this way."""
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
         await a.share(BLOCKS)
@@ -114,7 +114,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> No
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """A single raise follows any number of flushes, and flushes leave no task each."""
+    """A single raise follows any number of flushes, and flushes do not leave a task each."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
@@ -155,7 +155,7 @@ async def test_a_dead_store_is_a_miss_at_once_and_comes_back(
         assert await b.looked_up(BLOCKS[:1]) == [True]
         b.tier.faults.problem = "gone"
         b.put([30])
-        # One trial is due; after it nobody waits.
+        # A single trial is due; later callers do not wait.
         await b.leased(BLOCKS)
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)
         began_s = time.monotonic()
@@ -177,7 +177,7 @@ async def test_a_hung_store_costs_a_bounded_wait() -> None:
         b.put([40])
         assert await b.leased([40]) == [True]
         b.tier.faults.is_hung = False
-        # What is read at last is there for the next one.
+        # The late read's blocks are ready for the next caller.
         await eventually(lambda: b.shared.num_fetched == 6, "the read did not end")
         assert all(await b.leased(BLOCKS))
 
@@ -196,15 +196,15 @@ async def test_a_block_is_written_once_and_not_with_each_use() -> None:
             assert all(await a.leased(BLOCKS))
         await asyncio.sleep(0.2)
         assert a.tier.figures().written_blocks == 6 and a.shared.out.num_copied == 6
-        # What came from there is not written back.
+        # Blocks that came from the store are not written back.
         assert all(await b.leased(BLOCKS))
         await asyncio.sleep(0.2)
         assert b.shared.out.num_copied == 0
 
 
 async def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
-    """Each node puts, leases and flushes at random. A block that was flushed is found again only if
-    it was put again since."""
+    """Each node puts, leases and flushes at random. A flushed block is found again only if it was
+    put again since."""
     store, dice = MemoryStore(places=False), np.random.default_rng(3)
     async with nodes(3, store=store) as made:
         put_since: set[int] = set()

@@ -1,5 +1,5 @@
-"""The slab file belongs to its user and one process, is allocated as a whole, and reports its true
-size."""
+"""The slab file belongs to its user and to a single process, is allocated as a whole, and reports
+its true size."""
 
 import errno
 import fcntl
@@ -94,12 +94,12 @@ def test_a_failed_allocation_leaves_the_file_as_it_was(
         (folder / "slabs").write_bytes(b"k" * MIB)
         os.sync()
         before = os.statvfs(folder).f_bavail
-        # As if another process had taken the room after it was looked at.
+        # As if another process had taken the room after the check.
         monkeypatch.setattr(slab_file, "_free_bytes", lambda fd: 1 << 40)
         with pytest.raises(SlabFileError, match=r"can't allocate 64 MiB .*tiers\.disk\.bytes"):
             SlabFile.open(folder, 64 * MIB)
         assert (folder / "slabs").read_bytes() == b"k" * MIB
-        # The file system may have taken a block or two for its own records.
+        # The file system may use a few blocks for its own records.
         assert before - os.statvfs(folder).f_bavail < 16
         SlabFile.open(folder, 2 * MIB).close()
 

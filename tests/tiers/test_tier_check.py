@@ -80,7 +80,7 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
 
 
 class Bad(SharedMemoryTier):
-    """`answers`: in place of the codes of reads. `flips`: gives other bytes."""
+    """A tier with wrong reads. `answers` replace the codes; `flips` changes the bytes."""
 
     answers: Read | None = None
     flips = False

@@ -93,6 +93,6 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
     for _ in range(COSTED):
         reads.add(0.5, 1000)
     assert reads.costs() == (0.0, 0.5 / 1000)
-    # A larger read that took less time: what they took is of any read.
+    # A larger read that took less time: then the time does not depend on the bytes.
     reads.add(0.1, 9000)
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0

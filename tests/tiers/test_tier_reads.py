@@ -1,4 +1,4 @@
-"""Figures of reads are those of the last reads."""
+"""Figures of reads cover only the last reads."""
 
 import pytest
 

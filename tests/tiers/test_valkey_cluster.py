@@ -139,7 +139,8 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
 
 
 def test_no_epoch_begins_at_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the key is gone when a flush raises it, such an epoch would be used twice."""
+    """If the key is gone when a flush raises it, an epoch that begins at one would be used
+    twice."""
     with over(cluster) as bench, monkeypatch.context() as patched:
         patched.setattr(epochs, "begin", lambda fingerprint, now_us: epochs.get(fingerprint))
         raised = flush(bench.tier)  # type: ignore[arg-type]
@@ -197,7 +198,7 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """The owner of the epoch dies while blocks are read; its replica takes over with both."""
+    """Kills the owner of the epoch while blocks are read; its replica takes over with both."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
         victim = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
@@ -242,7 +243,7 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
 
 
 def test_tls_reaches_every_server(tmp_path: Path) -> None:
-    """Proxies speak TLS, whose ports the servers announce as their own."""
+    """Proxies speak TLS; the servers announce the proxies' ports."""
     authority = Authority(tmp_path, "ca")
     certificate, secret = authority.issue("hotkv")
     numbers = list(range(12))

@@ -80,7 +80,7 @@ def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: Valk
 
 
 def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> None:
-    """A read that takes long must not keep other nodes from hearing of a flush."""
+    """A slow read must not delay the news of a flush."""
     now = epoch(node_a)
     keys = keys_of(now, 4)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
@@ -112,10 +112,10 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> No
     clock, start_s = StoreClock(), 1_790_000_000.0
     below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
     assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
-    # The start is known better with each answer.
+    # Each answer narrows down the start.
     assert clock.restored_below(info(b"one", start_s + 3.0, 3), 100.1) == begun(int(start_s * 1e6))
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
-    # Another start, seen later than it was: those who know more have lost it as well.
+    # Another start, seen late: nodes with higher epochs have lost these as well.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)

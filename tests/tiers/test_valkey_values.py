@@ -30,7 +30,7 @@ def bench(server: Server) -> Iterator[Bench]:
 
 def read_three(bench: Bench) -> list[int]:
     """Returns the codes of the blocks. Checks that the first and third are right bit for bit, and
-    that the connection goes on with the next call."""
+    that the connection serves the next call."""
     bench.arena[:] = 0
     codes = bench.read([1, 2, 3], [4, 5, 6]).tolist()
     assert codes[0] == codes[2] == Read.FOUND
@@ -113,8 +113,8 @@ def test_deeper_blocks_expire_sooner(server: Server) -> None:
         codes, _ = bench.answer(blocks)
         took_s = time.time() - begun_s
         assert codes.tolist() == [Write.STORED] * len(keys)
-        # Its time to live begins between the call and the answer. Two reads of the clock may be
-        # a millisecond off.
+        # Its time to live begins between the call and the answer. Two reads of the clock may differ
+        # by a millisecond.
         for depth, one in zip(depths, keys, strict=True):
             left_s = server.client.pexpiretime(one) / 1000 - begun_s
             expected_s = ttl_ms(1000.0, depth) / 1000

@@ -29,7 +29,7 @@ ABSENT = b":0\r\n"
 @contextlib.contextmanager
 def scripted(*script: bytes, **options: object) -> Iterator[Bench]:
     """Yields a bench over a server that answers each command with the next reply of its script.
-    Each connection begins the script anew."""
+    Each connection starts the script again."""
 
     def answer(client: socket.socket) -> None:
         replies = list(script)
@@ -90,13 +90,13 @@ def test_a_server_that_refuses_the_user_and_no_word_of_the_password(
         assert bench.read([1], [0]).tolist() == [Read.FAILED]
         assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
         if user == "default":
-            # Whoever rotates a password changes server and file.
+            # A password is rotated on the server and in the file.
             password_file.write_text("right")
             wait_for(lambda: not bench.tier.problem(), "the new password is not read")
 
 
 def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
-    # RESP2, as servers before version 6 speak it: null is another there.
+    # RESP2, as servers before version 6 speak it, has another form of null.
     renamed = "notice\nrename-command HELLO HELLO2"
     with (
         running(tmp_path / "server", password=SECRET, loglevel=renamed) as server,
@@ -124,7 +124,7 @@ def test_a_replica(server: Server) -> None:
         bench.fill([1], [0])
         bench.write([1], [0])
         server.client.replicaof("127.0.0.1", 1)
-        # The connection is older than that, and knows it from a write.
+        # The connection is older, and learns of it from a write.
         assert bench.write([2], [0]).tolist() == [Write.FAILED]
         assert "is a read-only replica: give the primary's address" in problem_of(bench)
         server.client.replicaof("NO", "ONE")

