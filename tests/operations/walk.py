@@ -1,8 +1,7 @@
 """An operator's walk (`make walk`): from `pip install` in an empty environment to a server that is
-watched, asked, killed, drained and upgraded under traffic of vLLM with a real model. `--release
-DIR` takes the wheel of a release. Prints each step with what came of it; status 1 at the first that
-does not hold. Debian's prometheus and chromium take part where they are installed (`make
-programs`)."""
+watched, queried, killed, drained and upgraded under traffic of vLLM with a real model. `--release
+DIR` uses the wheel of a release. Prints each step with its result; exits with status 1 at the first
+failure. Debian's prometheus and chromium take part if they are installed (`make programs`)."""
 
 import argparse
 import contextlib
@@ -57,7 +56,7 @@ def say(step: str, came: str) -> None:
 
 
 class Installed:
-    """A wheel of this tree, or that of a release, in an empty environment."""
+    """The wheel of this tree or of a release, in an empty environment."""
 
     def __init__(self, folder: Path, release: Path | None) -> None:
         self.bin = folder / "environment" / "bin"
@@ -85,7 +84,7 @@ class Installed:
 
 
 class Service:
-    """The server as a service manager runs it: started again when it has ended."""
+    """The server under a service manager, which restarts it after its end."""
 
     def __init__(self, installed: Installed, folder: Path) -> None:
         self.installed, self.folder, self.port = installed, folder, free_port()
@@ -121,7 +120,7 @@ class Service:
             self._process.wait(60)
 
     def asks(self, path: str) -> int:
-        """Returns the status of a request; 0 if nobody answers."""
+        """Returns the status of a request; 0 without an answer."""
         url = self.url + path
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             return int(reply.status)
@@ -141,7 +140,7 @@ class Service:
 
 
 class Traffic:
-    """Requests of an engine, one after the other, until told to stop. Each prompt must be answered
+    """Requests of an engine, one after the other, until it is stopped. Each prompt must be answered
     with the tokens of its first answer."""
 
     def __init__(self, engine: Engine, model: Path) -> None:
@@ -180,7 +179,8 @@ class Traffic:
             self._thread.join(60)
 
     def goes_on(self, what: str) -> None:
-        """Waits until some more requests are through. Raises AssertionError if one has failed."""
+        """Waits until some more requests are answered. Raises AssertionError if a request has
+        failed."""
         before = self.num_requests
         self._wait(lambda: self.num_requests >= before + 3, what)
 
@@ -194,7 +194,8 @@ class Traffic:
 
 
 def heads(service: Service, engine: Engine) -> None:
-    """A healthy engine logs one line, and `hotkv status` opens with three sentences."""
+    """Checks that a healthy engine logs a line, and that `hotkv status` opens with three
+    sentences."""
 
     def lines() -> list[str]:
         text = engine.log.read_text(errors="replace").splitlines()
@@ -210,8 +211,8 @@ def heads(service: Service, engine: Engine) -> None:
 
 
 def shortest_way(service: Service, model: Path, folder: Path) -> None:
-    """vLLM's HTTP server with the second command of README, without JSON, finds again what it has
-    stored after its own cache was emptied."""
+    """Starts vLLM's HTTP server with README's second command, without JSON. It finds its stored
+    blocks after its own cache was emptied."""
     command = [*SHORTEST_WAY, "--model", str(model), "--served-model-name", "tiny"]
     command += ["--enable-prompt-tokens-details", "--enforce-eager", "--max-model-len", "2048"]
     environment = {"HOTKV_TARGET": service.target, "VLLM_SERVER_DEV_MODE": "1"}
@@ -263,7 +264,7 @@ def look(service: Service) -> None:
 
 
 def explain(service: Service, traffic: Traffic) -> None:
-    """Shows why a prompt misses: four kinds, beside one that hits."""
+    """Shows the reasons of four kinds of misses, beside a hit."""
 
     def spaces(tokens: list[int]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(
@@ -319,7 +320,7 @@ def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
 
 
 def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> None:
-    """A server that is killed fires an alert, which resolves when it is back."""
+    """Kills the server, which fires an alert. The alert resolves when the server is back."""
 
     def firing() -> set[str]:
         assert watching is not None
@@ -340,7 +341,8 @@ def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> No
 
 
 def upgrade(service: Service, traffic: Traffic) -> None:
-    """Drain, install over the old version, start: nobody notices but the cache is kept."""
+    """Drains, installs over the old version and starts: requests are answered, and the cache is
+    kept."""
     before = json.loads(service.hotkv("status", "--json"))
     service.hotkv("drain")
     assert service.ended() == 0, "a drained server ends with status 0"
@@ -365,11 +367,12 @@ def reload(service: Service) -> None:
 
 
 def second_door(service: Service, model: Path, folder: Path) -> None:
-    """Engines behind whose own offloading hotkv is: a second one hits what a first one stored."""
+    """Starts engines with hotkv behind vLLM's own offloading: the second hits the first engine's
+    blocks."""
     extra = {
         "cpu_bytes_to_use": 256 << 20,
         "hotkv.target": service.target,
-        # vLLM's offloading refuses CPU engines; only the copy is another one here.
+        # vLLM's offloading refuses CPU engines; only the copy is replaced here.
         "spec_name": "HostTieringSpec",
         "spec_module_path": "hotkv_vllm.testing.host_copies",
     }

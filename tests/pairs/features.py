@@ -1,4 +1,4 @@
-"""The features that meet in a world of the harness, each as what it changes there
+"""The features that meet in a world of the harness, each as its changes to the world
 (`world.Play`)."""
 
 import itertools
@@ -49,10 +49,10 @@ class Lora(Play):
         keys_of = adapters.keys
 
         def named(request: Any) -> Any:
-            """Returns hotkv's names of a request's blocks, which the oracle is told."""
+            """Returns hotkv's names of a request's blocks, and records them for the oracle."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # It may end before it runs, and never show the harness which adapter it has.
+                # A request may end before it runs, and so before the harness learns its adapter.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
@@ -68,8 +68,8 @@ class Lora(Play):
 
 
 class Sparse(Play):
-    """The first engine decodes sparsely; the others attend to everything, and read what it
-    stored."""
+    """The first engine decodes sparsely; the others attend to everything, and read its stored
+    blocks."""
 
     def start(self, world: World) -> None:
         without_layers(world.monkeypatch)
@@ -152,7 +152,7 @@ class Embeds(Play):
 
 
 class Images(Play):
-    """Half of the token prompts show one of two images behind 20 tokens of text."""
+    """Half of the token prompts show either of two images behind 20 tokens of text."""
 
     seen = 0
     place = PlaceholderRange(offset=20, length=40)
@@ -211,8 +211,8 @@ class Speculation(Play):
 
 
 class OtherFirst(Play):
-    """A connector before hotkv in a MultiConnector, which sometimes offers a load. With `OtherLast`
-    the engines differ in it."""
+    """A connector before hotkv in a MultiConnector, which sometimes offers a load. Beside
+    `OtherLast` only the first engine has it."""
 
     ours_first = False
     number_of_both = 0
@@ -227,20 +227,20 @@ class OtherFirst(Play):
         PLAN.fill = self.fill(world)
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
-        # What the other one gives for a prompt that is not tokens is its own matter.
+        # The other connector may offer any number of tokens for a prompt that is not tokens.
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
 
     def after(self, world: World) -> None:
-        """Asks for prompts that are new to all engines, until the other connector loads some."""
+        """Requests prompts that are new to all engines, until the other connector loads some."""
         for seed in range(50, 70):
             for one in () if self.met(world) else world.engines:
                 world.ask(one, prompt(seed, 200))
                 world.run(one)
 
     def fill(self, world: World) -> Any:
-        """Returns a function that loads into the engine whose request it is."""
+        """Returns a function that loads into the request's engine."""
 
         def load_into(name: str, tables: Any, tokens: int) -> None:
             PLAN.num_loads += 1
@@ -254,7 +254,7 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """The same behind hotkv."""
+    """The same behind hotkv; beside `OtherFirst` only in the second engine."""
 
     ours_first = True
     number_of_both = 1
@@ -299,8 +299,8 @@ class Preemption(Play):
         world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        # A pooling engine preempts only in the middle of a prompt, of which vLLM else asks that all
-        # of it fits before it begins.
+        # A pooling engine preempts only in the middle of a prompt; by default vLLM starts a prompt
+        # only if all of it fits.
         chunks = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
         return {"blocks": 44 if "hybrid" in world else 18} | chunks
 
@@ -309,13 +309,13 @@ class Preemption(Play):
             self.crowd(world, world.turn)
 
     def after(self, world: World) -> None:
-        # Where another connector's loads fill most of a prompt, few crowds preempt anything.
+        # If another connector's loads fill most of a prompt, few crowds cause a preemption.
         for number in range(100, 200):
             if not self.met(world):
                 self.crowd(world, number)
 
     def crowd(self, world: World, number: int) -> None:
-        """Asks an engine for more new prompts than its device can hold."""
+        """Sends an engine more new prompts than its device can hold."""
         one = world.dice.choice(world.engines)
         for seed in range(3):
             fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
@@ -328,7 +328,7 @@ class Preemption(Play):
 
 
 class LoadChoice(Play):
-    """A hit is taken if loading it is sooner than computing it, as far as the engine knows."""
+    """A hit is loaded if loading it is sooner than computing it, as far as the engine knows."""
 
     may_not_hit = True
 
@@ -394,7 +394,7 @@ class Sessions(Play):
 
 
 class Reset(Play):
-    """Engines empty the shared cache too, and others flush it."""
+    """Engines empty the shared cache too, and other clients flush it."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):
@@ -440,7 +440,7 @@ class Weights(Play):
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # The harness's own check knows one set of weights at a time.
+        # The harness checks a single set of weights at a time.
         world.abort_all(one)
         one.scheduler.reset_prefix_cache()
         load(one, next(self.seeds))
@@ -457,7 +457,7 @@ class Sleep(Play):
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # As the engine's process does: it steps until nothing is left before it resets.
+        # Like the engine's process, it is idle before it resets.
         world.abort_all(one)
         core = Core(one)
         if world.dice.random() < 0.5:
@@ -507,7 +507,7 @@ class Restart(Play):
 
 
 class Away(Play):
-    """There is no server for turns on end."""
+    """The server is absent for many turns."""
 
     def between(self, world: World) -> None:
         if world.server.up and self.happens(world):
@@ -530,7 +530,7 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # In the middle for certain, as it counts in the turn behind.
+        # Certainly in the middle, as it counts in the next turn.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -544,14 +544,14 @@ class Slow(Play):
 
 
 class Tier(Play):
-    """Blocks come from a tier, once the host memory that they were in is lost."""
+    """Blocks come from a tier after host memory has lost them."""
 
     came = went = ""
-    """The server's counters of blocks that came from it, and that went there."""
+    """The server's counters of blocks that came from the tier, and that went there."""
     has_come = False
 
     def after(self, world: World) -> None:
-        # One that stores and loads, if there are others.
+        # An engine that stores and loads, if possible.
         number = 1 if "producer" in world else 0
         one = world.engines[number]
         names = [world.ask(one, prompt(family, 280), max_tokens=2) for family in range(3)]
@@ -565,7 +565,7 @@ class Tier(Play):
             for name in names:
                 world.repeat(one, world.arguments[name])
             world.end(one)
-            # Counted since the server began anew.
+            # Counted since the server's new start.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:
@@ -605,7 +605,7 @@ class Shared(Tier):
 
 
 class Warm(Tier):
-    """A node fetches what it used, by a file of block names, before its engine asks."""
+    """A node fetches its earlier blocks, by a file of block names, before its engine's requests."""
 
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 
@@ -652,4 +652,4 @@ PLAYS: dict[str, type[Play]] = {
     "shared": Shared,
     "warm": Warm,
 }
-"""By the name of the feature."""
+"""Plays by the name of the feature."""

@@ -1,5 +1,5 @@
 """The server of a world, and the interface that the world uses: the double with its faults, or real
-daemons with a disk and a Valkey that they share."""
+daemons that have a disk and share a Valkey."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.vllm.processes import Daemon
 class Server(Protocol):
     """The interface of a world's server.
 
-    pace: how much longer than the double it takes.
+    pace: factor for waits; 1.0 for the double.
     told: the reports of requests.
     """
 
@@ -45,7 +45,7 @@ class Server(Protocol):
 
 
 class Double(FakeServer):
-    """The double. Answers that it holds are given by `settle`."""
+    """The double. `settle` delivers the answers that it holds."""
 
     pace = 1.0
 
@@ -58,18 +58,18 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Returns whether it answers a flush."""
+        """Returns True if it answers a flush."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:
         """Returns at once: the double's sessions are connected whenever it is up."""
 
     def settings(self, number: int) -> dict[str, Any]:
-        """Settings of the connector of an engine."""
+        """Returns the connector's settings of an engine."""
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Returns how many blocks of a key space the engine of this number can find."""
+        """Returns the number of blocks of a key space that the engine of this number can find."""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
@@ -87,8 +87,7 @@ class Nodes:
     ack_cancels = True
 
     def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
-        """identity: identity of the weights. It gives each world key spaces that no other world
-        uses."""
+        """identity: identity of the weights, which gives each world its own key spaces."""
         self.daemons, self._identity = daemons, identity
         self.told: list[RequestReport] = []
         self._open = link.open_session
@@ -96,7 +95,7 @@ class Nodes:
         self._held: dict[str, set[str]] = {}
 
     def settings(self, number: int) -> dict[str, Any]:
-        # Machines are slow and shared; how long things may take is not what is tested.
+        # Machines are slow and shared; durations are not under test.
         waits = ("lookup_timeout_s", "load_timeout_s", "store_timeout_s", "reset_timeout_s")
         return {
             "target": self.of(number).target,
@@ -158,7 +157,7 @@ class Nodes:
         )
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that no session leases or transfers anything. The engines compare the blocks that
+        """Checks that no session has a lease or a transfer. The engines compare the blocks that
         they load."""
 
         def is_idle() -> bool:
@@ -169,7 +168,7 @@ class Nodes:
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
-    """Returns the session, whose reports of requests are noted."""
+    """Returns the session after wrapping it, so that `told` gets its reports of requests."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:

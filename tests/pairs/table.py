@@ -1,10 +1,10 @@
-"""Every pair of features, and how it is answered: the table behind the section of
-docs/deployments.md that `tools/pairs_table.py` makes.
+"""Every pair of features and its answer: the table behind the section of docs/deployments.md that
+`tools/pairs_table.py` makes.
 
 A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), over the
-server's double or, where a tier takes part, over real daemons; or a test of its own shows it with
-real parts; or it is refused, in words that a test shows; or the two cannot meet, for a reason that
-a reader can check. A new feature needs a play, or an answer here to each of its pairs.
+server's double or, with a tier, over real daemons; or another test shows it with real parts; or it
+is refused, with a message that a test checks; or the features cannot meet, for a reason that a
+reader can check. A new feature needs a play, or an answer here to each of its pairs.
 """
 
 import itertools
@@ -47,16 +47,16 @@ FEATURES = {
     "warm": "warm start",
     "offloading": "behind vLLM's own offloading",
 }
-"""By the name of the feature, in the order of the page."""
+"""Features by name, in the order of the page."""
 TIERS = ("disk", "shared", "warm")
-"""Features of the daemon below host memory; the server's double has none of them."""
+"""Features of the daemon below host memory, which the server's double does not have."""
 REAL_ONLY = ("residency", "offloading")
 """Features that the harness can't play: residency needs the layers of a real model, and the harness
 drives hotkv's own connector, not vLLM's offloading."""
 
 
 class Kind(Enum):
-    """How a pair is answered."""
+    """The kind of a pair's answer."""
 
     HARNESS = "harness"
     DAEMON = "daemon"
@@ -116,7 +116,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     "vLLM's offloading makes no spans of requests; leave it out, or use kv_connector "
     "HotKVConnector",
 }
-"""Pairs whose engine does not start, with the words that its user reads."""
+"""Pairs whose engine does not start, with the user's message."""
 REFUSED_ELSEWHERE = {
     ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
     "test_an_engine_that_stores_nothing_can_not_have_residency",
@@ -124,7 +124,7 @@ REFUSED_ELSEWHERE = {
     ("sparse", "offloading"): f"{_DOOR_REFUSES}[sparse]",
     ("tracing", "offloading"): f"{_DOOR_REFUSES}[tracing]",
 }
-"""Of these, pairs whose words another folder's test shows."""
+"""Of these, pairs whose message is checked by a test in another folder."""
 
 APART: dict[tuple[str, str], str] = {
     ("sparse", "pooling"): "decode steps alone attend sparsely, and a pooling request ends with "
@@ -208,7 +208,7 @@ REAL: dict[tuple[str, str], Answer] = {
         "warm": f"{_DOOR}test_a_node_that_was_warmed_hits_from_its_host_memory",
     }.items()
 }
-"""Pairs that a test of its own shows with real parts."""
+"""Pairs that a separate test shows with real parts."""
 
 
 def pairs() -> list[Pair]:
@@ -217,7 +217,7 @@ def pairs() -> list[Pair]:
 
 
 def names_of(pair: Pair) -> str:
-    """Returns a pair as tests are named by it: its features in the order of the page."""
+    """Returns a pair's name in tests: its features in the order of the page."""
     return "+".join(name for name in FEATURES if name in pair)
 
 
@@ -250,12 +250,12 @@ def answer(pair: Pair) -> Answer:
 
 
 def of_kind(kind: Kind) -> list[Pair]:
-    """Returns the pairs that are answered so."""
+    """Returns the pairs with this kind of answer."""
     return [pair for pair in pairs() if answer(pair).kind is kind]
 
 
 def meets(names: frozenset[str]) -> bool:
-    """Returns whether features may be together: no two of them are refused or cannot meet."""
+    """Returns True if all pairs of these features may meet: none is refused or in APART."""
     apart = (REFUSALS, APART)
     return not any(
         _entry(some, frozenset(two)) for some in apart for two in itertools.combinations(names, 2)

@@ -19,14 +19,14 @@ TURNS = 4
 
 
 class Places:
-    """Daemons by what they have, started when they are first asked for."""
+    """Daemons by their tiers, started when they are first requested."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
         self._made: dict[tuple[bool, bool], list[Daemon]] = {}
 
     def __call__(self, *, disk: bool, shares: bool) -> list[Daemon]:
-        """Returns one daemon, or two that share a Valkey."""
+        """Returns a daemon, or two that share a Valkey."""
         if (disk, shares) not in self._made:
             self._made[disk, shares] = self._make(disk, shares)
         return self._made[disk, shares]
@@ -37,7 +37,7 @@ class Places:
         flags: list[str] = []
         if shares:
             valkey = self._stack.enter_context(running(folder / "valkey"))
-            # A lookup waits as long as it takes: the machine is slow, and that is not tested.
+            # A lookup has no time limit, because slow machines are not under test.
             flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
             flags += ["--tiers.lookup-wait-ms", "20000"]
         made = []
@@ -78,7 +78,7 @@ def run(
 def test_a_feature_beside_every_tier(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs three pairs at once. `tiers` are the tiers alone."""
+    """Runs three pairs at once. `tiers`: the tiers by themselves."""
     features = [*TIERS] if name == "tiers" else [name, *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

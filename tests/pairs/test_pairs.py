@@ -14,11 +14,11 @@ from tests.pairs.world import TURNS, World
 
 NUM_TRIPLES = int(os.environ.get("NUM_TRIPLES", "120"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
-"""Triples that are walked; another first seed walks others."""
+"""The first seed of the triples; another seed walks other triples."""
 
 
 def everyday() -> set[str]:
-    """Returns some of the pairs, such that each feature meets two others at least."""
+    """Returns some of the pairs, such that each feature meets at least two others."""
     pairs = of_kind(Kind.HARNESS)
     random.Random(0).shuffle(pairs)
     num_met: Counter[str] = Counter()

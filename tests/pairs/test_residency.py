@@ -29,15 +29,15 @@ from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 1720
-"""Tokens of a prompt: more than half of what the device holds. The answer needs a block more, for
-which the engine has to ask."""
+"""Tokens of a prompt: more than half of the device's tokens. The answer needs a block more, which
+the engine has to request."""
 TOKENS = 12
 MOVE_STEPS = 5
 
 
 class Stage:
     """A node with a disk and a Valkey, resident engines, and an engine that attends to everything.
-    They start when they are first asked for."""
+    They start when they are first requested."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, moves: bool = False) -> None:
         """moves: requests begin on the device as a whole, and are moved soon."""
@@ -99,7 +99,7 @@ class Stage:
             **settings | more,
         )
         if resident and "tensor_parallel_size" not in more:
-            # Of one process; ranks stay with dense attention where it is as good.
+            # Of a single process; ranks keep dense attention if it is as good.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
@@ -157,7 +157,7 @@ def hints_and_sessions(stage: Stage) -> None:
 
 
 def load_choice(stage: Stage) -> None:
-    """Asks for a prompt twice. The second request loads it, or computes it if that is faster."""
+    """Sends a prompt twice. The second request loads it, or computes it if that is faster."""
     stage.check(stage.one, 32)
     stage.one.ask("reset")
     stage.check(stage.one, 32)
@@ -265,7 +265,7 @@ def warm(stage: Stage) -> None:
 
 
 def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
-    """Checks that blocks which host memory has lost are loaded from a tier."""
+    """Checks that a tier serves blocks which host memory has lost."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
     until_s = time.monotonic() + 2 * WAIT_S
@@ -355,7 +355,7 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
     "shared": shared,
     "warm": warm,
 }
-"""By the feature that residency meets."""
+"""Runs by the feature that residency meets."""
 
 EVERYDAY = {"reset", "disk"}
 NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}

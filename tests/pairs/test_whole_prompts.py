@@ -1,5 +1,5 @@
-"""Models that read a whole prompt at once, in the harness: reuse that vLLM forbids is refused in
-words, and the harness would see it if it were not."""
+"""Models that read a whole prompt at once, in the harness: hotkv refuses the reuse that vLLM
+forbids, with a message, and the harness would notice such reuse."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ def non_causal(make: Make) -> Any:
 
 
 def ask(one: Any) -> None:
-    """Asks for two prompts that begin alike, the second twice. The harness checks the values."""
+    """Sends two prompts that begin alike, the second twice. The harness checks the values."""
     for name, tokens in (("a", PROMPT), ("b", [*PROMPT[:160], 5, 6, 7]), ("c", PROMPT)):
         one.generate(name, tokens, 4)
         one.generate(f"{name} ends", prompt(9, 3), 2)

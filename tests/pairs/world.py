@@ -1,11 +1,11 @@
-"""A world in which features of hotkv and of vLLM meet: a few engines of the harness over one
-server, random traffic, and the changes that each feature makes to both.
+"""A world in which features of hotkv and of vLLM meet: a few engines of the harness over a server,
+random traffic, and each feature's changes to both.
 
 The harness checks every KV value that attention reads. At the end every request that was not
-aborted is answered, and correctly. Leases, reservations, quarantined blocks and lost blocks of a
-device are not left. Each block of the server and of vLLM's own caches holds the model's values.
-Each feature has shown itself (`Play.met`). A world's name consists of its features and its seed;
-the same name makes the same world.
+aborted has the right answer. No leases, reservations, quarantined blocks or lost blocks of a device
+are left. Each block of the server and of vLLM's own caches holds the model's values. Each feature
+has shown itself (`Play.met`). A world's name consists of its features and its seed; the same name
+makes the same world.
 """
 
 import random
@@ -24,24 +24,24 @@ from tests.vllm.ranked import RankedEngine
 
 TURNS = 4
 MOST_MORE = 60
-"""Requests at the end, until nothing is missing."""
+"""Limit of requests at the end, until every feature has shown itself."""
 FAMILIES = 3
-"""Prompts of one family are prefixes of each other."""
+"""Prompts of the same family are prefixes of each other."""
 
 
 class Play:
-    """The changes that a feature makes to a world. By default a method changes nothing. An object
-    belongs to a single world."""
+    """A feature's changes to a world. By default a method changes nothing. An object belongs to a
+    single world."""
 
     models: tuple[type[Engine], ...] = ()
     """Mixed into the class of every engine."""
     may_not_hit = False
-    """Whether it may keep every hit from being taken."""
+    """Whether it may keep every hit from being loaded."""
     count = 0
-    """How often it has happened, if it is something that happens between turns."""
+    """How often it has happened, if it happens between turns."""
 
     def settings(self, world: "World", number: int) -> dict[str, Any]:
-        """Settings of an engine; `extra` are the connector's."""
+        """Returns the settings of an engine; `extra` are the connector's."""
         return {}
 
     def role(self, number: int) -> str:
@@ -49,7 +49,7 @@ class Play:
         return ""
 
     def beside(self, world: "World", number: int, ours: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's `kv_transfer_config`, made of hotkv's."""
+        """Returns the engine's `kv_transfer_config`, made from hotkv's."""
         return ours
 
     def models_of(self, number: int) -> tuple[type[Engine], ...]:
@@ -71,7 +71,7 @@ class Play:
         """Is called between two turns of the traffic."""
 
     def happens(self, world: "World") -> bool:
-        """Returns whether it is to happen now: now and then, and once in the middle for certain."""
+        """Returns True if it happens now: at random, and certainly once in the middle."""
         is_now = world.dice.random() < 0.4 or (
             world.turn == world.num_turns // 2 and not self.count
         )
@@ -82,13 +82,12 @@ class Play:
         """Is called when the traffic has ended and the server is well."""
 
     def met(self, world: "World") -> bool:
-        """Returns whether it has shown itself in this world."""
+        """Returns True if it has shown itself in this world."""
         raise NotImplementedError
 
 
 class World:
-    """See the module. `plays`: objects of its own, by the features' names. `server`: as
-    `servers.Server`."""
+    """See the module. `plays`: new objects by the features' names. `server`: a `servers.Server`."""
 
     def __init__(
         self,
@@ -102,7 +101,8 @@ class World:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
         self.folder, self.monkeypatch = folder, monkeypatch
-        # Answers here are short: with few blocks to a store, some are stored while they grow.
+        # Answers here are short: with few blocks to a store, some blocks are stored while they
+        # grow.
         num_blocks = random.Random(f"answers {self.name}").choice((1, 2, stores.ANSWER_BLOCKS))
         monkeypatch.setattr(stores, "ANSWER_BLOCKS", num_blocks)
         self.plays = plays
@@ -113,7 +113,7 @@ class World:
         self.turn = self.num_turns = 0
         self.engines: list[Engine] = []
         self.weights = {0}
-        """By what the weights that engines have had change values."""
+        """The numbers by which the engines' weights change values."""
         self.weights_of: Callable[[Engine], int] = lambda one: 0
         for play in plays.values():
             play.start(self)
@@ -162,7 +162,7 @@ class World:
         """Adds a request to an engine, changed by all features. Returns its name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
-            # Most build on what was asked before, some on nothing.
+            # Most build on an earlier prompt, some are new.
             family, length = self.dice.randrange(FAMILIES), self.dice.randrange(20, 300)
             prompt_tokens = prompt(family, length)
         asked: dict[str, Any] = {
@@ -233,8 +233,8 @@ class World:
             play.after(self)
         for one in self.engines:
             self.run(one)
-        # Whatever was stored serves everybody, and what each engine stores it finds again; the
-        # harness looks at each value.
+        # Stored blocks serve all engines, and each engine finds its own blocks again; the harness
+        # checks each value.
         for one in self.engines:
             self.server.until_connected(one)
             self.drop_local(one)
@@ -244,7 +244,7 @@ class World:
             for name in names:
                 self.repeat(one, self.arguments[name])
             self.end(one)
-        # What a request has by chance, one of many has for certain.
+        # An event that is random in one request is certain in many.
         for _ in range(MOST_MORE):
             if not self.missing():
                 break
@@ -254,7 +254,7 @@ class World:
             self.end(one)
 
     def end(self, one: Engine) -> None:
-        """Runs an engine until it is idle and knows how its last stores have ended."""
+        """Runs an engine until it is idle and knows the results of its last stores."""
         self.run(one)
         for seed in (90, 91):
             one.add(f"end {seed}", prompt(seed, 3), max_tokens=2)
@@ -275,9 +275,10 @@ class World:
         assert not self.missing(), f"has not shown itself: {self.missing()}"
 
     def missing(self) -> list[str]:
-        """Returns what this world must show and has not yet: a feature, or a load at all."""
+        """Returns the features that this world has not shown yet, and "loads" if a load is still
+        missing."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
-        # The first engine only stores and the second only loads, in key spaces of their own.
+        # The first engine only stores and the second only loads, in different key spaces.
         strangers = {"producer", "consumer"} <= self.plays.keys() and (
             {"tenants", "weights"} & self.plays.keys()
         )

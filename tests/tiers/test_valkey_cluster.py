@@ -139,8 +139,7 @@ def test_a_flush_counts_that_is_answered_after_the_blocks_have_come(
 
 
 def test_no_epoch_begins_at_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the key is gone when a flush raises it, an epoch that begins at one would be used
-    twice."""
+    """Otherwise a flush would use an epoch again once its key is gone."""
     with over(cluster) as bench, monkeypatch.context() as patched:
         patched.setattr(epochs, "begin", lambda fingerprint, now_us: epochs.get(fingerprint))
         raised = flush(bench.tier)  # type: ignore[arg-type]
