@@ -1,8 +1,8 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
 `daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
-twice as many examples (`make test-long`), `thorough` explores, `hunt` explores too and
-doesn't shrink what it finds.
+twice as many examples (`make test-long`). `thorough` explores, and so does `hunt`, without
+shrinking.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ settings.register_profile("thorough", max_examples=400, stateful_step_count=80, 
 settings.register_profile(
     "hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate]
 )
-# Shrinking for longer than a test may take would show a test that hangs, and not what failed.
+# Shrinking for longer than a test's time limit would show a hanging test instead of the failure.
 engine.MAX_SHRINKING_SECONDS = 60
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
 
@@ -41,10 +41,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
 # of two seconds took forty-five.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell starts what runs in its background with SIGINT ignored, which commands under test inherit.
+# A shell starts its background processes with SIGINT ignored, which commands under test inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hundreds of servers are started; none should compile what the one before has compiled.
+# Hundreds of servers are started; each reuses the compiled files of earlier servers.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -60,15 +60,15 @@ LONGEST = (
     "vllm/test_residency_hooks.py",
     "robustness/test_campaign.py",
 )
-"""Files that take longest, in this order; below them those that have slow tests."""
+"""Files that take longest, in this order; below them files with slow tests."""
 
 
 CHOSEN = "_hypothesis_internal_use_settings"
-"""Where hypothesis keeps the settings of a test."""
+"""The attribute in which hypothesis keeps the settings of a test."""
 
 
 def _has_examples(item: pytest.Function) -> bool:
-    """Returns whether hypothesis makes its examples, as many as the profile says."""
+    """Returns True if hypothesis makes its examples, as many as the profile says."""
     own = item.cls if item.name == "runTest" else getattr(item, "obj", None)
     chosen = getattr(own, "settings" if item.name == "runTest" else CHOSEN, None)
     return getattr(chosen, "max_examples", 0) == settings.default.max_examples
@@ -77,10 +77,9 @@ def _has_examples(item: pytest.Function) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves tests of campaigns out unless `-m` names them. Marks tests whose examples the profile
-    counts. Puts the longest files first, then those that
-    have slow tests, so that no worker of `make test` is left alone with a long one at the end. One
-    worker keeps the order that it was given: who names files without xdist wants the quick ones to
-    fail first (`tools/mutate.py`)."""
+    counts. Puts the longest files first, then files with slow tests, so that no worker of `make
+    test` is left alone with a long file at the end. A single worker keeps the given order: without
+    xdist, the quick files should fail first (`tools/mutate.py`)."""
     if "campaign" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
@@ -98,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine in an event loop of its own."""
+    """Runs a coroutine test in a new event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

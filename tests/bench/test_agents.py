@@ -1,4 +1,5 @@
-"""The rules that `bench.agents` compares: each does what its words say; none beats the bound."""
+"""The rules that `bench.agents` compares: each follows its description, and the bound beats them
+all."""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare
 from hotkv_server.simulate.trace import make_trace

@@ -1,5 +1,5 @@
-"""The benchmarks of residency do on the CPU what they do on a GPU, with fewer layers and tokens:
-steps run, slots hold the arena's bytes, and tokens are those of dense attention."""
+"""The benchmarks of residency run on the CPU as on a GPU, with fewer layers and tokens: steps run,
+slots hold the arena's bytes, and tokens are those of dense attention."""
 
 from dataclasses import replace
 

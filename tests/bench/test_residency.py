@@ -1,4 +1,5 @@
-"""The arithmetic of `bench.residency`: shares, ratios of neighbours, which run gives a figure."""
+"""The arithmetic of `bench.residency`: shares, ratios of neighbours, the run that gives a
+figure."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
 
 
 def made_up(context_tokens: int, resident_step_s: float) -> Round:
-    """Returns a round in which residency costs as much as the arguments say."""
+    """Returns a round with these costs of residency."""
     return Round(
         context_tokens,
         dense_prefill_s=(10.0, 8.0),
@@ -44,7 +45,7 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
 
 
 def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
-    """Returns a batch of which only tokens and logprobs matter."""
+    """Returns a batch with tokens and logprobs; the other fields do not matter."""
     return Batch(tokens, logprobs, [0], ["length"], [(0.0, 0.0)], [], 0, 0, {}, 0.0, 0.0)
 
 
@@ -99,7 +100,7 @@ FIGURES = {
     "auto_over_host_warm": 1.0,
     "auto_over_host_wall": 1.0,
 }
-"""Medians of ratios; gains of equal pools; exactness counts what is wrong in any case."""
+"""Medians of ratios; gains of equal pools; exactness always counts wrong runs."""
 
 
 def test_figures_and_targets() -> None:

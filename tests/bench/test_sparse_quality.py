@@ -1,5 +1,5 @@
-"""The benchmark's own parts: its forward pass is transformers', its paged decode is the dense pass
-where budgets cover the context."""
+"""The benchmark's own parts: its forward pass equals transformers', its paged decode equals the
+dense pass if budgets cover the context."""
 
 import itertools
 from pathlib import Path

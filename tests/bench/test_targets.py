@@ -1,4 +1,4 @@
-"""`make bench`: figures beside targets and records, and the page that is made of them."""
+"""`make bench`: figures beside targets and records, and the page made from them."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:
 
 
 def test_every_benchmark_with_a_target_is_run() -> None:
-    """`compression` is run by `tiers`."""
+    """`tiers` runs `compression`."""
     names = {
         path.stem
         for path in (ROOT / "bench").glob("*.py")

@@ -27,7 +27,7 @@ SMALL = CudaCopySettings(
 
 @dataclass
 class Arena:
-    """`PinnedArena` over memory of the host, pinned piece by piece when told to."""
+    """`PinnedArena` over memory of the host, pinned piece by piece on request."""
 
     runtime: FakeRuntime
     num_bytes: int = ARENA_BYTES
@@ -112,7 +112,7 @@ def host_rig() -> Iterator[Rig]:
 def on_devices(
     runtime: FakeRuntime, arena: Arena, engine: CopyEngine, memories: tuple[Region, ...]
 ) -> Iterator[Rig]:
-    """Yields a rig; at its end all is given back."""
+    """Yields a rig; at its end all memory is released."""
     yield rig_of(engine, arena, memories, lambda: runtime.fail_call(COPIES))
     engine.close()
     for memory in memories:
@@ -136,7 +136,7 @@ def cuda_rig(
         for _ in range(num_pinned):
             arena.grow()
         engine = CudaCopyEngine(runtime, 0, arena, settings)
-        # A fault that a check asks for must not meet the calibration.
+        # A check's injected fault must not hit the calibration.
         while settings.method is None and settings.calibration_bytes and engine.calibration is None:
             time.sleep(1e-3)
         memories = tuple(
@@ -150,7 +150,7 @@ def cuda_rig(
 
 @contextlib.contextmanager
 def mixed_rig() -> Iterator[Rig]:
-    """Yields memory of two devices and of the host behind one engine."""
+    """Yields memory of two devices and of the host behind the same engine."""
     runtime = FakeRuntime(7, num_devices=2, max_delay_s=20e-6)
     arena = Arena(runtime)
     arena.grow()

@@ -62,7 +62,7 @@ class Bench:
                 time.sleep(1e-4)
 
     def settled(self) -> bool:
-        """Returns whether all threads of the engine wait for the device or for jobs."""
+        """Returns True if all threads of the engine wait for the device or for jobs."""
         return all(
             not (lane._giving_s or lane._finishing_s or (lane._works and lane._free))
             and lane._finished.empty()

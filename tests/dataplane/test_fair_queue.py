@@ -38,7 +38,7 @@ class Machine(RuleBasedStateMachine):
         for other, waiting in self.model.items():
             if other != owner and waiting:
                 self.passed_over[other] += 1
-        # Nobody is served twice before another who has waited all the while.
+        # An owner is never served twice before another who has waited all the time.
         assert all(count < len(self.model) for count in self.passed_over.values())
 
     @invariant()

@@ -53,7 +53,7 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
 def test_a_long_wait_is_asked_for_ever_more_seldom(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's queue may be half a second long, and the interpreter is everybody's."""
+    """An engine's queue may be half a second long, and all threads share the interpreter."""
     ends, gates, pauses, sleep = Ends(), [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
     begun_s = time.monotonic()
     for number, gate in enumerate(gates):

@@ -30,7 +30,7 @@ ARENA_BYTES = 1 << 20
 
 @dataclass
 class Bench:
-    """One arena, half of it pinned, an engine of the host, and one for each method of a device."""
+    """An arena, half of it pinned, a host engine, and an engine for each method of a device."""
 
     runtime: FakeRuntime
     arena: Arena
@@ -100,7 +100,7 @@ def test_blocks_come_back_in_any_layout(
     rng = np.random.default_rng(seed)
     slot_stride = max(group.slot_bytes for group in case.groups) + 7
     num_bytes = case.num_blocks * slot_stride
-    # Somewhere in the arena, often across the end of what is pinned.
+    # Somewhere in the arena, often across the end of the pinned part.
     begin = int(rng.integers(0, ARENA_BYTES - num_bytes))
     arena = bench.arena.region.array()
     arena[:] = rng.integers(0, 256, ARENA_BYTES, dtype=np.uint8)

@@ -30,7 +30,7 @@ REGISTRATION_BYTES = 3 * 4096 * 5
 
 @dataclass
 class Running:
-    """A job that is under way, and what it moves: (to, from, bytes)."""
+    """A job that is under way, and the runs that it moves: (to, from, bytes)."""
 
     job: CopyJob
     share: int
@@ -40,7 +40,7 @@ class Running:
 
 
 class CopyMachine(RuleBasedStateMachine):
-    """The arena and every memory are cut into shares; a job has one share of all of them."""
+    """The arena and every memory are cut into shares; a job has a share of each."""
 
     @initialize(
         seed=st.integers(0, 1 << 30),
@@ -84,7 +84,7 @@ class CopyMachine(RuleBasedStateMachine):
         self.lost: set[int] = set()
         self.num_faults = 0
 
-    # What happens
+    # Events
 
     @precondition(lambda self: len(self.running) < NUM_SHARES)
     @rule(
@@ -166,7 +166,7 @@ class CopyMachine(RuleBasedStateMachine):
                 f"bytes of {region.name} that no job moves changed"
             )
 
-    # What must be
+    # Invariants
 
     def check_end(self, name: str, running: Running) -> None:
         outcome = self.ends[name]
@@ -183,7 +183,7 @@ class CopyMachine(RuleBasedStateMachine):
             for at, origin, size in zip(
                 to_offsets.tolist(), from_offsets.tolist(), sizes.tolist(), strict=True
             ):
-                # What has not been done in full is whatever it is: part of it may have been.
+                # A partial copy may have moved any part of it.
                 moved = (
                     self.model[from_.name][origin : origin + size]
                     if found is None

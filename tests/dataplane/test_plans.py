@@ -1,5 +1,5 @@
-"""Plans of whole blocks are small however many runs they stand for, and move every byte once in
-whatever shares they are taken."""
+"""Plans of whole blocks are small however many runs they stand for, and move every byte once in any
+shares."""
 
 import tracemalloc
 from dataclasses import replace
@@ -37,7 +37,7 @@ def plan_of(
 
 
 def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
-    """A plan of 100 blocks of 65,536 runs of a byte took 212 MB, on the event loop."""
+    """A plan of 100 blocks of 65,536 runs of a byte used to take 212 MB, on the event loop."""
     plan_of(1, 1 << 16, 1)
     tracemalloc.start()
     try:
@@ -51,7 +51,8 @@ def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
 
 
 def test_neighbours_are_one_run_and_no_piece_is_longer_than_asked_for() -> None:
-    """A plan of 2 GiB that is contiguous on both sides could not be cancelled but as a whole."""
+    """A plan of 2 GiB that is contiguous on both sides could otherwise only be cancelled as a
+    whole."""
     plan = plan_of(1024, 1, 2 * MIB, gap_bytes=0)
     count = num_shares(plan, 16 * MIB)
     shares = [plan.share(at, at + 1, count) for at in range(count)]

@@ -56,7 +56,7 @@ class Memories:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
-    """All heads and tails that there are, of the shortest runs that are streamed."""
+    """Covers all heads and tails of the shortest streamed runs."""
     size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES
     pitch = size_bytes + GAP_BYTES
     shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
@@ -74,7 +74,8 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
-    """Two plans, in runs that no line divides: what counts is the job, not a piece of it."""
+    """Copies two plans, in runs that no line divides: the size of the job counts, not of its
+    pieces."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
 
@@ -106,7 +107,7 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
     """Returns a recipe whose runs may adjoin on either side or both, block ids, and places of
-    slots: any sizes, any alignment, nothing overlaps."""
+    slots, with any sizes and alignment and without overlap."""
     sizes = draw(
         st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6)
     )
@@ -146,7 +147,7 @@ def test_blocks_are_copied_as_their_recipe_says(
     piece_bytes: int,
     misalignment: int,
 ) -> None:
-    """In whatever pieces, and no byte beside them is touched."""
+    """Copies in pieces of any size, and checks that no byte beside them is touched."""
     recipe, ids, slots = given
     end = misalignment + 8 * max(
         1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES

@@ -1,5 +1,6 @@
 """Stores blocks in a server, or loads all of them and compares every byte: `blocks.py store|check
-TARGET`; status 1 if any is missing. Runs wherever hotkv's client is, so it imports no tests."""
+TARGET`; status 1 if any is missing. Imports no tests, so that it runs wherever hotkv's client
+is."""
 
 import sys
 

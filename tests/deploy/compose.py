@@ -1,10 +1,10 @@
 """Brings compose.yaml up with a real vLLM: a long prompt, another engine that finds its KV in
 hotkv, a kill of the server, a stop. `python -m tests.deploy.compose [--folder DIR] [--keep]`.
 
-Docker's Compose builds and runs the unchanged file against podman, in namespaces of its own
-(`podman.py`). Small Debians stand for `python:3.12-slim` and for vLLM's image (`vllm_base.py`), as
-no registry is asked. Needs root, `podman`, `docker-compose`, `mmdebstrap`, `iptables`, the package
-index, some minutes, and 9 GB in DIR, which go at the end unless `--keep` is given.
+Docker's Compose builds and runs the unchanged file against podman, in separate namespaces
+(`podman.py`). Small Debians stand for `python:3.12-slim` and for vLLM's image (`vllm_base.py`),
+because no registry is used. Needs root, `podman`, `docker-compose`, `mmdebstrap`, `iptables`, the
+package index, some minutes, and 9 GB in DIR, which are removed at the end without `--keep`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LONG = " ".join(
 )
 UP_S, STEP_S = 300.0, 60.0
 SMALL = {
-    # No warm-up and no compiler, and a core for the engine where there are two: as in the demo.
+    # No warm-up and no compiler, and a core for the engine if there are two: as in the demo.
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -54,7 +54,7 @@ SMALL = {
 
 
 def override(model: Path) -> dict[str, Any]:
-    """Returns what is changed of compose.yaml, and no more."""
+    """Returns the only changes to compose.yaml."""
     build, volumes = {"network": "host"}, [f"{model}:{MODEL}:ro"]
     services = {
         "directories": {"build": build},
@@ -65,7 +65,7 @@ def override(model: Path) -> dict[str, Any]:
 
 
 def left_out() -> list[str]:
-    """Returns what this run does not show of compose.yaml."""
+    """Returns the parts of compose.yaml that this run does not test."""
     found = list(podman.LEFT_OUT)
     memlock = podman.hard_limits()["memlock"]
     if memlock != resource.RLIM_INFINITY:
@@ -93,7 +93,7 @@ class Compose:
         }
 
     def __call__(self, *arguments: str) -> str:
-        """Raises SystemExit with the containers' logs if it fails."""
+        """Runs a command of Compose. Raises SystemExit with the containers' logs if it fails."""
         done = subprocess.run(
             [*self._command, *arguments], capture_output=True, text=True, env=self._environment
         )
@@ -119,7 +119,7 @@ class Compose:
         return {name: float(value) for name, value in status["counters"].items()}
 
     def is_healthy(self) -> bool:
-        """Returns whether a health check says so now, whatever the last one said."""
+        """Returns True if a health check succeeds now, whatever the last result."""
         words = [*self.podman.command, "healthcheck", "run", HOTKV]
         return subprocess.run(words, capture_output=True).returncode == 0
 
@@ -160,7 +160,7 @@ def vllm_answers() -> bool:
 
 
 def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
-    """Makes the two images that no registry is asked for."""
+    """Makes the two images that would come from a registry."""
     root = folder / "root"
     certificates = "ca-certificates.crt"
 
@@ -227,7 +227,8 @@ def check_files(compose: Compose) -> str:
 
 
 def check_rights(compose: Compose) -> str:
-    """Returns the server's user, capabilities and root file system. Raises AssertionError."""
+    """Checks the server's user, capabilities and root file system; returns them. Raises
+    AssertionError."""
     lines = Path(f"/proc/{compose.state(HOTKV)['Pid']}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     none = ["0" * 16]
@@ -263,7 +264,7 @@ def walk(compose: Compose, steps: Steps) -> None:
         stored = compose.counters()["stored_blocks_total"]
         seen.append(f"{cold.prompt_tokens} tokens, {cold.took_s:.1f} s, {stored:.0f} blocks stored")
     with steps.step("again, by vLLM's own cache") as seen:
-        # What is rounded depends on how much is computed at once, so this answer is the measure.
+        # Rounding depends on the size of a batch, so this answer is the reference.
         own = ask(LONG)
         seen.append(f"{own.took_s:.1f} s: {own.text!r}, before: {cold.text!r}")
     with steps.step("vLLM's container restarts; the prompt's blocks come from hotkv") as seen:
@@ -293,8 +294,8 @@ def is_stored(compose: Compose, answer: Answer) -> bool:
 
 
 def again(compose: Compose, before: Answer) -> str:
-    """Returns a new engine answers the long prompt with the same text, from hotkv. Raises
-    SystemExit."""
+    """Checks that a new engine answers the long prompt with the same text, from hotkv; returns the
+    figures. Raises SystemExit."""
     hits = "vllm:external_prefix_cache_hits_total"
     before_blocks = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total")
     begun_s = time.monotonic()
@@ -312,7 +313,7 @@ def again(compose: Compose, before: Answer) -> str:
 
 
 def kill(compose: Compose, stored: float) -> list[str]:
-    """Kills the server and returns what came of it. Raises AssertionError."""
+    """Kills the server and returns the findings. Raises AssertionError."""
     ended = threading.Event()
     answered: list[str] = []
 
@@ -378,7 +379,7 @@ def inside(folder: Path) -> None:
         seen += sorted(
             line for line in machine("images", f"--format={form}").splitlines() if "hotkv" in line
         )
-    # Builds ask the package index; from here on nothing leaves the machine.
+    # Builds use the package index; from here on there is no network.
     podman.leave_network()
     with machine.service():
         try:

@@ -15,7 +15,7 @@ from tests.deploy.dockerfile import ROOT, copy_sent
 WHOLE = ".whole"
 CERTIFICATES = Path("/etc/ssl/certs")
 PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
-"""Of programs that are not called like their package."""
+"""Packages of programs with another name."""
 
 
 class Steps:
@@ -42,7 +42,7 @@ class Steps:
 
 
 def program(name: str) -> str:
-    """Returns where a program is. Raises SystemExit."""
+    """Returns a program's path. Raises SystemExit."""
     found = shutil.which(name)
     if found is None:
         sys.exit(f"no {name} here: make programs PROGRAMS={PACKAGES.get(name, name)}")
@@ -50,7 +50,7 @@ def program(name: str) -> str:
 
 
 def run(*command: str | Path, quiet: bool = True) -> str:
-    """Runs a command and returns what it prints. Raises SystemExit with the end of it if it
+    """Runs a command and returns its output. Raises SystemExit with the end of the output if it
     fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)

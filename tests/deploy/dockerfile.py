@@ -20,8 +20,8 @@ class Stage:
     steps: list[tuple[str, str]] = field(default_factory=list)
 
     def last(self, instruction: str) -> str:
-        """Returns the text that counts where an instruction may be given more than once. Raises
-        IndexError where it is missing."""
+        """Returns the text that counts if an instruction may be given more than once. Raises
+        IndexError without one."""
         return [text for name, text in self.steps if name == instruction][-1]
 
 
@@ -41,7 +41,7 @@ def parse(text: str) -> list[Stage]:
 
 
 def is_sent(path: str, ignored: str) -> bool:
-    """Returns whether .dockerignore lets a file of the repository into the build."""
+    """Returns True if .dockerignore lets a file of the repository into the build."""
     sent = True
     parts = Path(path).parts
     heads = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -1,11 +1,12 @@
 """Builds the image, and runs it as the Helm chart's pods do: probed, killed, started again on the
 same directories, drained. `python -m tests.deploy.image [--folder DIR] [--release DIR]`; with a
-release it runs the image, and renders the chart, of that folder. `--prepare` says how to build one
-over the small Debian.
+release it runs the image and renders the chart of that folder. `--prepare` prints how to build an
+image over the small Debian.
 
-buildah builds the unchanged Dockerfile over a small Debian, as no registry is asked; its isolation
-`chroot` leaves out a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`, `buildah`, helm
-(or npm), the package index and some minutes; the base stays in DIR for the next run.
+buildah builds the unchanged Dockerfile over a small Debian, because no registry is used; its
+isolation `chroot` leaves out a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`,
+`buildah`, helm (or npm), the package index and some minutes; the base stays in DIR for the next
+run.
 """
 
 import argparse
@@ -39,7 +40,7 @@ CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
     *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 )
-"""All that buildah gives by itself. It knows `all`, too, but drops after it adds."""
+"""All capabilities that buildah gives. It knows `all`, too, but drops after it adds."""
 
 
 class Buildah:
@@ -87,7 +88,7 @@ class Pod:
         return f"unix:{self._places['sockets']}/grpc.sock"
 
     def remove(self) -> None:
-        """Ends what runs, and removes what it left."""
+        """Ends its processes, and removes their files."""
         self.kill()
         self._buildah("rm", self._container)
         for place in self._places.values():
@@ -112,8 +113,8 @@ class Pod:
         return json.dumps(owners)
 
     def start(self) -> float:
-        """Starts the server as the pod's user; returns the seconds until the readiness probe says
-        yes."""
+        """Starts the server as the pod's user; returns the seconds until the readiness probe
+        succeeds."""
         begun_s = time.monotonic()
         command = self._command(self._user, "hotkv-server", *self._rendered.server["args"])
         with self.log.open("wb") as sink:
@@ -144,13 +145,13 @@ class Pod:
         raise AssertionError("there is no server")
 
     def kill(self) -> None:
-        """Kills the server as the kernel would: the server gets no chance to do anything."""
+        """Kills the server with SIGKILL."""
         if self._server is not None and self._server.poll() is None:
             os.kill(self.pid(), signal.SIGKILL)
             self._server.wait(STOP_S)
 
     def stop(self) -> tuple[int, float]:
-        """Sends SIGTERM; returns the status and the seconds that it took."""
+        """Sends SIGTERM; returns the exit status and the duration in seconds."""
         assert self._server is not None
         begun_s = time.monotonic()
         os.kill(self.pid(), signal.SIGTERM)
@@ -194,10 +195,10 @@ def prepare(buildah: Buildah, folder: Path, steps: Steps) -> None:
 
 
 def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
-    """Builds the image, or takes that of a release."""
+    """Builds the image, or loads a release's image."""
     with steps.step("the image") as seen:
         if release is None:
-            # hotkv itself is always copied anew; the layer of packages is not kept.
+            # hotkv itself is always copied again; the layer of packages is not kept.
             buildah("bud", "--quiet", *BUD, f"--tag={IMAGE}", ROOT)
         else:
             archive = check_dist.one(release, f"hotkv-*-image-{release_files.processor()}.oci.tar")

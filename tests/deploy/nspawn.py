@@ -1,8 +1,8 @@
-"""Runs the systemd unit in a Debian of its own: start, reload, a hung server that the watchdog
-kills, a kill, an upgrade, a stop; blocks that were stored first are there, byte for byte, after
-each. `python -m tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working tree, or
-the files of a release alone, as docs/operations.md says. Needs root, `mmdebstrap`,
-`systemd-nspawn`, the package index and some minutes."""
+"""Runs the systemd unit in a separate Debian: start, reload, a hung server that the watchdog kills,
+a kill, an upgrade, a stop; the blocks stored first are found after each, byte for byte. `python -m
+tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working tree, or the files of a
+release alone, as docs/operations.md says. Needs root, `mmdebstrap`, `systemd-nspawn`, the package
+index and some minutes."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ COMPILE = (*AS_HOTKV, "hotkv-server", "compile")
 QUIET = ("--register=no", "--keep-unit", "--quiet")
 BOOT_S = 240.0
 WATCHDOG_S = 150.0
-"""WatchdogSec, and TimeoutAbortSec should the server not die of its signal."""
+"""WatchdogSec, and TimeoutAbortSec in case the server does not die of its signal."""
 STOP_S = 60.0
 
 

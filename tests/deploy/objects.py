@@ -1,5 +1,5 @@
-"""Kubernetes objects for tests: of the plain manifests and of the chart with a set of values, and
-the server's part of them. Tests of the chart are skipped if there is no helm and it can't be
+"""Kubernetes objects for tests, from the plain manifests and from the chart with a set of values,
+and the server's part of them. Tests of the chart are skipped without helm if it can't be
 fetched."""
 
 import functools
@@ -85,7 +85,7 @@ def of_manifest(name: str = "hotkv.yaml") -> Objects:
 
 @functools.cache
 def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
-    """Returns those of the chart with values of its examples. Skips without helm."""
+    """Returns the chart's objects with values of its examples. Skips without helm."""
     try:
         helm.find()
     except helm.HelmError as error:
@@ -95,7 +95,8 @@ def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
 
 
 def of_compose(*files: str, **environment: str) -> dict[str, Any]:
-    """Returns the services as Compose itself reads these files of the root. Skips without it."""
+    """Returns the services as Compose itself reads these files of the root. Skips without
+    Compose."""
     command = [program("docker-compose"), *(w for file in files for w in ("-f", ROOT / file))]
     where = {"PATH": "/usr/bin:/bin", **environment}
     done = subprocess.run([*command, "config"], capture_output=True, env=where, timeout=60)
@@ -109,7 +110,7 @@ def num_bytes(quantity: str) -> int:
 
 
 def validate(item: dict[str, Any], version: str) -> None:
-    """Raises ValidationError if the object is none of that version of Kubernetes."""
+    """Raises ValidationError if the object does not fit that version of Kubernetes."""
     kubernetes_validate.validate(item, version, strict=True)
 
 

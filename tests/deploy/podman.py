@@ -18,8 +18,9 @@ from typing import Any
 from tests.deploy.debian import program, run
 
 INSIDE = "HOTKV_COMPOSE_INSIDE"
-# The first process of a namespace inherits orphans, which a shell reaps. What podman notes outside
-# of its store, of what runs and of networks, must go with the processes: it is written to memory.
+# The first process of a namespace inherits orphans, which a shell reaps. podman's records outside
+# of its store, of running containers and of networks, must end with the processes: they are written
+# to memory.
 ENTER = """
 mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 1
 mount -t tmpfs -o mode=1777 none /dev/shm && mount -t tmpfs none "$1" || exit 1
@@ -44,7 +45,7 @@ LEFT_OUT = (
 
 
 def enter(folder: Path, module: str, arguments: Sequence[str]) -> int:
-    """Runs the module inside; returns its status. All in there ends with it, or with this
+    """Runs the module inside; returns its status. All its processes end with it, or with this
     process."""
     place = folder / "run"
     place.mkdir(exist_ok=True)
@@ -107,7 +108,7 @@ crun = ["{runtime}"]
 """
         )
         self.environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
-        # All that podman starts, such as conmon, has it from here.
+        # All children of podman, such as conmon, inherit it.
         os.environ["CONTAINERS_CONF"] = str(settings)
         place = [f"--root={folder / 'store'}", f"--runroot={state / 'runroot'}"]
         self.command = [program("podman"), *place, f"--tmpdir={state / 'libpod'}"]
@@ -151,7 +152,7 @@ crun = ["{runtime}"]
 
     @contextlib.contextmanager
     def health_checks(self, container: str) -> Iterator[None]:
-        """Runs the container's health check at the image's interval, while there is one."""
+        """Runs the container's health check at the image's interval, while the container exists."""
         ended, words = threading.Event(), [*self.command, "healthcheck", "run", container]
 
         def ask() -> None:

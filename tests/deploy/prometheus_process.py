@@ -38,7 +38,7 @@ class Prometheus:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, path: str, **values: str) -> Any:
-        """Returns what the HTTP API answers. Raises OSError, AssertionError if it is an error."""
+        """Returns the answer of the HTTP API. Raises OSError, or AssertionError for an error."""
         query = urllib.parse.urlencode(values)
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}"
         try:

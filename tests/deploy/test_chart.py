@@ -21,7 +21,7 @@ from tests.server.certificates import Authority
 from tools import chart, helm
 
 SPARE_BYTES = 1 << 30
-"""What the server needs at least beside arena and table."""
+"""Least memory of the server beside arena and table."""
 PLACES = {
     "/etc/hotkv-secrets": "secrets",
     "/run/hotkv-admin": "admin",
@@ -29,7 +29,7 @@ PLACES = {
     "/dev/shm/hotkv": "arena",
     "/var/lib/hotkv": "disk",
 }
-"""Folders of a node, and where they lie here."""
+"""Folders of a node, and their places here."""
 SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
 TENANTS = json.dumps(
     [
@@ -38,7 +38,7 @@ TENANTS = json.dumps(
     ]
 )
 OWN_KINDS = {"ServiceMonitor"}
-"""Of the Prometheus operator, so Kubernetes has no schema of them."""
+"""Kinds of the Prometheus operator, for which Kubernetes has no schema."""
 
 
 @pytest.fixture(params=SETS)
@@ -261,7 +261,7 @@ def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Object
 
 def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
     """Whole numbers stay whole; quotes, lists and tables in lists are TOML. null is the server's
-    default: TOML has none."""
+    default, because TOML has no null."""
     tenant = {"name": "one", "uids": [7], "guaranteed_bytes": "4MiB"}
     settings = {
         "integrity": {"scrub_bytes_per_s": 16777216},

@@ -1,5 +1,5 @@
 """compose.yaml agrees with the Dockerfiles, the server's settings and the connector, and Compose
-itself takes it."""
+itself accepts it."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings:
     """Engines run as root in their container, so a socket's mode does not keep them out."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
-    # Health check and `hotkv` in the container go there.
+    # Health check and `hotkv` in the container use it.
     target = services["hotkv"]["environment"]["HOTKV_TARGET"]
     assert target == f"unix:{settings.admin_socket}"
     assert any(settings.admin_socket.is_relative_to(place) for place in services["hotkv"]["tmpfs"])
@@ -86,7 +86,7 @@ def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> 
 
 
 def test_gpus_come_with_the_library_that_copies() -> None:
-    """If any capability of the driver is named, Docker mounts only the named. `compute` is
+    """If any capability of the driver is named, Docker mounts only the named ones. `compute` is
     libcuda."""
     found = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     for name in ("hotkv", "vllm"):

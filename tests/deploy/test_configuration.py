@@ -1,4 +1,5 @@
-"""deploy/hotkv.toml shows every setting with its meaning, unit and default, and nothing else."""
+"""deploy/hotkv.toml shows exactly the server's settings, each with its meaning, unit and
+default."""
 
 import re
 from pathlib import Path
@@ -12,12 +13,12 @@ from hotkv_server.settings.sources import leaves
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
 EXAMPLES = {"arena.bytes"}
-"""Shown with a value that is not the default; the comment says the default."""
+"""Shown with a value that is not the default; the comment has the default."""
 ALL = dict(leaves(Settings))
 
 
 def with_tables() -> str:
-    """Returns the file with the tables in place that are shown in comments, up to an empty line
+    """Returns the file with the tables uncommented that are shown in comments, up to an empty line
     each."""
 
     def table(match: re.Match[str]) -> str:
@@ -27,7 +28,7 @@ def with_tables() -> str:
 
 
 def uncommented() -> str:
-    """Returns the file with every setting in place: those that are shown in a comment, too."""
+    """Returns the file with every setting uncommented that is shown in a comment."""
     text = re.sub(r"^# (\w+ = )", r"\1", with_tables(), flags=re.MULTILINE)
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]

@@ -14,7 +14,7 @@ LISTS = re.compile(r"^(\w+) = \[\n((?:  .*\n)*)\]|^(\w+) = \[(\".*\")\]", re.MUL
 
 
 def declared() -> dict[str, list[str]]:
-    """Returns the packages of each extra as pyproject.toml has them, without markers."""
+    """Returns the packages of each extra from pyproject.toml, without markers."""
     begin = PROJECT.index("[project.optional-dependencies]")
     part = PROJECT[begin : PROJECT.index("\n[", begin + 1)]
     found = ((a or b, c or d) for a, c, b, d in LISTS.findall(part))

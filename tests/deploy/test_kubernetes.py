@@ -55,7 +55,7 @@ def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settin
 
 
 def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
-    """`test_chart.py` has memory and the time to drain."""
+    """`test_chart.py` checks memory and the time to drain."""
     server, security = manifest.server, manifest.pod["securityContext"]
     (port,) = manifest.one("Service")["spec"]["ports"]
     assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
@@ -102,7 +102,7 @@ def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
 )
 def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
-    # What kustomize finds the object of a patch by.
+    # kustomize finds the object of a patch by these.
     assert before["apiVersion"] == added["apiVersion"]
     for at in ("name", "namespace"):
         assert before["metadata"][at] == added["metadata"][at]

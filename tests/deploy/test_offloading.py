@@ -1,5 +1,5 @@
 """Engines on GPUs through the second door (docs/doors.md): compose file, manifest and values name
-the connector by its name alone, and neither container gets namespaces of the host."""
+the connector only by its name, and no container gets namespaces of the host."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
 """A real Prometheus scrapes a real server under traffic: every query of dashboard, rules and alerts
-runs, names metrics that exist, and shows something where there is something to show.
+runs, names metrics that exist, and shows data if there are any.
 
 The server has a disk tier and made-up devices, so that all panels have data.
 """
@@ -40,7 +40,7 @@ FOLDER = RULES.parent
 RULES_TEST = FOLDER / "hotkv.rules.test.yml"
 CHAIN, LAYERS, PAGE_BYTES = 8, 2, 64 << 10
 RETURNING = 24
-"""Chains, of 1 MiB each."""
+"""Chains of 1 MiB each."""
 SCRAPE_S = 0.5
 READY = ("up", "hotkv_build_info", "hotkv_ready")
 OTHERS = {"up", "ALERTS", "process_start_time_seconds", "process_cpu_seconds_total"}
@@ -67,12 +67,12 @@ def panels() -> list[dict[str, Any]]:
 
 
 class Traffic:
-    """Two engines that store, look up, load and report until they are stopped: one in host memory,
-    one on a made-up device.
+    """Two engines, in host memory and on a made-up device, that store, look up, load and report
+    until they are stopped.
 
-    Each turn stores a new chain and asks for one of `RETURNING`, which don't fit in host memory but
-    do on the disk. A chain that is asked for once only would be evicted before its turn: chains
-    that were used before are worth more than it.
+    Each turn stores a new chain and requests one of `RETURNING`, which fit on the disk but not in
+    host memory. A chain that is requested only once would be evicted before its turn, because used
+    chains are worth more.
     """
 
     def __init__(self, target: str) -> None:
@@ -131,7 +131,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         stack.callback(made.close)
         traffic = Traffic(server.target)
         try:
-            # Rates need two scrapes in which the thing has happened.
+            # Rates need two scrapes after the event.
             wait_for(made.is_ready)
             wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
             time.sleep(4 * SCRAPE_S)
@@ -164,7 +164,7 @@ def test_every_query_names_metrics_that_exist() -> None:
 
 def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
     exported = set(prometheus.ask("label/__name__/values"))
-    # Those of policies that are not the node's, and of a histogram that had nothing to count.
+    # Series of the node's unused policies, and of a histogram without counts.
     missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
     assert not missing, missing
 
@@ -199,7 +199,7 @@ def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
 
 
 def answer(expr: str, folder: Path, **values: str) -> str:
-    """Returns promtool's value of an expression after 10 minutes of these series, a node each:
+    """Returns promtool's value of an expression after 10 minutes of these series, each of a node:
     labels and value of each sample."""
     asked = {"expr": expr, "eval_time": "10m", "exp_samples": [{"labels": "none", "value": 0}]}
     given = [{"series": series, "values": told} for series, told in values.items()]

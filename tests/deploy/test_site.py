@@ -1,5 +1,5 @@
-"""The documentation's site: its table of contents has every page, and a page's links lead to pages
-of the site."""
+"""The documentation's site: its table of contents has every page, and pages link to pages of the
+site."""
 
 import os
 import subprocess

@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "hotkv-server.service"
 DROP_IN = DEPLOY / "hotkv-server-gpu.conf"
 MAX_EXPOSURE = 1.5
-"""Of 10, as `systemd-analyze security` counts it."""
+"""Limit of the score of 10 that `systemd-analyze security` computes."""
 ANALYZE = shutil.which("systemd-analyze")
 
 needs_systemd = pytest.mark.skipif(
@@ -84,7 +84,8 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
     assert "DynamicUser" not in unit, "it implies RemoveIPC"
     assert "PrivateUsers" not in unit, "user ids of engines would be lost"
     assert "MemoryDenyWriteExecute" not in unit, "kernels are compiled"
-    # Without /proc/meminfo an arena that the machine can't hold is filled until the kernel kills.
+    # Without /proc/meminfo, an arena that does not fit into the machine is filled until the kernel
+    # kills the server.
     assert limits.MEMINFO.is_relative_to("/proc")
     assert unit.get("ProcSubset", ["all"]) == ["all"]
 

@@ -1,6 +1,6 @@
-"""An image that stands for vLLM's: a small Debian, and in /opt/venv vLLM's CPU build as this
-environment has it with all that it requires but triton; hotkv and its connector are what
-deploy/vllm.Dockerfile brings."""
+"""An image that stands for vLLM's: a small Debian, and in /opt/venv this environment's vLLM for
+CPUs with all its requirements except triton. deploy/vllm.Dockerfile adds hotkv and its
+connector."""
 
 import importlib.metadata as metadata
 import shutil
@@ -22,16 +22,16 @@ UNUSED = frozenset({"triton"})
 SITE = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 ENVIRONMENT = {
     "PATH": f"{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    # uv trusts certificates of its own by itself.
+    # By default uv trusts its own certificates.
     "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
 }
 
 
 def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
-    """Returns a package of this environment and all that it requires, by name; extras count.
+    """Returns a package of this environment and all its requirements, by name; extras count.
 
-    A requirement that is not installed is left out: vLLM's CPU build runs without torchvision,
-    torchaudio and torchcodec. Raises SystemExit if the package itself is not there.
+    Requirements that are not installed are left out: vLLM's CPU build runs without torchvision,
+    torchaudio and torchcodec. Raises SystemExit without the package itself.
     """
     found: dict[str, metadata.Distribution] = {}
     seen = set[tuple[str, str]]()
@@ -55,8 +55,8 @@ def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
 
 
 def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Path, str]]:
-    """Yields each file of the packages in site-packages once: its place here, and its path
-    there."""
+    """Yields each file of the packages in site-packages once: its path here, and its path in the
+    image."""
     seen = set[str]()
     for distribution in distributions.values():
         for file in distribution.files or ():
@@ -67,8 +67,8 @@ def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Pat
 
 
 def make_environment(root: Path, folder: Path) -> None:
-    """Makes the empty environment in the Debian, and puts uv there, as vLLM's images have it; pip
-    is not in it. Raises SystemExit if Debian's Python is not this one's version."""
+    """Makes the empty environment in the Debian without pip, and puts uv there, as vLLM's images
+    have it. Raises SystemExit if Debian's Python has another version."""
     ours = f"Python {sys.version_info.major}.{sys.version_info.minor}."
     theirs = run("chroot", root, "python3", "--version")
     if not theirs.startswith(ours):

@@ -1,8 +1,8 @@
-"""Runs CUDA kernels on the CPU: `compile` a .cu source as C++ over `cuda_on_cpu.h`, which says what
-is as in CUDA, `launch` on arrays. Kernels are those that the source declares with `__global__
-void`; instances of templates are named to `compile`. Arguments: an array or an address for a
-pointer, a number for a number (numpy scalars must have the parameter's size). One launch at a time
-a module."""
+"""Runs CUDA kernels on the CPU: `compile` compiles a .cu source as C++ over `cuda_on_cpu.h`, which
+lists the differences from CUDA, and `launch` runs a kernel on arrays. Kernels are declared with
+`__global__ void`; instances of templates are named to `compile`. Arguments: an array or an address
+for a pointer, a number for a number (numpy scalars must have the parameter's size). A module runs a
+single launch at a time."""
 
 import ctypes
 import functools
@@ -43,7 +43,7 @@ INTEGERS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_
 
 
 class LaunchError(Exception):
-    """What CUDA leaves undefined, or never ends."""
+    """A launch that CUDA leaves undefined, or that never ends."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _translated(folder: Path) -> Path:
-    """Returns a copy of the folder's headers in which dynamic shared memory is spelled so that g++
-    takes it."""
+    """Returns a copy of the folder's headers with dynamic shared memory in a form that g++
+    accepts."""
     target = Path(tempfile.mkdtemp(dir=_scratch().name))
     for pattern in ("*.cuh", "*.h", "*.cu"):
         for header in folder.glob(pattern):

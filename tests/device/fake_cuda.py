@@ -13,8 +13,8 @@ SOURCE = Path(__file__).with_name("fake_driver.cpp")
 
 
 class FakeDriver:
-    """`batch`: which cuMemcpyBatchAsync it has: 0 none, 1 that of CUDA 12.8, 2 that of CUDA 13. A
-    library of its own each."""
+    """A library with its own state. `batch`: its cuMemcpyBatchAsync: 0 for absent, 1 for CUDA
+    12.8's, 2 for CUDA 13's."""
 
     def __init__(self, folder: Path, batch: int = 2) -> None:
         self.path = str(folder / "libcuda.so.1")
@@ -23,7 +23,7 @@ class FakeDriver:
         self._library.fake_calls.restype = ctypes.c_char_p
 
     def calls(self) -> list[str]:
-        """Since the last time: name, context current on the thread, arguments."""
+        """Returns the calls since the last time: name, context current on the thread, arguments."""
         return self._library.fake_calls().decode().splitlines()
 
     def fail(self, name: str, status: int) -> None:
@@ -52,11 +52,11 @@ def _built(batch: int) -> bytes:
 
 
 class CompileException(Exception):
-    """As CuPy's."""
+    """Stands for CuPy's exception."""
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's: takes a status."""
+    """Stands for CuPy's error: takes a status."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaErrorFake: {status}")
@@ -64,7 +64,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 def fake_cupy() -> ModuleType:
-    """Returns what the runtime uses of CuPy 13 and 14. `module.log` says what was asked;
+    """Returns the parts of CuPy 13 and 14 that the runtime uses. `module.log` has the calls;
     `module.errors` are raised by the next compilations."""
     log: list[tuple[object, ...]] = []
     errors: list[Exception] = []

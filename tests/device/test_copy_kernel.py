@@ -1,5 +1,4 @@
-"""`copy_runs` moves the bytes of its table and nothing else, for all sizes, alignments, grids and
-shares."""
+"""`copy_runs` moves exactly the bytes of its table, for all sizes, alignments, grids and shares."""
 
 import itertools
 from pathlib import Path
@@ -23,8 +22,8 @@ MOST_COPIES = 5
 def run(
     copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(gap before dst, gap before src, bytes) of each copy, one after the other; what came, and
-    what should have."""
+    """Runs copies of (gap before dst, gap before src, bytes), one after the other. Returns the
+    result and the expected bytes."""
     memory = np.random.default_rng(seed).integers(0, 256, (2, BYTES), dtype=np.uint8)
     expected = memory[0].copy()
     table = np.zeros((3, max(1, len(copies))), np.int64)[:, : len(copies)].copy()

@@ -1,5 +1,5 @@
 """The real runtime makes the right driver calls, in the right context, with the right arguments: a
-driver library writes them down."""
+driver library records them."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ class Machine:
         return runtime
 
     def calls(self) -> list[str]:
-        """Without those that start a device."""
+        """Returns the calls, without those that start a device."""
         return [
             call
             for call in self.driver.calls()
@@ -53,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def test_devices(machine: Machine) -> None:
-    """The driver knows the node where /sys does not."""
+    """The driver knows the node if /sys does not."""
     runtime: DeviceRuntime = machine.runtime()
     first, second = runtime.devices()
     assert (first.number, first.name, first.pci_bus_id) == (0, "Fake 0", "0000:a8:00.0")
@@ -102,7 +102,7 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    # A handle that is cut to 32 bits would show.
+    # A handle cut to 32 bits would show.
     assert stream.handle > 1 << 32 and event.handle > 1 << 32
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)
@@ -268,7 +268,7 @@ def test_what_is_missing_is_named(
 
 
 def test_types_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
-    """Where CUDA's headers are installed, they judge both the fake's types and the driver module's
+    """If CUDA's headers are installed, they check both the fake's types and the driver module's
     numbers."""
     headers = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
     if not headers:

@@ -82,13 +82,13 @@ def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) ->
 
 
 def parts() -> list[tuple[str, int]]:
-    """What the script runs, in its order: kind and name, and the limit in seconds."""
+    """Returns the parts that the script runs, in order: kind and name, and the limit in seconds."""
     found = re.findall(r'^(test|bench)_if "\$\w+" (\w+) (\d+)', SCRIPT.read_text(), re.MULTILINE)
     return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
 
 
 def test_bytes_and_copies_are_answered_in_two_minutes_and_all_in_nine() -> None:
-    """Even if every part hangs until its limit."""
+    """Holds even if every part hangs until its limit."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
@@ -96,7 +96,7 @@ def test_bytes_and_copies_are_answered_in_two_minutes_and_all_in_nine() -> None:
 
 
 def test_the_wheels_are_those_that_a_server_needs() -> None:
-    """But for numpy and numba, which the machine has, and what only tiers need."""
+    """numpy and numba are on the machine, and the packages of tiers are not needed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}
@@ -106,8 +106,8 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 
 @pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    """An interpreter that never ends in one benchmark: it is named, the next ones run, and what it
-    has left in shared memory is gone."""
+    """Replaces the interpreter so that a benchmark never ends: it is named, the next parts run, and
+    its files in shared memory are removed."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"
@@ -139,13 +139,13 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(1100)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
-    """Every part comes to its end, in order, with figures."""
+    """Every part ends, in order, with figures."""
     done = subprocess.run(
         ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=1090,
         env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    # How each part ended comes behind what all of them say, before the figures.
+    # The results of the parts come after their output, before the figures.
     assert done.returncode == 0, done.stdout.partition("== after")[2][:3000] + done.stderr[-2000:]
     begun = re.findall(r"^== (tests|bench)/gpu/(?:test_)?(\w+)\.py", done.stdout, re.MULTILINE)
     needs_gpu = {"tests semantics", "tests runtime", "tests sparse"}

@@ -1,5 +1,5 @@
-"""The runtime on a real GPU keeps the promises of its protocol. Needs numpy, CuPy and pytest,
-nothing else."""
+"""The runtime on a real GPU keeps the promises of its protocol. Needs only numpy, CuPy and
+pytest."""
 
 import mmap
 import subprocess

@@ -1,7 +1,7 @@
 """Checks on a real GPU the behaviour of CUDA that the server relies on and NVIDIA's documentation
 leaves open (docs/cuda.md).
 
-Engines and servers that die are processes of their own.
+Engines and servers that die are child processes.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 SIZE = 8 * MIB
 LOOK_S = 2.0
-"""How long what must not come is looked for."""
+"""How long to look for an event that must not come."""
 
 ENGINE = """
 import sys
@@ -116,7 +116,7 @@ def stream(runtime: CupyRuntime) -> Stream:
 
 
 class Engine:
-    """Another process that owns memory, all sevens, and an event that nobody has recorded."""
+    """Another process that owns memory, all sevens, and an event that was never recorded."""
 
     def __init__(self, num_bytes: int = SIZE) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]
@@ -147,7 +147,7 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
 
 
 def works(runtime: CupyRuntime, stream: Stream) -> bool:
-    """Returns whether the device can still be had."""
+    """Returns True if the device is still usable."""
     event, pinned, memory = (
         runtime.new_event(0),
         runtime.allocate_pinned(4096),
@@ -163,7 +163,7 @@ def works(runtime: CupyRuntime, stream: Stream) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [64 << 10, SIZE])
 def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> None:
-    """Else a layout's sizes are taken as they are. Small allocations lie in larger ones."""
+    """Otherwise a layout's sizes would be trusted. Small allocations lie in larger ones."""
     engine = Engine(num_bytes)
     address = runtime.open_memory(0, engine.memory)
     extent = runtime.extent(0, address)
@@ -174,7 +174,7 @@ def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> N
 
 
 def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
-    """Whoever may connect sends them. In a process of its own, which may not survive it."""
+    """Any client may send such handles. Runs in a child process, which may not survive it."""
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, engine.memory.hex()],
         capture_output=True,
@@ -188,7 +188,8 @@ def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
 def test_the_event_of_an_engine_that_is_gone_does_not_pass(
     runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
 ) -> None:
-    """A store behind it would take what the engine's kernels have not written, and commit it."""
+    """A store behind it would copy bytes that the engine's kernels have not written, and commit
+    them."""
     event = runtime.open_event(0, engine.event)
     engine.ask("spin 20000")
     assert not runtime.passed(event)
@@ -233,7 +234,7 @@ def test_words_are_read_while_the_engines_kernels_fill_the_device(
 def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """NVIDIA calls it undefined. Bytes may be any; the device must stay."""
+    """NVIDIA calls this undefined. Bytes may be any; the device must survive."""
     address, event = runtime.open_memory(0, engine.memory), runtime.new_event(0)
     host = runtime.allocate_pinned(SIZE)
     for number in range(200):
@@ -249,8 +250,8 @@ def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """The client gives a failed load's blocks back to its engine that long after the link has
-    closed."""
+    """That long after the link has closed, the client returns a failed load's blocks to its
+    engine."""
     import cupy
 
     size = 32 * MIB

@@ -1,7 +1,7 @@
 """Engines on a real GPU through the real server: round trips of bytes, order, and cleanup after
 either is killed.
 
-Needs torch, grpcio and what the server needs; no vLLM, hypothesis. HOTKV_MADE_UP_GPU=1 runs
+Needs torch, grpcio and the server's packages, but not vLLM or hypothesis. HOTKV_MADE_UP_GPU=1 runs
 it over a made-up device.
 """
 
@@ -30,7 +30,7 @@ IS_MADE_UP = bool(os.environ.get("HOTKV_MADE_UP_GPU"))
 ARENA_BYTES = 256 * MIB
 LAYOUTS = ("BLHNC", "LBHNC", "LKBNHC", "LHBNC")
 SLACK_BYTES = 64 * MIB
-"""By which free device memory may move for other reasons."""
+"""Free device memory may change this much for other reasons."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def server(request: pytest.FixtureRequest, side: Side) -> Iterator[GpuServer]:
 
 
 def there_and_back(engine: Engine, seed: int) -> None:
-    """Random blocks go and come back to other places; all else stays as it was."""
+    """Stores random blocks and loads them to other places; all other bytes stay unchanged."""
     count = engine.shape.num_blocks // 3
     order = np.random.default_rng(seed).permutation(engine.shape.num_blocks).astype(np.int32)
     ids, others, rest = order[:count], order[count : 2 * count], order[2 * count :]
@@ -76,7 +76,7 @@ def there_and_back(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_layouts_there_and_back(side: Side, server: GpuServer, layout: str) -> None:
-    """Page sizes are odd on purpose; what is not a multiple of 16 can't be copied 16 bytes at a
+    """Page sizes are odd on purpose; sizes that are no multiple of 16 can't be copied 16 bytes at a
     time."""
     random = np.random.default_rng(LAYOUTS.index(layout))
     for turn in range(3):
@@ -98,8 +98,8 @@ def test_the_method_that_was_asked_for_has_copied(
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """A store takes what kernels before its mark write, however long they take; a load overwrites
-    what they still read."""
+    """A store copies the writes of kernels before its mark, however long they take; a load waits
+    for their reads."""
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)
@@ -122,7 +122,7 @@ def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, o
     content = engine.content(ids)
     engine.memory.copy_(kept)
     side.synchronize()
-    # The copy was made before the load wrote: these blocks have what they had before.
+    # The copy was made before the load wrote: these blocks have their earlier bytes.
     assert engine.content(ids) == content and not engine.equal(ids, ids + 20)
     engine.close()
 
@@ -148,7 +148,7 @@ def test_a_killed_engine_leaves_nothing_on_the_device(side: Side, folder: Path) 
 
 
 def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
-    """Its transfers end; blocks that none of them writes stay; the next server goes on with the
+    """Its transfers end; blocks that they do not write stay; the next server continues the
     cache."""
     engine: Engine | None = None
     with GpuServer(side, folder, ARENA_BYTES) as server:
@@ -170,7 +170,7 @@ def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
             ]
         server.kill()
         for transfer in flying:
-            # Some had ended before; of the others the client says that the link is lost.
+            # Some had ended before; for the others the client reports a lost link.
             assert (
                 transfer.exception(60) is not None
                 or transfer.result().status is TransferStatus.DONE

@@ -1,5 +1,5 @@
-"""Sparse decode's kernels on a real GPU, against those of the CPU. Needs numpy, numba, CuPy and
-pytest, nothing else.
+"""Sparse decode's kernels on a real GPU, against the CPU's. Needs only numpy, numba, CuPy and
+pytest.
 
 The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_*.py.
 """
@@ -55,7 +55,7 @@ def device(cupy: Any) -> CupyDevice:
 
 @pytest.fixture
 def pinned(cupy: Any) -> Iterator[np.ndarray]:
-    """Registered host memory, as an engine has the arena."""
+    """Yields registered host memory, like an engine's arena."""
     mapping = mmap.mmap(-1, 16 << 20)
     memory = np.frombuffer(mapping, np.uint8)
     cupy.cuda.runtime.hostRegister(memory.ctypes.data, memory.size, 3)  # portable, mapped
@@ -130,9 +130,8 @@ def test_scores_what_the_reference_scores(
 
 
 class Layer:
-    """A sequence of which all blocks are complete and in the arena, but for the last. `reader`: the
-    arena as the device reads it, where that is another mapping.
-    """
+    """A sequence whose blocks, except the last, are complete and in the arena. `reader`: the arena
+    as the device reads it, if that is another mapping."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class Layer:
         self.rng = np.random.default_rng(3)
 
     def ask(self) -> np.ndarray:
-        """Returns a new query, float32 [Q, D], where a step reads it."""
+        """Returns a new query, float32 [Q, D], at the place where a step reads it."""
         around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(
             axis=0
         )
@@ -207,7 +206,7 @@ class Layer:
         return query
 
     def step(self) -> None:
-        """What an engine gives to the stream."""
+        """Queues a step's work on the stream, as an engine does."""
         self.work.begin(self.tokens)
         self.selector.hot.grow()
         self.selector.step(Queries(self.query, "float32", 0, SIZE))
@@ -288,8 +287,8 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 
 
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
-    """As engines map the arena: registered as read-only or read as it is, whichever the device can;
-    else refused by name."""
+    """Maps the arena as engines do: registered as read-only or read directly, whichever the device
+    can; else refused by name."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
     os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)

@@ -48,7 +48,7 @@ WHO = st.builds(
 
 
 def in_window(minute: int, now: int, seconds: float) -> bool:
-    """Returns whether what was counted in a minute belongs to a window that ends with `now`."""
+    """Returns True if a minute's counts belong to a window that ends with `now`."""
     if not seconds:
         return True
     if (minutes := -(-seconds // 60)) <= NUM_MINUTES:
@@ -63,7 +63,7 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # The naive order of use, and by it the same rule of folding.
+        # The naive order of use, for the same rule of folding.
         self.order: list[Account] = []
         self.num_folded = 0
 
@@ -140,7 +140,8 @@ def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
 def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
-    """Up to an hour back, time stands still. Further back, windows begin anew and the sum stays."""
+    """Up to an hour back, time stands still. Further back, windows start again and the sum
+    stays."""
     buckets = Buckets(1, START)
     buckets.add(np.ones(1), START)
     buckets.add(np.ones(1), START - back)

@@ -14,9 +14,9 @@ from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
 
 TRACES = Path(__file__).resolve().parents[3] / "shared/traces"
-"""Public traces beside the project; what needs one that is absent is skipped."""
+"""Public traces beside the project; tests of absent traces are skipped."""
 BLOCK_BYTES = GIB >> 4
-"""So that a step of one GiB is 16 blocks."""
+"""Makes a step of one GiB 16 blocks."""
 POINTS = 0.02
 
 
@@ -43,7 +43,7 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
 
 
 def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
-    """Returns by how much ceiling and gain differ from the simulator's, as shares of the
+    """Returns the differences of ceiling and gain from the simulator's, as shares of the
     prompts."""
     trace = trace_of(name)
     capacity = trace.capacity_blocks(percent)
@@ -104,12 +104,12 @@ def test_the_samples_stay_within_their_bounds() -> None:
         made.observe(demand(100 * number, 100), 1000 * GIB, float(number), 0)
         made.check_invariants()
     assert made.seen_share <= 512 / 10_000 and made.shadow_share < 0.01
-    # Nothing was asked for twice; some 400 sampled keys say so.
+    # Each block was requested once; some 400 sampled keys prove it.
     assert made.outlook(0, GIB, 0).ceiling_ratio < 0.1
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """It remembers 250 to 500 of 4,000 blocks, each asked for twice."""
+    """Remembers 250 to 500 of 4,000 blocks, each requested twice."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for _ in range(2):
         for first in range(0, 4000, 50):
@@ -137,7 +137,7 @@ def restored(made: Forecast) -> Forecast:
 
 
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
-    """About 4 places of a bucket are free for each that is taken."""
+    """About 4 places of a bucket are free for each used place."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)

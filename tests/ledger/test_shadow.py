@@ -15,8 +15,8 @@ MAX_KEYS = 24
 
 
 class NaiveLru:
-    """Keys in order of use, the oldest first; a request uses what is held, then stores the rest,
-    its head as the last one used."""
+    """Keys in order of use, the oldest first. A request uses held keys, then stores the rest; its
+    head is used last."""
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
@@ -81,7 +81,7 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
     for number in range(300):
         keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
         size = 3 if number % 3 else 16
-        # A key has one size: that of its key space.
+        # A key has the size of its key space.
         shadow.serve(keys + np.uint64(1000 * size), size, 400, float(number))
         shadow.check_invariants()
         assert shadow.used_bytes <= 400

@@ -1,4 +1,4 @@
-"""Real vLLM engines behind whose offloading hotkv is."""
+"""Real vLLM engines with hotkv behind their offloading."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ HOST_COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
 }
-"""vLLM refuses its offloading in CPU engines; here only the copy is another one."""
+"""vLLM refuses its offloading in CPU engines; only the copy is replaced here."""
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:

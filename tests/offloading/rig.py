@@ -57,7 +57,7 @@ def row_of(key: OffloadKey) -> Any:
 class Rig:
     """An engine's scheduler side over `num_rows` rows of a primary tier.
 
-    longest_lookup_s: the longest time of all lookups of a request in one step.
+    longest_lookup_s: the longest time of all lookups of a request in a step.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class Rig:
     def lookup(
         self, context: ReqContext, keys: Sequence[OffloadKey], patience_s: float = 30.0
     ) -> int:
-        """Looks up a prefix step by step until vLLM is not deferred. Returns the number of hits."""
+        """Looks up a prefix step by step until the answer is not deferred. Returns the number of
+        hits."""
         until_s = time.monotonic() + patience_s
         while (hits := self.lookup_once(context, keys)) is None:
             assert time.monotonic() < until_s, f"{context.req_id} is still deferred"
@@ -165,7 +166,7 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
-        """Runs a request from its arrival to its end. Returns how many chunks it loaded."""
+        """Runs a request from its arrival to its end. Returns the number of loaded chunks."""
         context = self.request(keys)
         hits = self.lookup(context, keys, patience_s)
         self.load(context, keys[:hits])

@@ -2,8 +2,8 @@
 do not show.
 
 Features of the server and of the tier run over a `Rig`. Those of vLLM run in a real engine: it
-computes and stores, a pause empties its device and its primary tier, and what it asks for again
-comes from the server.
+computes and stores, a pause empties its device and its primary tier, and repeated requests hit
+blocks of the server.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "residency": RESIDENT,
     "tracing": {"tracing": "http://localhost:4318"},
 }
-"""By the feature that this door refuses: the settings that ask for it."""
+"""Settings by the feature that this door refuses."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -53,7 +53,7 @@ NGRAM = {
     "prompt_lookup_min": 1,
 }
 FEW_BLOCKS = {"num_gpu_blocks_override": 23, "max_model_len": 512}
-"""A device that holds three prompts of 200 tokens, and not their answers."""
+"""A device that holds three prompts of 200 tokens, but not their answers."""
 LENGTHS = (33, 100, 257)
 TOKENS = 40
 
@@ -175,7 +175,7 @@ def test_a_server_of_another_node_hits_through_the_shared_tier(
 def test_a_node_that_was_warmed_hits_from_its_host_memory(
     rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
 ) -> None:
-    """The other node has fetched the blocks before its engine asks."""
+    """The other node has fetched the blocks before its engine requests them."""
     keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
     copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0], **own).store(keys)
@@ -199,8 +199,8 @@ def test_a_node_that_was_warmed_hits_from_its_host_memory(
 
 
 class Stage:
-    """Engines of a server, and an engine without a connector. They start when they are first asked
-    for."""
+    """Engines of a server, and an engine without a connector. They start when they are first
+    requested."""
 
     def __init__(self, folder: Path, daemon: Daemon) -> None:
         self.folder, self.daemon = folder, daemon
@@ -209,8 +209,8 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def start(self, *, model: Path | None = None, target: str = "", **more: Any) -> EngineProcess:
-        """Starts an engine; without a connector if `target` is "none". Each model has a key space
-        of its own."""
+        """Starts an engine; without a connector if `target` is "none". Each model has its own key
+        space."""
         model = model or self.model
         settings: dict[str, Any] = {
             "load_format": "random",
@@ -251,7 +251,7 @@ class Stage:
         num_blocks: int,
         operation: str = "sample",
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns an engine's answers that it computes, and those for which the server has all.
+        """Returns the engine's answers, first computed, then with all blocks in the server.
 
         num_blocks: the blocks that the first answers store.
         """
@@ -260,7 +260,7 @@ class Stage:
         cold = engine.ask(operation, requests=requests, **more)
 
         def short() -> None:
-            """Makes steps that compute no whole block."""
+            """Runs steps that compute no whole block."""
             engine.ask(operation, requests=[{"tokens": [7, 8, 9]}])
 
         def is_stored() -> bool:
@@ -413,5 +413,5 @@ def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
     cold, warm = stage.twice(engine, [picture(1)], (218 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = engine.ask("sample", requests=[picture(2)])
-    # Before the picture both are the same block.
+    # Before the picture both have the same block.
     assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE

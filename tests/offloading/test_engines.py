@@ -1,5 +1,5 @@
-"""Real engines behind whose offloading hotkv is: answers equal with and without, whatever happens
-to the server, the weights and the caches.
+"""Real engines with hotkv behind their offloading: equal answers with and without it, whatever
+happens to the server, the weights and the caches.
 
 In float32 with random weights a wrong row would be seen (`tests/vllm/test_models.py` has the
 control).
@@ -66,7 +66,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
-    """Asks an engine for prompts that are new to it. Waits until the server has their blocks."""
+    """Sends an engine prompts that are new to it. Waits until the server has their blocks."""
     before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
@@ -188,14 +188,14 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
     if settings.get("despite_vllm"):
-        # These kernels of vLLM's answer otherwise after any hit; two hits must be alike.
+        # These kernels of vLLM's change their answer after any hit; two hits must agree.
         cold = start(daemon, kind, door=door, **settings).ask_each(batch, 6)
     assert same(cold, warm)
 
 
 @pytest.mark.long
 def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start):
-    """vLLM writes rows in a form that is the same for all sizes if it is asked to."""
+    """With `canonical_layout` vLLM writes rows in a form that is the same for all sizes."""
     batch, door = prompts(7, LENGTHS), {"canonical_layout": True}
     one = start(daemon, has_weights=True, door=door)
     cold = ask_until_stored(daemon, one, batch)
@@ -254,7 +254,7 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first)
 
 @pytest.mark.long
 def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
-    """The server's copy of a dead engine's rows ends, and nothing of it is ready."""
+    """The server's copy of a dead engine's rows ends, and none of its blocks is ready."""
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
     cold = start(own_daemon, door={"hotkv.target": "unix:/nowhere/grpc.sock"}).ask_each(batch, 6)

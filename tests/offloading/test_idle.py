@@ -1,4 +1,4 @@
-"""An engine that has nothing to compute waits a moment for a hit, and only then."""
+"""An engine without work waits a moment for a hit; an engine with work does not."""
 
 import os
 import signal

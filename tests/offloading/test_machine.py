@@ -1,8 +1,8 @@
-"""Engines, a server and its faults in any order, over vLLM's real tiering: a row that is loaded has
-the right bytes, every job ends, and no request waits for ever.
+"""Engines, a server and its faults in any order, over vLLM's real tiering: a loaded row has the
+right bytes, every job ends, and no request waits for ever.
 
-The server is a real one. It is stopped, continued, killed with SIGKILL, restarted and flushed
-between the steps of two engines that store, look up, load and reset.
+The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the
+steps of two engines that store, look up, load and reset.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
 
 pytestmark = pytest.mark.examples
-"""As many as the profile says, divided by six: an example takes some ten seconds."""
+"""The profile's number, divided by six: an example takes some ten seconds."""
 
 PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
 NUM_ROWS = 40
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, count=st.integers(1, 5))
     def steps(self, engine, count):
-        """Runs steps of an engine. Each request that asks is answered or deferred."""
+        """Runs steps of an engine. Each pending request is answered or deferred."""
         rig = self.engines[engine]
         for _ in range(count):
             for name, (context, keys) in list(self.asking[engine].items()):

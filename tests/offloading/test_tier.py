@@ -1,5 +1,5 @@
-"""hotkv's tier below vLLM's real tiering: hits with the right bytes, and no request that waits for
-ever, in the cases in which vLLM's tiering by itself would let it."""
+"""hotkv's tier below vLLM's real tiering: hits have the right bytes and no request waits for ever,
+in cases in which vLLM's tiering alone would let it wait."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
 def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
-    """vLLM by itself defers such a request for ever."""
+    """vLLM alone defers such a request for ever."""
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
@@ -96,7 +96,7 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
 
 
 def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
-    """The server sees nothing of hits in the primary tier unless it is told."""
+    """The server does not see hits in the primary tier, so the tier reports them."""
     engine, keys = rigs(), keys_of("hot", 8)
     engine.store(keys)
     names = {get_offload_block_hash(key).hex() for key in keys}
@@ -111,7 +111,7 @@ def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
 
 
 def test_vllms_tier_on_disk_and_hotkv_serve_together(rigs, tmp_path):
-    """A chunk that either has is a hit."""
+    """A chunk in either tier is a hit."""
     engine, keys = rigs(), keys_of("both", 20)
     rigs().store(keys[:10])
     disk = FileSystemTierManager(

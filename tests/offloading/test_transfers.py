@@ -1,4 +1,5 @@
-"""Jobs whose answers come in the client's threads while the scheduler's thread begins others."""
+"""Jobs whose answers come in the client's threads while the scheduler's thread begins other
+jobs."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ NUM_JOBS = 3000
 
 
 class Session:
-    """A session whose server pins and loads all. It answers in threads of its own."""
+    """A session whose server pins and loads all blocks. It answers in several threads."""
 
     has_tiers = False
 
@@ -36,7 +37,7 @@ class Session:
         return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
 
     def release(self, name: str) -> None:
-        """Does nothing: this session leases no blocks."""
+        """This session leases no blocks."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -44,7 +45,7 @@ class Session:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    """Threads take turns as often as they can meanwhile."""
+    """Makes threads switch as often as they can."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     one = Session()

@@ -49,7 +49,7 @@ class Session:
         return answer
 
     def report_requests(self, *_):
-        """Does nothing."""
+        """Is not checked."""
 
 
 class Tier:
@@ -82,7 +82,7 @@ class Tier:
 
 
 class Watch:
-    """A rank's weights: `digest` names those in memory."""
+    """A rank's weights: `digest` names the weights in memory."""
 
     def __init__(self):
         self.touched, self.now, self.original = False, "first", "first"
@@ -154,7 +154,7 @@ class WeightsMachine(RuleBasedStateMachine):
             if (said := rank.take_report()) is not None:
                 report.weights[number] = said
         self.side.update(report, ())
-        # Blocks of the step before have arrived in the primary tier.
+        # Blocks of the previous step have arrived in the primary tier.
         if self.computed is not None and self.tier.serves:
             assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
@@ -171,7 +171,7 @@ class WeightsMachine(RuleBasedStateMachine):
     def reset(self, is_device_empty, can_flush):
         self.tier.session.can_flush = can_flush
         self.side.reset(is_device_empty)
-        # vLLM empties the primary tier in any case, and drops what waits to be stored.
+        # vLLM always empties the primary tier, and drops waiting stores.
         self.computed = None
         if is_device_empty:
             self.cached.clear()
@@ -187,8 +187,8 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """Checks that a tier which serves has the engine's weights, and caches of these weights
-        only. A write is not known before the next step."""
+        """Checks that a serving tier has the engine's weights, and caches of these weights only. A
+        write is not known before the next step."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
         now = self.watches[0].now

@@ -127,7 +127,7 @@ def _is_whole(block: Codes) -> bool:
 
 
 def _table(exponents: Codes) -> Codes:
-    """Returns the most common of the sample, the lower first of two that are as common."""
+    """Returns the most common exponents of the sample; of equally common ones the lower first."""
     counts = np.bincount(exponents[::SAMPLE_STEP], minlength=256)
     return np.argsort(-counts, kind="stable")[:TABLE_EXPONENTS].astype(np.uint8)
 

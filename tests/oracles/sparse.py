@@ -24,7 +24,7 @@ I32 = npt.NDArray[np.int32]
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """`build` in plain numpy, arguments complete and checked."""
+    """Computes `build` in plain numpy, with complete and checked arguments."""
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
     x_BHTD = np.ascontiguousarray((keys_BTHD - mu_HD).transpose(0, 2, 1, 3))
     x_BHTD[~np.broadcast_to(valid_BT[:, None], x_BHTD.shape[:3])] = 0.0
@@ -112,7 +112,7 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """Returns a token format's bytes uint8 [B, H, N]; padding channels mean nothing."""
+    """Unpacks a token format's bytes uint8 [B, H, N]; padding channels have no meaning."""
     form = formats.format_named(name)
     if form.by_axes:
         return Tokens(*_unpack_axes(packed, head_size))
@@ -132,8 +132,8 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 
 def unpack_parts(name: str, packed: U8, head_size: int) -> tuple[F32, npt.NDArray[np.bool_]]:
-    """Parts float32 [B, H, P, D] of a summary format's bytes uint8 [B, H, N], and bool [B, H]:
-    which have tokens at all."""
+    """Returns parts float32 [B, H, P, D] of a summary format's bytes uint8 [B, H, N], and bool [B,
+    H]: True if the block has tokens."""
     form = formats.format_named(name)
     lead, channels = packed.shape[:-1], formats.padded_channels(form, head_size)
     codes = packed[..., : form.parts * channels].reshape(*lead, form.parts, channels)
@@ -151,7 +151,7 @@ def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
-    """`build` of mix2, from channels that `axes.channels_of` gave."""
+    """Computes `build` of mix2 from the channels of `axes.channels_of`."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
     runs = formats.num_runs(block_tokens)
     channels = formats.padded_channels(formats.FORMATS["mix2"], head_size)
@@ -184,8 +184,8 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
 
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
-    """Levels int8 [B, H, R * 16, C] in half steps, and sigma float32 [B, H, R * 16], negative if
-    there is no token."""
+    """Returns levels int8 [B, H, R * 16, C] in half steps, and sigma float32 [B, H, R * 16],
+    negative for absent tokens."""
     lead, step = packed_BHN.shape[:-1], formats.run_bytes(formats.FORMATS["mix2"], head_size)
     runs = packed_BHN.reshape(*lead, packed_BHN.shape[-1] // step, step)
     fine_bytes = formats.num_lines(head_size)[0] * formats.LINE_BYTES
@@ -200,8 +200,8 @@ def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
 
 
 def pack_lines(codes: U8, width: int) -> U8:
-    """Codes uint8 [..., 16, channels] of `width` bits in lines of 64 bytes, uint8 [..., lines *
-    64]."""
+    """Packs codes uint8 [..., 16, channels] of `width` bits into lines of 64 bytes, uint8 [...,
+    lines * 64]."""
     lead, planes = codes.shape[:-2], 8 // width
     num_lines = codes.shape[-1] // (4 * planes)
     codes = codes.reshape(*lead, RUN_TOKENS, num_lines, planes, 4)
@@ -233,8 +233,8 @@ def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32
 
 
 def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
-    """Fills the int8 codes of queries; returns their peaks float32 [Q], one step being a 127th of
-    it, and minus the sum of code times offset, int32 [Q]."""
+    """Fills the int8 codes of queries. Returns their peaks float32 [Q], of which a step is a 127th,
+    and minus the sum of code times offset, int32 [Q]."""
     num_heads, head_size = query_QD.shape
     grouped_HGD = query_QD.reshape(len(axes.into), -1, head_size).astype(np.float32)
     worth_QC = (grouped_HGD @ axes.weights).reshape(num_heads, -1)
@@ -279,15 +279,15 @@ def score_parts(query: Query, packed_BHN: U8) -> F32:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`shared` float32 [S]: mean share over the heads; `always` float32 [H]: the share of what is
-    always kept."""
+    """`shared` float32 [S]: mean share over the heads; `always` float32 [H]: share of the
+    always-kept blocks."""
 
     shared: F32
     always: F32
 
     @property
     def always_shared(self) -> float:
-        """Returns the share of what is always kept, mean over the heads."""
+        """Returns the share of the always-kept blocks, mean over the heads."""
         return float(self.always.mean())
 
 
@@ -318,10 +318,10 @@ def select(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Returns the `budget_blocks` best blocks of a context, always kept ones first.
+    """Returns the `budget_blocks` best blocks of a context, always-kept blocks first.
 
     With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
-    `floor_blocks`. A budget below the always kept blocks keeps just those.
+    `floor_blocks`. A budget below the always-kept blocks keeps just those.
     """
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(weights_S, room)

@@ -10,7 +10,7 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 LINE_BYTES = 64
 PART_LINES = 1 << 14
-"""Lines that are read at a time: 1 MiB, and a few times that for what is computed."""
+"""Lines per read: 1 MiB, and a few times that for the computation."""
 _PHASE_STEP = 37
 _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_6659_FD93)
 
@@ -43,7 +43,7 @@ def add_sums(
 
 def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
     """Returns uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their
-    last one, filled up with zeros."""
+    last line, padded with zeros."""
     view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
     found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
     if len(lines) > 1:

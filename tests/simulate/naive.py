@@ -64,7 +64,7 @@ def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tu
         ids = distinct(listed)
         prefix = ids[: prefix_length(ids, first.blocks | second.blocks)]
         loaded = [block for block in prefix if block not in first.blocks]
-        # The blocks of the prefix that are there stay while others come up.
+        # Blocks of the present prefix stay while other blocks are promoted.
         here = [block for block in prefix if block in first.blocks]
         loaded = loaded[: capacity - len(here)]
         second.use(loaded)
@@ -90,8 +90,8 @@ def unbounded_hits(requests: Requests) -> int:
 
 
 def most_hits(requests: Requests, capacity: int) -> int:
-    """Returns the most that any cache can hit, whatever it keeps after each request. For a handful
-    of blocks."""
+    """Returns the most hits that any cache can have, whatever it keeps after each request. For a
+    handful of blocks."""
     best = {frozenset[int](): 0}
     for _, ids in sorted(requests, key=lambda request: request[0]):
         after: dict[frozenset[int], int] = {}

@@ -1,4 +1,4 @@
-"""People and programs call `hotkv-server simulate`."""
+"""Users and programs call `hotkv-server simulate`."""
 
 import itertools
 import json

@@ -24,7 +24,7 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
             for at in range(request + 1, len(listed))
             if listed[at][: len(wanted)].tolist() == wanted
         )
-        # Another request may have taken this one's place as what the session waits with.
+        # Another request may have replaced this one as the session's last.
         pauses_s = {trace.times_s[at] - trace.times_s[request] for at in [*later][:1]}
         assert hints.pauses_s[request] in pauses_s | {math.inf}
         assert 0 <= hints.own_from[request] <= len(blocks)

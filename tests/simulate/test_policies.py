@@ -1,5 +1,6 @@
 """Hotness on traffic of many kinds: near the best of the fixed policies everywhere, no collapse on
-traffic where they all collapse, and never far below hotness without contenders that hold blocks."""
+traffic on which they all collapse, and never far below hotness without contenders that hold
+blocks."""
 
 from functools import cache
 
@@ -13,15 +14,15 @@ from tests.simulate.traces import MAKERS
 
 NUM_REQUESTS = 1500
 MOST_BEHIND = 0.04
-"""Of all accesses: how far hotness may be behind the best of the others."""
+"""Share of all accesses by which hotness may be behind the best of the others."""
 LEAST_OF_BEST = 0.4
-"""Of what the clairvoyant hits: the least on loops larger than the cache."""
+"""Share of the clairvoyant's hits: the least on loops larger than the cache."""
 MOST_LOST = 0.01
-"""Of all accesses: how far hotness may be behind what it would be if it never held blocks."""
+"""Share of all accesses by which hotness may be behind itself without holds."""
 LARGE = ("bursts", "drift", "loops", "scans")
-"""Traffic that takes five seconds and more."""
+"""Traffic that takes at least five seconds."""
 REGULAR = ("regular_turns", "agent_sessions")
-"""Sessions whose next turn mostly comes in a time that can be learnt."""
+"""Sessions whose next turn mostly comes at a learnable time."""
 PERCENTS = pytest.mark.parametrize("percent", [5.0, pytest.param(2.0, marks=pytest.mark.campaign)])
 
 
@@ -41,8 +42,8 @@ def never_holding(capacity: int) -> Hotness:
 def hit_rate(
     maker: str, policy: str, percent: float, num_requests: int = NUM_REQUESTS, *, told: bool = False
 ) -> float:
-    """Replays once, whichever tests ask. `policy`: also "clairvoyant" and "never holding"; `told`:
-    with the hints that the trace allows."""
+    """Replays once, for all tests. `policy`: also "clairvoyant" and "never holding"; `told`: with
+    the hints that the trace allows."""
     trace = made(maker, num_requests)
     capacity = trace.capacity_blocks(percent)
     if policy == "clairvoyant":

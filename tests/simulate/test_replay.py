@@ -1,5 +1,5 @@
-"""Replaying through the core agrees with dicts, over one tier and over two; the bounds are exact on
-small cases, and never below a policy (`test_policies` has traffic)."""
+"""Replaying through the core agrees with dicts, over a single tier and over two. The bounds are
+exact on small cases, and never below a policy (`test_policies` has traffic)."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -66,7 +66,7 @@ def test_an_endless_second_tier_loses_nothing(
 
 
 def holds_nothing(policy: Policy) -> bool:
-    """Returns whether it makes room for whatever comes."""
+    """Returns False if the policy holds blocks, and so may refuse others."""
     return not (isinstance(policy, Hotness) and policy.duel.winner.hold_s)
 
 
@@ -95,8 +95,8 @@ def test_with_two_tiers_neither_holds() -> None:
 def test_tiers_stay_consistent(
     policy: str, requests: Requests, capacity: int, budget: int | None
 ) -> None:
-    """Checks the core's invariants after every request, and that all blocks of it that fit are
-    there."""
+    """Checks the core's invariants after every request, and that all its blocks that fit are
+    present."""
     trace = make_trace("t", requests)
     one = OneTier(SimulatedTier(capacity, POLICIES[policy]))
     two = TwoTiers(
@@ -113,7 +113,7 @@ def test_tiers_stay_consistent(
             tier.space.check_invariants()
             assert not tier.space.removal.effects and not tier.space.index.pins.any()
         two.lower.check_invariants()
-        # With a tier below nothing is refused, whatever the policy holds.
+        # With a tier below, no block is refused, whatever the policy holds.
         for tier in (two.first, *((one.tier,) if holds_nothing(one.tier.space.policy) else ())):
             assert np.count_nonzero(tier.find(hashes)) == min(len(hashes), capacity)
 

@@ -46,7 +46,7 @@ def _first(requests: Requests, count: int) -> Requests:
 
 
 def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Walks down trees whose branches are popular by Zipf's law, then a few blocks of their own."""
+    """Walks down trees whose branches are popular by Zipf's law, then adds a few unique blocks."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -85,7 +85,7 @@ def agent_sessions(seed: int = 0, num_requests: int = 3000, pause_s: float = 20.
 
 
 def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns a small popular set, while batch jobs read one long document after the other, each
+    """Returns a small popular set, while batch jobs read long documents one after the other, each
     once."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
@@ -98,8 +98,8 @@ def scans(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> Requests:
-    """Returns the same documents over and over in the same order, more than fit; behind each a
-    question of its own."""
+    """Returns the same documents over and over in the same order, more than fit, each with a new
+    question behind it."""
     chains = Chains()
     requests: Requests = []
     for number in range(num_requests):
@@ -109,7 +109,7 @@ def loops(seed: int = 0, num_requests: int = 3000, num_documents: int = 150) -> 
 
 
 def bursts(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes short bursts of requests with one long system prompt and tails of their own, some at
+    """Makes short bursts of requests with the same long system prompt and different tails, some at
     once; prompts come back after long silences."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
@@ -195,8 +195,8 @@ def random_ends(seed: int = 0, num_requests: int = 3000) -> Requests:
 
 
 def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Makes agents that now and then send out a few others, which begin with the same context, work
-    at the same time, and end; then the first goes on."""
+    """Makes agents that now and then start a few sub-agents. These begin with the same context,
+    work at the same time, and end; then the first goes on."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     start_s = 0.0

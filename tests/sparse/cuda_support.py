@@ -25,15 +25,14 @@ def module(source: str) -> cuda_on_cpu.Module:
 
 
 class CpuDevice:
-    """`seed`: the order in which threads run; another one for each launch. What is new holds
-    `poison` where the device promises nothing."""
+    """`seed`: the order in which threads run, different in each launch. New memory holds `poison`
+    unless the device promises its content."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-        """16 bytes further than a multiple of 4096: vectors that ask for more than 16 would be
-        wrong on a device, too."""
+        """Returns zeros at a multiple of 32 bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 32
@@ -90,13 +89,12 @@ PAGE = mmap.PAGESIZE
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's."""
+    """Stands for CuPy's error."""
 
 
 class Cuda:
-    """Notes what is asked of CuPy. Refuses what CUDA does: to register a place twice, to unregister
-    what is not, or anything `beyond` a number of bytes.
-    """
+    """Records calls to CuPy. Refuses what CUDA refuses: to register a place twice, to unregister
+    other memory, or sizes `beyond` a number of bytes."""
 
     def __init__(
         self, *attributes: int, beyond: int = 1 << 60, flags: int = REGISTER_FLAGS

@@ -1,4 +1,4 @@
-"""A plain hot set: sets and dicts, one block at a time. It models the contents of slots, not the
+"""A plain hot set with sets and dicts, a block at a time. It models the contents of slots, not the
 slots."""
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class NaiveHotSet:
     count: int = 0
     clock: int = 0
     used_at: dict[int, int] = field(default_factory=dict)  # mapped blocks
-    loading: dict[int, int] = field(default_factory=dict)  # slot: block, -1 where cancelled
+    loading: dict[int, int] = field(default_factory=dict)  # slot: block, -1 if cancelled
     ready: dict[int, int] = field(default_factory=dict)  # slot: block
     has_copy: set[int] = field(default_factory=set)
     swapping: set[int] = field(default_factory=set)
@@ -49,7 +49,7 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Returns (new blocks, victims, swap out), or None where there is no room."""
+        """Returns (new blocks, victims, swap out), or None if there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
         self.first, self.last = first, last
@@ -107,7 +107,7 @@ class NaiveHotSet:
     def step(
         self, weights: dict[int, float], max_loads: int
     ) -> tuple[list[int], list[int], list[int]]:
-        """Returns (loaded, prefetch, victims); weights are inf where always kept."""
+        """Returns (loaded, prefetch, victims); weights of always-kept blocks are inf."""
         self.clock += 1
         victims = []
         mapped = [b for b in weights if b in self.used_at]
@@ -142,7 +142,7 @@ class NaiveHotSet:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:
-        """Returns (adopted, victims)"""
+        """Returns (adopted, victims)."""
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)

@@ -1,4 +1,4 @@
-"""Random keys and queries, and the exact answer they lead to."""
+"""Random keys and queries, and their exact answers."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Case:
         return self.keys.shape[2]
 
     def token_scores(self) -> F32:
-        """Computes q . k / sqrt(D), [Q, B, T], -inf where there is no token."""
+        """Computes q . k / sqrt(D), [Q, B, T], -inf for absent tokens."""
         num_blocks, block_tokens, kv_heads, head_size = self.keys.shape
         grouped = self.query.reshape(kv_heads, len(self.query) // kv_heads, head_size)
         exact = np.einsum("bthd,hgd->hgbt", self.keys, grouped).reshape(
@@ -67,7 +67,7 @@ def make_case(
 
 
 def rows_of(data: st.DataObject, case: Case) -> npt.NDArray[np.int32]:
-    """Draws numbers of blocks, in any order and again."""
+    """Draws block numbers in any order, with repetitions."""
     numbers = st.lists(st.integers(0, len(case.keys) - 1), max_size=150)
     return np.array(data.draw(numbers) if len(case.keys) else [], np.int32)
 

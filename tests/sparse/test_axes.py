@@ -27,7 +27,7 @@ HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Keys [S, H, D] and queries [S, Q, D] of one layer, with the centre and axes of both."""
+    """Keys [S, H, D] and queries [S, Q, D] of a layer, with the centre and axes of both."""
 
     keys: F32
     queries: F32
@@ -38,8 +38,8 @@ class Calibrated:
 def calibrated(
     head_size: int, kv_heads: int = 2, group: int = 3, num_tokens: int = 2000, seed: int = 0
 ) -> Calibrated:
-    """Keys that fill their channels unevenly, and queries that look at other channels than those
-    that keys fill; both in directions of their own."""
+    """Returns keys that fill their channels unevenly, and queries that look at other channels; both
+    have random directions."""
     dice = np.random.default_rng(seed)
     turns = np.linalg.qr(dice.standard_normal((2, kv_heads, head_size, head_size)))[0]
     strengths = np.logspace(0.5, -1.5, head_size), np.logspace(0.3, -1.0, head_size)
@@ -56,7 +56,7 @@ def calibrated(
 
 
 def axes_of(case: Case, seed: int = 0) -> Axes:
-    """Axes that fit a case's keys in shape, not in what they are."""
+    """Returns axes that fit a case's keys in shape, not in content."""
     return calibrated(case.keys.shape[3], case.kv_heads, 1, 100, seed).axes
 
 
@@ -221,7 +221,7 @@ def test_refusals(call: Callable[..., object], words: str) -> None:
 
 
 def _turned(x: F32, positions: npt.NDArray[np.int64], frequencies: F64) -> F32:
-    """RoPE, written as complex numbers."""
+    """Computes RoPE with complex numbers."""
     count = len(frequencies)
     z = x[..., :count] + 1j * x[..., count : 2 * count]
     z = z * np.exp(1j * positions[:, None, None] * frequencies)
@@ -251,7 +251,8 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
-    """Keys with much in common, turned by RoPE: what is constant at first differs most later."""
+    """Covers keys with much in common, turned by RoPE: a constant part at first differs most
+    later."""
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

@@ -1,4 +1,4 @@
-"""How much scores with a centre are off."""
+"""The error of scores with a centre."""
 
 import itertools
 from typing import Any
@@ -41,7 +41,7 @@ def _naive_bias(
     scale: float | None,
     axes: Axes,
 ) -> float:
-    """One block at a time; only those between 32 sinks and 64 recent tokens."""
+    """Computes a block at a time, only between 32 sinks and 64 recent tokens."""
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):
         total = exact_log_mass(query, keys[: position + 1], scale)

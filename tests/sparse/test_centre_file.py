@@ -63,7 +63,7 @@ def written(
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the example with other arrays in place of its own; None removes one."""
+    """Writes the example with other arrays in place of its arrays; None removes an array."""
 
     def change(*how: Any, **others: Any) -> Path:
         path = tmp_path / "a.npz"
@@ -130,8 +130,8 @@ def test_files_of_version_1_and_of_other_formats_are_read(
 def test_damaged_files_are_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Bytes that are cut off, flipped, put in between, or any bytes at all: the same centres, or a
-    refusal that names the file."""
+    """Cuts, flips or inserts bytes, or writes any bytes: the same centres, or a refusal that names
+    the file."""
     path = tmp_path_factory.mktemp("centres") / "a.npz"
     write_centres(path, example())
     whole = path.read_bytes()
@@ -153,7 +153,7 @@ def test_damaged_files_are_refused(
     except HotKVError as error:
         assert error.reason is Reason.INVALID_FIELD and error.message.startswith(f"{path}: ")
     else:
-        # Some bytes of an archive say nothing that matters, such as dates.
+        # Some bytes of an archive do not matter, such as dates.
         assert (found.model, found.num_tokens) == ("some-model", 4000)
         for index, layer in example().layers.items():
             np.testing.assert_array_equal(found.mu(index), layer.mu)

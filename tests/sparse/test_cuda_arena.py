@@ -24,7 +24,8 @@ from tests.sparse.cuda_support import PAGE, Cuda
 
 
 def test_a_writable_mapping_is_registered_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most devices register no read-only memory; what they take are other flags."""
+    """Most devices register no read-only memory; the test's device accepts only the flags of
+    writable memory."""
     cuda = Cuda(SAME_ADDRESS, flags=WRITABLE_FLAGS)
     monkeypatch.setitem(sys.modules, "cupy", cuda.module)
     memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), np.uint8)
@@ -36,7 +37,7 @@ def test_a_writable_mapping_is_registered_as_such(monkeypatch: pytest.MonkeyPatc
 
 
 def mapped(num_bytes: int) -> np.ndarray:
-    """As `hotkv_client.arena` maps it."""
+    """Maps like `hotkv_client.arena`."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 
@@ -145,7 +146,7 @@ def test_refuses_other_memory_pieces_and_slots(
 
 
 class Tensor:
-    """As torch's, of a type that the array interface may not know."""
+    """Stands for torch's tensor, of a type that the array interface may not know."""
 
     shape = (1,)
     is_cuda = True

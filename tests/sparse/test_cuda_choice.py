@@ -98,7 +98,7 @@ def test_chooses_what_the_reference_chooses(
     np.testing.assert_allclose(work.weights[0, middle], expected.shared, rtol=1e-4, atol=1e-12)
     # Below the smallest normal number a last digit is more than rtol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
-    # The choice is exact in the weights that the device has.
+    # The choice is exact in the device's weights.
     want = oracle.select(
         work.weights[0, middle].copy(), float(work.always_mass[0]), where,
         config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
@@ -123,8 +123,8 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """The device's step against the hot set's, from the same tables; what else changes a hot set
-    happens to the reference."""
+    """The device's step against the hot set's, from the same tables; other changes of a hot set
+    happen to the reference only."""
 
     @initialize(
         capacity=st.integers(4, 40),

@@ -18,8 +18,8 @@ HEADS, GROUP, SIZE, LAYER = 2, 3, 64, 4
 
 
 class Engine:
-    """One sequence beside an absent one: keys and values, a cache of pages, an arena with copies of
-    complete blocks, the reference hot set."""
+    """A sequence beside an absent sequence: keys and values, a cache of pages, an arena with copies
+    of complete blocks, the reference hot set."""
 
     def __init__(
         self, config: SparseConfig, block: int, num_tokens: int, num_slots: int, seed: int
@@ -65,7 +65,7 @@ class Engine:
             self.page(block)[:] = self.content(block)
 
     def content(self, block: int) -> np.ndarray:
-        """[2, tokens, heads, channels]"""
+        """Returns a block's keys and values, [2, tokens, heads, channels]."""
         part = slice(block * self.block, (block + 1) * self.block)
         return np.stack([self.keys[part], self.values[part]])
 
@@ -85,7 +85,7 @@ class Engine:
         return (np.repeat(around, GROUP, axis=0) * 1.5 + noise).astype(np.float32)
 
     def lengthen(self, more: int) -> None:
-        """The context gains tokens; blocks that fill are stored, and their representations built
+        """Adds tokens to the context; blocks that fill are stored, and their representations built
         from the engine's pages."""
         before, self.num_tokens = self.num_tokens, self.num_tokens + more
         where = span(self.config, self.num_tokens, self.block)
@@ -139,15 +139,15 @@ class Engine:
         context = (log_mass, self.num_tokens, self.block)
         sources = {"rot2u": Source(pool)}
         want = select_layer(self.config, LAYER, query, sources, rows, *context)
-        # What lies at the bound may fall to either side of it by rounding.
+        # Blocks at the bound may fall to either side of it by rounding.
         mine, theirs = set(found.blocks.tolist()), set(want.blocks.tolist())
         bound = {int(one.blocks[np.argmin(one.weights)]) for one in (want, found)}
         assert mine ^ theirs <= bound
         assert found.mass == pytest.approx(want.mass, abs=2e-4)
 
     def check_attention(self, query: np.ndarray, blocks: np.ndarray) -> None:
-        """The table names what the reference's map does, its pages hold it, and attention over it
-        is right."""
+        """Checks that the table names the same blocks as the reference's map, that its pages hold
+        them, and that attention over it is right."""
         device = self.selector.hot
         attended, tokens = device.counts[0, [ATTENDED, SEQUENCE_TOKENS]].tolist()
         slots, pages = device.slots[0, :attended], device.table[0, :attended]

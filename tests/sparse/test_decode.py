@@ -1,4 +1,4 @@
-"""A decode step in one compiled call against the same step made of its parts."""
+"""A decode step in a single compiled call against the same step made of its parts."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def in_parts(
     config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
     tokens: int, scale: float, most: int, arriving: Any,
 ) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
-    """The same step, a call for each part."""
+    """Runs the same step with a call for each part."""
     num_adopted = 0
     if len(arriving):
         hot.finish_prefetch(arriving, True)

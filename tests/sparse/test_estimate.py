@@ -1,4 +1,4 @@
-"""Estimates against numbers computed by hand, and what must hold for all of them."""
+"""Estimates against numbers computed by hand, and rules that hold for all estimates."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,8 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 
 
 def test_published_examples() -> None:
-    """RESIDENCY.md, "Arithmetic": 128 KiB a token, 512 MiB of staging a layer. The design's cost at
-    1M tokens: KV 197 GB, index 13.1 GB."""
+    """Compares with RESIDENCY.md, "Arithmetic": 128 KiB a token, 512 MiB of staging a layer. The
+    design's cost at 1M tokens: KV 197 GB, index 13.1 GB."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB
@@ -74,7 +74,7 @@ def test_devices_share_weights_and_heads() -> None:
 
     assert taken(2).weights.value == taken(1).weights.value / 2
     assert taken(2).request.value == taken(1).request.value / 2
-    # 8 KV heads on 16 devices: each has a copy of one.
+    # 8 KV heads on 16 devices: each device has a copy of a head.
     assert taken(16).request.value == taken(1).request.value / 8
     assert len({taken(n, Mode.RESIDENT).host_request.value for n in (1, 2, 16)}) == 1
 
@@ -205,7 +205,7 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
-    """It has biases that no field tells, and a window that is switched off."""
+    """Qwen has biases that no field tells, and a window that is switched off."""
     sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
     sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
     file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)

@@ -1,4 +1,4 @@
-"""The hot set against a naive model, with a memory of what every slot holds."""
+"""The hot set against a naive model that knows every slot's content."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,7 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """`content` is what slots hold; the engine and the prefetcher write it when they are told
-    to."""
+    """`content` is the slots' content, written when the engine or the prefetcher would write it."""
 
     @initialize(
         capacity=st.integers(4, 14),
@@ -128,7 +127,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
-        # Only what host memory has may be seeded.
+        # Only blocks with a copy in host memory may be seeded.
         able = np.flatnonzero(self.hot.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))
@@ -149,7 +148,7 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """So many that keys are sorted by radix."""
+    """Evicts so many that keys are sorted by radix."""
     hot = HotSet(500, 0)
     hot.extend(Span(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))

@@ -43,7 +43,7 @@ def results() -> dict[str, np.ndarray]:
 @pytest.mark.long
 def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
     target = tmp_path / "scores.npz"
-    # A folder of its own: of two processes that write one index, numba keeps the kernels of one.
+    # A separate folder: if two processes write an index, numba keeps the kernels of only one.
     features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86}
     features["NUMBA_CACHE_DIR"] = str(Path(sys.prefix) / "numba-haswell")
     code = (

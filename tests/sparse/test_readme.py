@@ -1,4 +1,4 @@
-"""The example of sparse/README.md runs as it stands, without grpcio, protobuf or torch."""
+"""The example of sparse/README.md runs as printed, without grpcio, protobuf or torch."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Building, bytes, round trips, versions."""
+"""Representations: building, bytes, round trips, versions."""
 
 import hashlib
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def test_rotation_keeps_products_and_mixes_every_channel(head_size: int) -> None
     matrix = rotate(np.eye(head_size, dtype=np.float32))
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_size), atol=1e-5)
     assert sum(size for _, size in passes(head_size)) >= head_size
-    # One large channel ends up spread over at least half of them.
+    # A large channel is spread over at least half of them.
     assert (np.count_nonzero(np.abs(matrix) > 1e-6, axis=1) >= max(head_size // 2, 1)).all()
 
 

@@ -52,7 +52,7 @@ def test_token_scores_approach_exact_mass(
     query = rng.standard_normal((8, head_size)).astype(np.float32)
     exact = Case(keys, np.full(300, 16, np.int32), query, None).log_mass()
     estimate = score(prepare(name, query), build(name, keys)) + bias
-    # These keys lose half as much as a model's do where attention is sharp: the estimate is high by
+    # These keys lose half as much as a model's do under sharp attention: the estimate is high by
     # less than the format's bias.
     assert -0.05 <= (estimate - exact).mean() <= bias
     assert np.abs(estimate - exact).mean() <= error

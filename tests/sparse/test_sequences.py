@@ -33,7 +33,7 @@ def words(blocks: list[int]) -> Words:
 
 @contextlib.contextmanager
 def refusal(reason: Reason | None) -> Iterator[None]:
-    """What happens inside is refused for this reason, or not at all."""
+    """Expects a refusal for this reason inside the context; None: no refusal."""
     if reason is None:
         yield
         return
@@ -43,8 +43,8 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Two sessions with at most three sequences of at most nine blocks each; of what all may have,
-    one may have as much as is left."""
+    """Two sessions with at most three sequences of at most nine blocks each. A session may have as
+    many blocks as the common bound leaves."""
 
     def __init__(self) -> None:
         super().__init__()

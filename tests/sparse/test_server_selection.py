@@ -32,7 +32,8 @@ CONFIG = hotkv_sparse.SparseConfig(
 
 
 class Slots:
-    """Representations of a context in slots of an arena, in no order, with rubbish around them."""
+    """Representations of a context in slots of an arena, in random order, with garbage around
+    them."""
 
     def __init__(self, spec: SelectSpec, num_blocks: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -53,7 +54,7 @@ class Slots:
                     at += pool[0].size
 
     def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
-        """As an engine has it: a rank's heads, and for token formats only."""
+        """Returns the centre as an engine has it: a rank's heads, and for token formats only."""
         if layer not in spec.centres or name not in TOKEN_FORMATS:
             return None
         mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)
@@ -73,7 +74,7 @@ class Slots:
 def centres(
     layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int
 ) -> dict[int, PackedCentre]:
-    """For each layer, one centre as long as keys are."""
+    """Returns a centre for each layer, as long as keys are."""
     random, shape = np.random.default_rng(seed), (num_heads, head_size)
     mus = {layer: random.standard_normal(shape).astype("<f4").tobytes() for layer in layers}
     return {layer: PackedCentre(mu, bias) for layer, mu in mus.items()}
@@ -114,7 +115,7 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
     where = check_request(spec, request, num_blocks)
     rows, sources = np.arange(num_blocks, dtype=np.int32), slots.sources(spec, layer, shard)
-    # Without exact mass, it is estimated from what of the always kept blocks is there.
+    # Without exact mass, it is estimated from the present always-kept blocks.
     name, first = next(iter(sources.items()))
     prepared = hotkv_sparse.prepare(name, query, first.mu, None, first.bias)
     estimated = hotkv_sparse.score(prepared, first.pool, where.always[where.always < num_blocks])

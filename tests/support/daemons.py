@@ -1,13 +1,13 @@
 """Servers that start in a tenth of a second: `server_nursery` has imported hotkv-server once, and
-forks one for each.
+forks each server.
 
-The import and the kernels would take a second of each test. `start_server()` gives what
-`subprocess.Popen` would give; `quick_servers()` has `demo.processes.Server` forked.
+The import and the kernels would take a second of each test. `start_server()` returns a substitute
+for `subprocess.Popen`; `quick_servers()` makes `demo.processes.Server` fork.
 
-Always true: a forked server has the environment, standard streams and working directory of a
-program that the test starts, except the variables `_LEFT_OUT`. If the test has changed another
-variable or `subprocess.Popen`, the server is such a program. Tests of the start itself call
-`subprocess`. Servers die with the tests.
+Invariant: a forked server has the environment, standard streams and working directory of a program
+that the test starts, except the variables `_LEFT_OUT`. If the test has changed another variable or
+`subprocess.Popen`, the server is such a program. Tests of the start itself call `subprocess`.
+Servers die with the tests.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ _LEFT_OUT = (
     "TORCHINDUCTOR_",
     "VLLM_",
 )
-"""Prefixes of variables that pytest sets for each test, or that vLLM sets for its own children in a
-process that makes an engine's config. No server reads them."""
+"""Prefixes of variables that pytest sets for each test, or that vLLM sets for its children in a
+process that makes an engine's config. Servers do not read them."""
 
 
 class ForkedServer:
-    """A server that was forked, with the part of `subprocess.Popen` that tests use. Any thread may
-    signal it; one thread waits."""
+    """A forked server, with the part of `subprocess.Popen` that tests use. Any thread may signal
+    it; a single thread waits."""
 
     def __init__(self, nursery: "ServerNursery", pid: int) -> None:
         self.pid = pid
@@ -66,7 +66,7 @@ class ForkedServer:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Waits for the end and returns the exit status. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
@@ -77,7 +77,7 @@ class ForkedServer:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Does nothing if the server has ended."""
+        """Sends a signal, unless the server has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -102,7 +102,7 @@ class ServerNursery:
             cwd=processes.ROOT,
         )
         far.close()
-        # A first run compiles kernels, which no server's deadline for its start should count.
+        # A first run compiles kernels, which should not count against a server's start deadline.
         self._answer()
 
     def fork(
@@ -113,7 +113,7 @@ class ServerNursery:
         return ForkedServer(self, self._ask(order, [stdin, stdout, stderr])["pid"])
 
     def status_of(self, pid: int) -> int:
-        """Returns the exit status of a server that has ended."""
+        """Returns the exit status of an ended server."""
         status: int = self._ask({"wait_for": pid}, [])["status"]
         return status
 
@@ -131,7 +131,7 @@ class ServerNursery:
 
 @functools.cache
 def nursery() -> ServerNursery:
-    """Returns the one of this run; lives as long as the tests."""
+    """Returns the nursery of this run, which lives as long as the tests."""
     return ServerNursery()
 
 
@@ -141,7 +141,7 @@ def _environment() -> dict[str, str]:
 
 
 def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Returns True if a forked server would be like one started with this command and these
+    """Returns True if a forked server would be like a server started with this command and these
     additions to the environment."""
     is_server = command[:2] == [sys.executable, "-m"] and command[2].startswith("hotkv_server")
     return (
@@ -170,7 +170,7 @@ class ForkedChild(processes.Child):
 
 
 def _cli(server: processes.Server, *arguments: str) -> str:
-    """Returns what the `hotkv` command prints, without a process for it. Raises ChildError."""
+    """Returns the output of the `hotkv` command, run in this process. Raises ChildError."""
     printed, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
         try:

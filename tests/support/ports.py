@@ -1,4 +1,4 @@
-"""TCP ports for servers that are told theirs."""
+"""TCP ports for servers that need a given port."""
 
 import itertools
 import os
@@ -11,11 +11,11 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nothing listens at. No other test gets it while this process
-    runs, and no connection that the kernel makes: it is below the kernel's own range.
+    """Returns a port of 127.0.0.1 without a listener. While this process runs, no other test gets
+    it, and no connection of the kernel: it is below the kernel's own range.
 
-    A port that was bound for a moment would not do: until its server listens there, any outgoing
-    connection may be given it.
+    Binding a port for a moment would not do: until its server listens there, the kernel may give it
+    to any outgoing connection.
     """
     kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(FIRST_PORT, max(kernels, FIRST_PORT + 10_000))
@@ -35,5 +35,5 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns different ports, each as `free_port` gives it."""
+    """Returns different ports from `free_port`."""
     return [free_port() for _ in range(count)]

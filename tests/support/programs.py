@@ -1,7 +1,7 @@
 """Programs of the distribution that some tests run: a browser, Prometheus, Compose, containers of
 systemd.
 
-`make programs` installs them; where one is missing, its tests say so and skip.
+`make programs` installs them; tests of a missing program skip with a message.
 """
 
 import shutil
@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 def program(name: str) -> Path:
-    """Returns where it is; skips the test if it is not installed."""
+    """Returns the program's path; skips the test if it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"no {name} here: `make programs` installs Debian's package {PACKAGES[name]}")

@@ -22,7 +22,8 @@ WHEEL = "ai-dynamo-runtime==1.6.1"
 
 
 def installed() -> Path:
-    """Returns a folder with the wheel and what it needs, which are loaded once from the index."""
+    """Returns a folder with the wheel and its requirements, which are downloaded once from the
+    index."""
     folder = Path(sys.prefix) / ".dynamo" / WHEEL
     if not folder.exists():
         making = folder.with_name(f"making-{os.getpid()}")
@@ -74,8 +75,8 @@ class Indexer:
         return False
 
     def credits(self, prompt: list[int], worker: int = 1) -> tuple[int, int]:
-        """Returns the tokens of a prompt that a worker is credited with: in host memory, and there
-        or below."""
+        """Returns the number of a prompt's tokens that a worker is credited with: in host memory,
+        and there or below."""
         found = self._post("/query", {"model_name": "m", "token_ids": prompt})["instances"]
         of_worker = found.get(str(worker), {"cpu": 0, "disk": 0})
         return of_worker["cpu"], of_worker["disk"]
@@ -92,7 +93,7 @@ def replay(
 
     since: the first number.
     before: messages that the same socket sends first.
-    topic: the only one asked for; all if empty.
+    topic: the only requested topic; all if empty.
     """
     messages = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

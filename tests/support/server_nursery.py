@@ -5,8 +5,8 @@ is JSON: `arguments` (of `python -m`), `cwd` and `leads_group`, with the standar
 descriptors; the answer has the `pid`. `wait_for` names a child that has ended; the answer has its
 `status`.
 
-Always true: a forked server has no module that `hotkv-server` would not have, but for this one. It
-ends as a program does, with Python's own exit. It gets SIGTERM when this process ends.
+Invariant: a forked server has only the modules that `hotkv-server` would have, and this one. It
+ends with Python's own exit, like a program. It gets SIGTERM when this process ends.
 """
 
 import ctypes
@@ -38,8 +38,7 @@ def _preload() -> None:
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
-    """Runs the server in the child. Returns its exit status; Python then ends as it does for a
-    program."""
+    """Runs the server in the child. Returns its exit status; then Python ends as in a program."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     link.close()
@@ -59,7 +58,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -
 
 def main() -> int:
     """Forks servers on request until the tests end; returns the exit status, in children too."""
-    # Ctrl-C is for the tests, which clean up behind themselves.
+    # Ctrl-C is for the tests, which clean up by themselves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _preload()
     gc.collect()

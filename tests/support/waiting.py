@@ -12,7 +12,7 @@ LONGEST_PAUSE_S = 0.05
 
 
 def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = WAIT_S) -> None:
-    """Returns when `reached()` is true. Raises AssertionError that names `what` after `within_s`
+    """Waits until `reached()` is true. Raises AssertionError that names `what` after `within_s`
     seconds."""
     until_s, pause_s = time.monotonic() + within_s, 0.001
     while not reached():
@@ -32,15 +32,14 @@ async def eventually(
 
 
 def stop(pid: int) -> None:
-    """Stops a process. Returns only when each of its threads has stopped: on a busy machine they go
-    on for a moment."""
+    """Stops a process and all its threads, which run on for a moment on a busy machine."""
 
     def has_stopped() -> bool:
         stats = Path(f"/proc/{pid}/task").glob("*/stat")
         try:
             return all(stat.read_text().rsplit(")", 1)[1].split()[0] in "TZ" for stat in stats)
         except OSError:
-            # A thread has ended meanwhile.
+            # A thread has ended in the meantime.
             return False
 
     os.kill(pid, signal.SIGSTOP)

@@ -1,8 +1,8 @@
-"""A client of another make, written from docs/wire.md: gRPC stubs and the standard library.
+"""An independent client, written from docs/wire.md: gRPC stubs and the standard library.
 
 Opens a session, stores blocks, finds them in the block table, loads them into other memory, and
-compares. Prints what it saw as one JSON object. `python foreign_client.py RUNTIME_DIRECTORY`, with
-the stubs that protoc makes of proto/hotkv/v1 on the path.
+compares. Prints its observations as a JSON object. `python foreign_client.py RUNTIME_DIRECTORY`,
+with the stubs that protoc makes of proto/hotkv/v1 on the path.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Table:
         return 0
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
-        """Returns whether a load would find it, as a hint."""
+        """Returns True if a load would find it, as a hint."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Stream:
         )
 
     def ask(self, **body: Message) -> Any:
-        """Returns the answer to one request. Raises Refused."""
+        """Returns the answer to a request. Raises Refused."""
         request = session_pb2.ConnectRequest(request_id=self._next_id, **body)
         self._next_id += 1
         self._outbox.put(request)
@@ -131,7 +131,7 @@ def ticket(path: Path) -> bytes:
 
 
 def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.socket, Table]:
-    """Sends descriptors of memory; the connection, and the table that came back."""
+    """Sends descriptors of memory. Returns the connection and the received table."""
     connection = talk(path)
     request = session_pb2.LinkRequest(session_id=session_id, handle_ids=list(handles))
     socket.send_fds(connection, [request.SerializeToString()], list(handles.values()))
@@ -196,7 +196,7 @@ def shared_memory(num_bytes: int) -> Iterator[tuple[int, mmap.mmap]]:
 
 
 def failed_call(channel: grpc.Channel) -> dict[str, Any]:
-    """Returns the code and the details of a call that fails."""
+    """Returns the code and the details of a failing call."""
     lookup = channel.unary_unary(
         "/hotkv.v1.CacheService/Lookup",
         cache_pb2.LookupRequest.SerializeToString,
@@ -253,7 +253,7 @@ def main(folder: Path) -> dict[str, Any]:
         saw["equal"] = memory[: 8 * BLOCK_BYTES] == memory[20 * BLOCK_BYTES : 28 * BLOCK_BYTES]
         stream.ask(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id="l"))
 
-        # It takes back what it is about to store: nothing of it is committed.
+        # It revokes its next store, so that the store commits no block.
         struct.pack_into("<I", fence, 4 * WORD_OF_STORE, 1)
         run.hashes, run.block_ids = hashlib.sha256(b"revoked").digest(), int32s([0])
         names = {"transfer_id": "r", "lease_id": "r"}

@@ -1,6 +1,6 @@
-"""The reading process of `test_table_reader`, and its writer. Every record says by itself whether
-it is whole: hash, depth, size, owner and check value follow from the key's number and the record's
-offset word (`derived`)."""
+"""The reading process of `test_table_reader`, and its writer. Every record shows whether it is
+whole: hash, depth, size, owner and check value follow from the key's number and the record's offset
+word (`derived`)."""
 
 import json
 import mmap
@@ -30,8 +30,8 @@ Words64 = NDArray[np.uint64]
 HASH_BYTES = 32
 KEY_SPACE, GROUP, SALT = 3, 1, 0x5EED_5EED_5EED_5EED
 NUM_STABLE = 64
-"""Numbers 0 to 63 are ready all the time, the next `NUM_MOVING` come and go, the last `NUM_ABSENT`
-never come."""
+"""Numbers 0 to 63 are always ready, the next `NUM_MOVING` come and go, the last `NUM_ABSENT` never
+come."""
 NUM_MOVING = 500
 NUM_ABSENT = 300
 BATCH = 512
@@ -53,7 +53,7 @@ def packed_hashes(numbers: Words64) -> bytes:
 
 
 def derived(numbers: Words64, offset_words: Words64) -> Words64:
-    """Returns the words that depth, size, owner and check value of a record follow from."""
+    """Returns the words from which depth, size, owner and check value of a record follow."""
     return spread((numbers << np.uint64(32)) ^ offset_words)
 
 
@@ -75,7 +75,7 @@ class Counts:
     torn: int = 0
     wrong: int = 0
     generations: int = 0
-    """The highest that was seen."""
+    """The highest generation seen."""
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int) -> Counts:
@@ -144,7 +144,7 @@ if __name__ == "__main__":
 
 
 NUM_BUCKETS = 90
-"""Of 7 ways for 564 keys: chains overflow all the time."""
+"""Buckets of 7 ways for 564 keys: chains overflow all the time."""
 
 
 @pytest.fixture

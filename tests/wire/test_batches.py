@@ -1,4 +1,5 @@
-"""Batches change how many messages carry requests and answers, never which, nor their order."""
+"""Batches change the number of messages that carry requests and answers, but not the requests and
+answers, nor their order."""
 
 import asyncio
 import queue
@@ -24,7 +25,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=
 
 
 def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """Returns a request of about `size` bytes; every third is one that may wait for the next."""
+    """Returns a request of about `size` bytes; every third request may wait for the next."""
     text = "x" * size
     if number % 3:
         asked = cache_pb2.CancelTransferRequest(transfer_id=text)

@@ -1,6 +1,6 @@
-"""One life of a client's stream: each call is resolved once, or is not sent and says why. An
+"""A life of a client's stream: each call is resolved once, or is refused with a reason. An
 unreadable answer, of a newer or a broken server, fails its own call only. A process with a client
-forks like any other."""
+forks like any other process."""
 
 import os
 import subprocess
@@ -159,7 +159,8 @@ def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) ->
 
 
 def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
-    """Returns the message with some of its bytes changed; itself if that is no message any more."""
+    """Returns the message with some of its bytes changed; the message itself if they can't be
+    parsed."""
     packed = bytearray(message.SerializeToString())
     for place, value in cuts:
         if packed:
@@ -324,7 +325,7 @@ def masks_by(number: int) -> bytes:
 def test_a_session_outlives_what_it_can_not_read(
     target: str, says: Callable[[int], list[bytes]]
 ) -> None:
-    """Every future ends, and the next call to a server that is sane again is answered."""
+    """Every future ends, and the next call to a repaired server is answered."""
     server = Server(says)
     session = session_to(target)
     with OddServer(target, server):
@@ -339,7 +340,7 @@ def test_a_session_outlives_what_it_can_not_read(
 
 
 def answered_again(session: Session) -> Any:
-    """Returns the answer to the next lookup, once the session is there again."""
+    """Returns the answer to the next lookup, once the session is connected again."""
     for _ in range(1000):
         assert session.wait_connected(60)
         future = session.lookup([GroupHashes(0, [bytes(32)])])
@@ -350,7 +351,7 @@ def answered_again(session: Session) -> Any:
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
-    """It does not wait for a server that has not answered yet, or that opens nothing."""
+    """Does not wait for a server that has not answered yet, or that opens no session."""
     asked, goes_on = threading.Event(), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:

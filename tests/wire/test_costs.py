@@ -1,4 +1,4 @@
-"""Costs of transfers, from a few measured ones."""
+"""Costs of transfers, from a few measurements."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_no_prediction_is_below_zero(known: list[tuple[int, float]], size: int) 
 
 def test_what_does_not_grow_is_of_any_size() -> None:
     assert fitted([100, 200, 400], [0.3, 0.3, 0.3]) == (pytest.approx(0.3), 0.0)
-    # So few differences say nothing: a size that is much larger will take longer.
+    # Small differences prove nothing: a much larger size will take longer.
     assert fitted([100, 110], [0.3, 0.29])[0] == 0
     assert fitted([100], [0.3]) == (0.0, pytest.approx(0.003))
     assert fitted([], []) == fitted([0], [1.0]) == (0.0, 0.0)

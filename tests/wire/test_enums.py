@@ -1,4 +1,4 @@
-"""Enums of the wire: the code has the same numbers, and people read each value as a word."""
+"""Enums of the wire: the code has the same numbers, and users read each value as a word."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ FILES += (sparse_pb2,)
 
 
 def enums() -> list[Any]:
-    """Returns descriptors of the wire's enums, except those of reasons and of roles."""
+    """Returns descriptors of the wire's enums, except the enums of reasons and roles."""
     return [
         enum
         for file in FILES

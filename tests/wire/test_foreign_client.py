@@ -1,5 +1,5 @@
-"""docs/wire.md is enough to write a client: a client that was written from it alone opens a
-session, stores, finds its blocks in the table, loads and compares."""
+"""docs/wire.md is enough to write a client: a client written from it alone opens a session, stores,
+finds its blocks in the table, loads and compares."""
 
 import json
 import os
@@ -20,8 +20,8 @@ STUBS = Path(__file__).resolve().parents[2] / "proto" / "hotkv_proto" / "v1"
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Returns what the foreign client saw of a real server. Its `hotkv_proto` has the stubs
-    only."""
+    """Returns the foreign client's observations of a real server. Its `hotkv_proto` has only the
+    stubs."""
     path = tmp_path_factory.mktemp("stubs")
     (path / "hotkv_proto").mkdir()
     (path / "hotkv_proto" / "__init__.py").touch()

@@ -1,6 +1,6 @@
-"""Readers beside a writer that changes their bucket between the two times at which they look at its
-sequence number; nothing depends on time. Of the compiled kernels the Python source runs, with
-`load32` and `reload32` written as Python."""
+"""Readers beside a writer that changes their bucket between the two reads of its sequence number;
+timing does not matter. Compiled kernels run as Python source, with `load32` and `reload32` written
+in Python."""
 
 import types
 from collections.abc import Callable
@@ -30,11 +30,10 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A table with `BLOCK` in bucket 0; the writer takes it away and gives its place to `OTHER`, in
-    two halves.
+    """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves.
 
-    `half`: the entry word is the new one, the tag still the old. `rest`: the tag follows. The
-    second half may come at the reread, or later.
+    `half`: the entry word is new, the tag still old. `rest`: the tag follows. The second half may
+    come at the reread, or later.
     """
 
     def __init__(self) -> None:
@@ -127,8 +126,8 @@ def found(how: str, scene: Scene) -> tuple[int, Words]:
     words, out = hash_words(BLOCK, 16), np.empty(1, np.uint32)
     records = np.empty((1, RECORD_WORDS), np.uint32)
     if how == "reference":
-        # The row is read whole; the writer comes while its records are read, so that they are
-        # another block's.
+        # The row is read whole; the writer comes while its records are read, so that they belong to
+        # another block.
         def step() -> None:
             if scene.reads == 0:
                 scene.half()

@@ -56,6 +56,6 @@ def test_a_reader_in_another_process_never_sees_a_torn_value(
         "the reader has not seen all there is to see"
     )
     assert writer.changes > 1000 and counts["generations"] > 1, "the writer stood still"
-    # A miss of a block that is there is allowed, where the writer was interrupted inside its
-    # bucket, and rare.
+    # A miss of a present block is allowed if the writer was interrupted inside its bucket, and
+    # rare.
     assert counts["stable_misses"] <= counts["stable_finds"] // 20

@@ -1,4 +1,4 @@
-"""Versions and features of the protocol: two sides agree on them, or say why not."""
+"""Versions and features of the protocol: two sides agree on them, or report why not."""
 
 from collections.abc import Iterator
 from pathlib import Path
