@@ -1,1 +1,1 @@
-"""Scripts for working on hotkv; none of them is installed."""
+"""Scripts for work on hotkv; they are not installed."""

@@ -1,8 +1,8 @@
-"""Writes the files of deploy/ that follow from others: what the Helm chart's schema says of hotkv's
-settings, and the plain Kubernetes manifest.
+"""Writes the files of deploy/ that follow from others: the part of the Helm chart's schema about
+hotkv's settings, and the plain Kubernetes manifest.
 
-`python -m tools.chart` writes them, `--check` ends with status 1 if one is not as it would be
-written. The schema needs the server's extra, the manifest helm.
+`python -m tools.chart` writes them; `--check` ends with status 1 if a file is out of date. The
+schema needs the server's extra, the manifest helm.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
 """Settings that follow from `directories`, so `settings` must not have them."""
 WRITTEN = ("security.audit_file",)
-"""Files that the server writes; a Secret has those that it reads."""
+"""Files that the server writes; a Secret has the files that it reads."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")
 HEAD = """\
 # hotkv on every node with engines, for those who don't use Helm: kubectl apply -f hotkv.yaml.
@@ -50,8 +50,8 @@ metadata:
 
 
 def schema(present: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with its part about the settings made anew; the rest is written by hand
-    and stays."""
+    """Returns the schema with a new part about the settings; the rest is written by hand and
+    stays."""
     made = Settings.model_json_schema()
     definitions = made.pop("$defs")
     for name in OF_THE_CHART:
@@ -84,7 +84,7 @@ def schema(present: dict[str, Any]) -> dict[str, Any]:
 
 
 def _simplify(model: dict[str, Any]) -> None:
-    """Removes what only Python's readers need, and defaults, which are the server's."""
+    """Removes keywords that only Python's readers need, and defaults, which are the server's."""
     for noise in ("title", "default", "ge", "gt"):
         model.pop(noise, None)
     for inner in model.get("properties", {}).values():
@@ -92,7 +92,7 @@ def _simplify(model: dict[str, Any]) -> None:
 
 
 def schema_text() -> str:
-    """Returns the file of the schema as it should be."""
+    """Returns the expected file of the schema."""
     return json.dumps(schema(json.loads(SCHEMA.read_text())), indent=2) + "\n"
 
 
@@ -107,11 +107,11 @@ def manifest() -> str:
 
 
 def main() -> int:
-    """Writes the schema."""
+    """Writes the schema and the manifest, or compares them."""
     parser = argparse.ArgumentParser(description="Writes the chart's schema and the manifest.")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     options = parser.parse_args()
-    # The manifest is what the chart makes with its new schema.
+    # The chart makes the manifest with its new schema.
     for path, make in ((SCHEMA, schema_text), (MANIFEST, manifest)):
         try:
             text = make()

@@ -1,15 +1,15 @@
-"""Builds the sdist and the wheel, and checks each in an environment that has nothing else.
+"""Builds the sdist and the wheel, and checks each in an otherwise empty environment.
 
     python -m tools.check_dist [--out DIR | --release DIR]
 
-For both: every tracked file of the packages is inside, CUDA sources and `py.typed` among them; it
-installs with the extra `server`; the server starts, and `hotkv ping` reaches it. The wheel also
-installs without extras: then the client has three dependencies, and reaches that server too.
+Checks for both: every tracked file of the packages is inside, CUDA sources and `py.typed` among
+them; it installs with the extra `server`; the server starts, and `hotkv ping` reaches it. The wheel
+also installs without extras: then the client has three dependencies, and reaches that server too.
 
-`--release` builds nothing: it takes both from a folder that `tools.release` has filled, whose
-checksums agree, whose chart renders, whose list of packages has all that was installed, and with
-whose settings file the server starts. Needs the package `build` and a package index; takes minutes.
-Leaves only DIR.
+`--release` does not build: it takes both from a folder that `tools.release` has filled. There the
+checksums must agree, the chart must render, the list of packages must name all installed packages,
+and the server must start with the settings file. Needs the package `build` and a package index;
+takes minutes. Leaves only DIR.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from tools import helm
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "sparse", "client", "server", "connector_vllm")
-"""Each has one package."""
+"""Folders with a package each."""
 DEFINITIONS = "hotkv/"
-"""Of the wire, in `proto`: only the sdist has them."""
+"""Definitions of the wire, in `proto`: only the sdist has them."""
 MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
@@ -59,7 +59,7 @@ def build(out: Path) -> tuple[Path, Path]:
 
 
 def check_contents(archive: Path) -> None:
-    """Exits unless the archive has all that the packages have."""
+    """Exits unless the archive has all files of the packages."""
     if archive.suffix == ".whl":
         inside = set(zipfile.ZipFile(archive).namelist())
     else:
@@ -78,7 +78,7 @@ def check_contents(archive: Path) -> None:
 
 
 def install(folder: Path, wanted: str) -> Path:
-    """Returns the programs of a fresh environment that has `wanted` and what it asks for."""
+    """Returns the programs of a fresh environment with `wanted` and its dependencies."""
     venv.create(folder, with_pip=True)
     programs = folder / "bin"
     pip = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -98,13 +98,13 @@ def plain(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """This process's, without the checkout."""
+    """Returns this process's environment without the checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def run(program: Path, *arguments: str, quiet: bool = False) -> str:
     """Returns the output of an installed program, run away from the checkout. Raises
-    CalledProcessError; `quiet`: what it says then is not shown."""
+    CalledProcessError; `quiet` hides its error output."""
     return subprocess.run(
         [str(program), *arguments],
         cwd=program.parent,
@@ -118,7 +118,7 @@ def run(program: Path, *arguments: str, quiet: bool = False) -> str:
 
 @contextlib.contextmanager
 def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterator[str]:
-    """Gives the target of a small server that has answered a ping; ends it."""
+    """Yields the target of a small server that has answered a ping; ends it."""
     target = f"unix:{folder}/run/grpc.sock"
     (folder / "run").mkdir(mode=0o700)
     flags = ["--arena.bytes", "32MiB", "--arena.dir", str(folder / "arena"), "--http.port", "-1"]
@@ -152,8 +152,8 @@ def server(programs: Path, folder: Path, settings: Path | None = None) -> Iterat
 def check_server(
     archive: Path, folder: Path, client: Path | None = None, settings: Path | None = None
 ) -> Path:
-    """Installs the archive with the extra `server`, starts one with these settings, and pings it;
-    also with `client`'s programs. Returns the programs."""
+    """Installs the archive with the extra `server`, starts a server with these settings, and pings
+    it; also with `client`'s programs. Returns the programs."""
     programs = install(folder / "server", f"{archive}[server]")
     print(f"dist: {archive.name}: {run(programs / 'hotkv-server', '--version').strip()}")
     places = ("--runtime-dir", str(folder / "checked"), "--http.port", "-1")
@@ -181,7 +181,7 @@ def check_client(wheel: Path, folder: Path) -> Path:
 
 
 def one(folder: Path, pattern: str) -> Path:
-    """Returns the file of a release that fits the pattern. Exits unless there is one."""
+    """Returns the file of a release that fits the pattern. Exits unless there is exactly one."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"dist: {folder} has {len(found)} files {pattern}, expected 1")
@@ -265,7 +265,6 @@ def check_release(release: Path, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to put both")
     parser.add_argument("--release", type=Path, help="check this release instead")

@@ -1,9 +1,9 @@
-"""Compiles every CUDA kernel of the tree for every generation that the compiler at hand knows,
-warnings as errors; prints what they use.
+"""Compiles every CUDA kernel of the tree for every generation that the available compiler knows,
+with warnings as errors, and prints the kernels' resources.
 
-The compiler is NVRTC (the dev extra installs it, a CUDA toolkit has it), which compiles them at run
-time too, and without headers: what passes here needs nothing that is not built in. Where there is
-no NVRTC, nvcc; if neither, it says so. Registers and stack are read from the machine code.
+The compiler is NVRTC (from the dev extra or a CUDA toolkit), which also compiles them at run time,
+and without headers: kernels that pass here need only built-in headers. Without NVRTC it is nvcc;
+without either, a message says so. Registers and stack are read from the machine code.
 """
 
 import ctypes
@@ -28,13 +28,13 @@ ARCHITECTURES = (70, 80, 90, 100)
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
-"""Says nothing of the source."""
+"""A warning that does not concern the source."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a kernel takes of a multiprocessor. `stack_bytes` a thread: spilled registers, and
-    arrays with an index that is not known."""
+    """A kernel's use of a multiprocessor. `stack_bytes` a thread: spilled registers, and arrays
+    with an unknown index."""
 
     kernel: str
     registers: int
@@ -42,7 +42,7 @@ class Usage:
 
 
 class CompileError(Exception):
-    """The compiler's words."""
+    """The compiler's messages."""
 
 
 class Nvrtc:
@@ -96,7 +96,7 @@ class Nvrtc:
 
 
 class Nvcc:
-    """The compiler of a CUDA toolkit. It makes no instances of templates, only what the source
+    """The compiler of a CUDA toolkit. It makes only the instances of templates that the source
     itself makes."""
 
     def __init__(self, path: str) -> None:
@@ -112,7 +112,7 @@ class Nvcc:
         self.architectures = tuple(arch for arch in ARCHITECTURES if arch in known)
 
     def compile(self, source: Path, architecture: int, instances: tuple[str, ...]) -> bytes:
-        """Machine code. Raises CompileError on an error or a warning."""
+        """Returns machine code. Raises CompileError on an error or a warning."""
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "kernel.cubin"
             command = [
@@ -154,8 +154,8 @@ def _wheels() -> Iterator[str]:
 
 
 def instances_of(source: Path) -> tuple[str, ...]:
-    """Instances of templates to compile, each on a line `// instance: score<2, 64>` of the
-    source."""
+    """Returns the instances of templates to compile, each from a line `// instance: score<2, 64>`
+    of the source."""
     return tuple(re.findall(r"^// instance: (.+?)\s*$", source.read_text(), re.MULTILINE))
 
 
@@ -165,8 +165,8 @@ _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Returns the usage of the kernels in an ELF file of NVIDIA's. Source of the format: what
-    nvcc's own cuobjdump --dump-elf shows."""
+    """Returns the usage of the kernels in an ELF file of NVIDIA's. Source of the format: nvcc's
+    cuobjdump --dump-elf."""
     sections = _sections(cubin)
     registers, stacks = (
         _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)
@@ -176,7 +176,7 @@ def usages(cubin: bytes) -> list[Usage]:
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:
-    """Yields where each section begins, and its bytes."""
+    """Returns the start and the size of each section, by its name."""
     start, size, count, names_at = (
         _number(elf, 40, 8),
         _number(elf, 58, 2),
@@ -216,7 +216,8 @@ def _number(data: bytes, at: int, size: int) -> int:
 
 
 def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
-    """Returns a line a kernel: what it uses on each generation. None: refused, and said why."""
+    """Returns a line for each kernel with its use on each generation. None: refused, with a printed
+    message."""
     found: dict[str, list[str]] = {}
     for architecture in compiler.architectures:
         try:
@@ -235,7 +236,6 @@ def check(compiler: Nvrtc | Nvcc, source: Path) -> list[str] | None:
 
 
 def main() -> int:
-    """Runs the command."""
     sources = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.cu"))
     compiler = find_compiler()
     if compiler is None:

@@ -1,13 +1,14 @@
-"""Compares all that the connector uses of vLLM with the sources of every supported version: of the
-installed one and of the index's source distributions.
+"""Compares all uses of vLLM by the connector with the sources of every supported version: the
+installed version's and those of the index's source distributions.
 
-Checked, on syntax trees: imported names, attributes of vLLM's objects and calls as far as
+Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as
 annotations tell, signatures of overridden hooks, and that each hook of the base class is overridden
-or was looked at (`NOT_OVERRIDDEN`). Where the index can't be reached, what it lacks is named, and
-the rest is checked.
+or was looked at (`NOT_OVERRIDDEN`). If the index can't be reached, the missing versions are named,
+and the rest is checked.
 
-Also that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and the rest
-keeps to `PUBLIC`. import-linter sees vLLM as one package, so that finer rule is checked here.
+Checks too that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
+other modules keep to `PUBLIC`. import-linter sees vLLM as a single package, so that finer rule is
+checked here.
 """
 
 import ast
@@ -34,10 +35,9 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
-"""Older lines than the tested ones are compared from this on."""
+"""Lines older than the tested ones are compared from this one on."""
 FEWEST_CHECKED = 150
-"""If fewer uses than this are found in a version, the check itself no longer sees what it
-should."""
+"""If fewer uses are found in a version, the check itself has a fault."""
 
 NOT_OVERRIDDEN = {
     "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
@@ -60,8 +60,8 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is
-new: read what it asks of connectors."""
+"""Hooks that hotkv leaves to the base class, and why. A hook that is neither here nor overridden is
+new: read its demands on connectors."""
 
 FREE = {
     "worker/layout.py",
@@ -89,12 +89,12 @@ PUBLIC = (
     "vllm.v1.outputs",
     "vllm.v1.request",
 )
-"""Base classes, the values passed to a connector's hooks, and what vLLM offers to programs; a name
+"""Base classes, the values passed to a connector's hooks, and vLLM's API for programs; a name
 covers its submodules."""
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Returns line and full name of everything imported from vLLM."""
+    """Yields line and full name of everything imported from vLLM."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -106,7 +106,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def internal_imports() -> list[str]:
-    """Returns a line for each import of vLLM's internals where they may not be read."""
+    """Returns a line for each forbidden import of vLLM's internals."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
         "hotkv_vllm.compat or .worker.layout"
@@ -119,8 +119,8 @@ def internal_imports() -> list[str]:
 
 
 def modules(door: str) -> list[Path]:
-    """Returns the modules of a door: for the connector's own all but the folders `offloading` and
-    `testing`; for `offloading` that folder and the modules that it imports."""
+    """Returns the modules of a door. The connector's own door has all but the folders `offloading`
+    and `testing`; `offloading` has that folder and the modules that it imports."""
     doubles = PACKAGE / "testing"
     everything = sorted(path for path in PACKAGE.rglob("*.py") if doubles not in path.parents)
     within = [path for path in everything if OFFLOADING in path.relative_to(PACKAGE).parts[:1]]
@@ -157,8 +157,8 @@ def supported(door: str = OWN) -> tuple[Line, ...]:
 
 
 def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
-    """Returns the sources that can be had, and whether one is the newest line's; says which
-    can't."""
+    """Yields the available sources, and whether they are the newest line's; prints the missing
+    ones."""
     yield installed(), False
     for line in tested:
         try:
@@ -168,7 +168,7 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
 
 
 def uses_of(names: Names, door: str) -> Iterator[Uses]:
-    """Yields the uses of each module of a door, compared with one version."""
+    """Yields the uses of each module of a door, compared with a version."""
     for path in modules(door):
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()
@@ -176,7 +176,7 @@ def uses_of(names: Names, door: str) -> Iterator[Uses]:
 
 
 def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
-    """Differences between what a door uses of vLLM and one version."""
+    """Returns differences between a door's uses of vLLM and a version."""
     names = Names(source, is_whole=True)
     problems, num_checked = [], 0
     for uses in uses_of(names, door):
@@ -198,8 +198,8 @@ def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
 
 
 def others(door: str) -> list[str]:
-    """Compares the lines that a door is not tested with: older ones, each of which must have its
-    words in `LEFT_OUT`, and newer ones of the index, whose differences are only printed."""
+    """Compares the lines that a door is not tested with. Older lines must each have their message
+    in `LEFT_OUT`; differences of newer lines of the index are only printed."""
     first, last = TESTED[door]
     try:
         newer = [line for line in lines() if line > last]
@@ -223,7 +223,7 @@ def others(door: str) -> list[str]:
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Hooks that nobody has looked at, and in the newest version those that are gone."""
+    """Returns hooks that were not looked at, and in the newest version hooks that are gone."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")
@@ -257,7 +257,6 @@ def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
 
 
 def main() -> int:
-    """Runs the command."""
     said = f"vLLM {span(OWN)}"
     found = internal_imports()
     if said not in (ROOT / "README.md").read_text():

@@ -1,8 +1,8 @@
 """Finds each place where vLLM itself forbids reuse of a prefix's KV, and compares them with
-`ANSWERS`, which says of each what hotkv does about it.
+`ANSWERS`, which has hotkv's answer to each.
 
 Reads the sources of every supported version, as `check_vllm_api` does. A place sets one of `FLAGS`
-to a value that may forbid reuse; the conditions of the `if` statements round it belong to it. So a
+to a value that may forbid reuse; the conditions of the `if` statements round it belong to it. A
 place that is new, or whose condition has changed, has no answer: read it, make
 `hotkv_vllm.compat.reuse` answer it, and list it here.
 """
@@ -25,12 +25,12 @@ FLAGS: dict[str, tuple[bool | None, ...]] = {
     "skip_reading_prefix_cache": (False, None),
     "non_causal": (False, None),
 }
-"""Names of attributes, variables, parameters and keys, with the values that forbid nothing."""
+"""Names of attributes, variables, parameters and keys, with the values that allow reuse."""
 
 
 class Place(NamedTuple):
-    """Where vLLM may forbid reuse. `scope`: classes and function. `text`: the statement, followed
-    by the conditions of the `if` statements round it in the function."""
+    """A place where vLLM may forbid reuse. `scope`: classes and function. `text`: the statement,
+    followed by the conditions of the `if` statements round it in the function."""
 
     path: str
     scope: str
@@ -180,7 +180,7 @@ ANSWERS: dict[Place, str] = {
 
 
 def places(source: Source) -> Iterator[Place]:
-    """Yields the places of one version."""
+    """Yields the places of a version."""
     for path in source.paths():
         text = source.read(path) or ""
         if any(flag in text for flag in FLAGS):
@@ -207,7 +207,7 @@ def _found(
 
 
 def _stores(node: ast.AST) -> Iterator[str]:
-    """Yields the text of what a node itself sets, if that may forbid reuse."""
+    """Yields the text of a node's assignments that may forbid reuse."""
     pairs: Sequence[tuple[str, ast.expr | None]] = ()
     if isinstance(node, ast.Assign):
         pairs = [(_stored(target), node.value) for target in node.targets]
@@ -226,7 +226,7 @@ def _stores(node: ast.AST) -> Iterator[str]:
 
 
 def _stored(target: ast.expr) -> str:
-    """Returns the name of what an assignment sets: an attribute, a key, or a field or variable."""
+    """Returns the name of an assignment's target: an attribute, a key, or a field or variable."""
     if isinstance(target, ast.Subscript):
         return _text(target.slice)
     return getattr(target, "attr", getattr(target, "id", ""))
@@ -238,16 +238,15 @@ def _text(node: ast.expr | None) -> str:
 
 
 def _permits(name: str, value: ast.expr) -> bool:
-    """Returns whether a value forbids nothing: a constant that says so, or the same flag handed
-    on."""
+    """Returns True if a value allows reuse: a constant that says so, or the same flag handed on."""
     if isinstance(value, ast.Constant):
         return value.value in FLAGS[name]
     return _stored(value) == name
 
 
 def compare(source: Source, *, all_places: bool = False) -> list[str]:
-    """Places of one version that have no answer. `all_places`: also answers whose place is not in
-    this version."""
+    """Returns the places of a version without an answer. `all_places`: also answers whose place is
+    not in this version."""
     found = set(places(source))
     problems = [f"{place}: no answer in ANSWERS" for place in sorted(found - ANSWERS.keys())]
     if all_places:
@@ -258,7 +257,6 @@ def compare(source: Source, *, all_places: bool = False) -> list[str]:
 
 
 def main() -> int:
-    """Runs the command."""
     found = [
         f"{source.name}: {problem}"
         for source, is_newest in sources(supported())

@@ -1,8 +1,8 @@
 """Writes docs/connector.md, the reference of the connector's settings, from the classes that hold
 them: names and defaults from the fields, texts from the docstrings.
 
-`python -m tools.connector_settings` writes it; with `--check` it changes nothing and fails if the
-page is out of date. A setting without a text, or without a place on the page, is an error.
+`python -m tools.connector_settings` writes it; `--check` fails if the page is out of date. A
+setting without a text, or without a place on the page, is an error.
 """
 
 import argparse
@@ -88,8 +88,8 @@ def shown(field: Field[Any]) -> str:
 
 
 def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
-    """Yields the rows of a table. Raises KeyError for a field without a text. Neighbours with one
-    text share a row."""
+    """Yields the rows of a table. Raises KeyError for a field without a text. Neighbours with the
+    same text share a row."""
     by_name = {field.name: field for field in fields(owner)}
     known = texts(owner)
     while names:
@@ -122,7 +122,6 @@ def listed(settings: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write docs/connector.md.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the page is out of date"

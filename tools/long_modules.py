@@ -1,6 +1,7 @@
-"""Prints the modules of over 600 lines: each is a question in review, is it still one subject?
+"""Prints the modules of over 600 lines: each is a question in review, is it still about one
+subject?
 
-It is a hint and fails nothing. Generated code doesn't count.
+It is a hint and never fails. Generated code doesn't count.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ MODULE_LINES = 600
 
 
 def long_modules() -> Iterator[str]:
-    """Names the written modules that are over the limit, with their lines."""
+    """Yields the hand-written modules over the limit, with their lines."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             num_lines = len(path.read_text().splitlines())

@@ -1,7 +1,6 @@
 """Writes docs/metrics.md, the reference of all metrics, from the code that exports them.
 
-`python -m tools.metrics_reference` writes it; with `--check` it changes nothing and fails if the
-page is out of date.
+`python -m tools.metrics_reference` writes it; `--check` fails if the page is out of date.
 """
 
 import argparse
@@ -63,7 +62,7 @@ decode are [above](#sparse-decode-by-layer).
 
 
 class NoCopies:
-    """In place of a copy engine."""
+    """Stands for a copy engine."""
 
     num_queued, num_lanes, busy_s = 0, 1, 0.0
 
@@ -83,8 +82,8 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
 
 
 def families() -> dict[str, Metric]:
-    """Returns all metrics of a node by their whole names, under whichever policy, and without
-    samples of tiers and devices."""
+    """Returns all metrics of a node by their full names, under every policy, and without samples of
+    tiers and devices."""
     found: dict[str, Metric] = {}
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
@@ -94,7 +93,7 @@ def families() -> dict[str, Metric]:
 
 
 def series() -> set[str]:
-    """Names of all series of a node, as queries name them."""
+    """Returns the names of all series of a node, as queries name them."""
     names = set[str]()
     for name, metric in families().items():
         parts = ("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",)
@@ -130,7 +129,6 @@ def page() -> str:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write docs/metrics.md.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the page is out of date"

@@ -1,13 +1,13 @@
-"""How many small faults the tests see: changes the sources one place at a time, and runs the tests
-that belong to the file.
+"""Measures how many small faults the tests see: changes the sources in a single place at a time,
+and runs the tests that belong to the file.
 
-    python -m tools.mutate --minutes 30            # a sample by chance; --seed repeats it
+    python -m tools.mutate --minutes 30            # a random sample; --seed repeats it
     python -m tools.mutate --only proto/hotkv_proto/order.py --number 999
 
-Always true: a mutant lives in a copy of the tree, never in the checkout; each worker has a copy of
-its own. A mutant is killed when a test fails that passes without it, or its tests do not end. One
-that lives is a survivor, unless `mutate_equivalents.txt` lists it with the reason why no test could
-see it. The score is killed / (mutants that ran - equivalent ones).
+Invariant: a mutant lives in a copy of the tree, never in the checkout; each worker has its own
+copy. A mutant is killed when a test fails that passes without it, or its tests do not end.
+Otherwise it is a survivor, unless `mutate_equivalents.txt` lists it with the reason why no test
+could see it. The score is killed / (mutants that ran - equivalent ones).
 """
 
 import argparse
@@ -35,7 +35,7 @@ LEFT_OUT = (
     "client/hotkv_client/__init__.py",
     "client/hotkv_client/testing/",
 )
-"""Output that people read, and code that is not of the product."""
+"""Output for people, and code that is not part of the product."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def tests_of(path: str) -> list[str]:
 
 
 def sources(only: Sequence[str]) -> list[str]:
-    """Files to change, by name."""
+    """Returns the files to change, by name."""
     found = {
         str(path.relative_to(ROOT))
         for prefix in TESTS
@@ -83,7 +83,7 @@ def equivalents() -> set[str]:
 
 
 def stale_entries() -> list[str]:
-    """Returns what the tables name and the tree has not: mutants, sources and test files."""
+    """Returns entries of the tables that the tree lacks: mutants, sources and test files."""
     paths, known = sources(()), equivalents()
     files = {name.partition(":")[0] for name in known}
     mutants = {

@@ -1,4 +1,4 @@
-"""Which tests belong to a source file, for `tools.mutate`."""
+"""The tests that belong to a source file, for `tools.mutate`."""
 
 CORE = (
     "tests/core/test_cache.py tests/core/test_space.py tests/core/test_slabs.py "
@@ -58,7 +58,7 @@ REQUESTS = (
     "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
     f"tests/vllm/test_admission.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
-"""Parts of the scheduler side without an engine, then with one."""
+"""Parts of the scheduler side without an engine, then with an engine."""
 RANK = f"tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py {ENGINE}"
 """The same of the worker side."""
 RESIDENTS = (
@@ -388,4 +388,4 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_estimate.py tests/sparse/test_representations.py"
     ),
 }
-"""The tests of a file: those of the longest entry that its path begins with, quick ones first."""
+"""The tests of a file: those of the longest prefix of its path, quick ones first."""

@@ -1,6 +1,6 @@
-"""Runs the tests of one mutant at a time, in a copy of the tree.
+"""Runs the tests of a single mutant at a time, in a copy of the tree.
 
-Always true: a mutant lives in a worker's copy, never in the checkout, and is taken out again; all
+Invariant: a mutant lives in a worker's copy, never in the checkout, and is removed again. All
 processes that a worker began have ended when its call returns.
 """
 
@@ -27,7 +27,7 @@ LONGEST_S = 450
 
 
 class Worker:
-    """A copy of the tree, and the tests run in it. One thread."""
+    """A copy of the tree, and the tests run in it, on a single thread."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self.caches, self._num_changed = folder / "tree", folder / "numba", 0
@@ -48,8 +48,8 @@ class Worker:
         return f"Worker({self.tree}, {self._num_changed} mutants)"
 
     def failed(self, tests: Sequence[str], limit_s: float, caches: Path) -> str:
-        """Returns the first test that fails, or that the time was up; empty if all pass. Ends all
-        processes that it began."""
+        """Returns the first test that fails, or a message at the time limit; empty if all pass.
+        Ends all its processes."""
         environment = {
             **os.environ,
             "NUMBA_CACHE_DIR": str(caches),
@@ -90,11 +90,11 @@ class Worker:
             )
 
     def stop(self) -> None:
-        """Ends the tests that run now. From any thread."""
+        """Ends the running tests. May be called from any thread."""
         process = self._process
         if process is None:
             return
-        # Tests that are interrupted clean up behind themselves.
+        # Interrupted tests clean up behind themselves.
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
@@ -102,14 +102,14 @@ class Worker:
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[Path]:
-        """Puts the mutant into the tree; gives a folder for compiled kernels."""
+        """Puts the mutant into the tree; yields a folder for compiled kernels."""
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
         path.write_bytes(mutant.apply(source))
         # Python compiles again when the time in whole seconds differs.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
-        # Numba notices a kernel's own file, not those of kernels that it calls.
+        # Numba notices a kernel's own file, not the files of kernels that it calls.
         is_kernel = path.name.endswith("kernels.py")
         caches = Path(tempfile.mkdtemp(dir=self.tree.parent)) if is_kernel else self.caches
         try:
@@ -121,10 +121,10 @@ class Worker:
                 shutil.rmtree(caches, ignore_errors=True)
 
     def seen_by(self, mutant: Mutant, tests: Sequence[str], sound: set[str]) -> str:
-        """Returns the first of `tests` that sees the mutant; empty if none does. `sound`: tests
-        known to pass without a mutant; adds what it finds.
+        """Returns the first of `tests` that sees the mutant; empty without such a test. `sound`:
+        tests known to pass without a mutant, to which it adds.
 
-        Exits if a test fails without the mutant too, as it would kill every one.
+        Exits if a test also fails without the mutant, because it would kill every mutant.
         """
         tests = [test for test in tests if (self.tree / test).exists()]
         with self.changed(mutant) as caches:

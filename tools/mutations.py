@@ -1,6 +1,6 @@
 """The changes that `tools/mutate.py` makes to a source file, one at a time.
 
-Always true: a mutant is the file with one span of bytes replaced, and parses. Left alone:
+Invariant: a mutant is the file with a single span of bytes replaced, and parses. Left alone:
 statements of modules and classes (constants, fields), docstrings, annotations, decorators, messages
 of exceptions and logs, assertions, `repr`, and functions that check invariants.
 """
@@ -37,13 +37,13 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 QUIET_CALLS = {"log", "logger", "warnings", "print", "prefetch", "prefetch_address"}
-"""Output that people read, and hints to the processor."""
+"""Output for people, and hints to the processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`start`, `end`: bytes of the file that `text` replaces. `function`: where it is, with the
-    classes around it."""
+    """`start`, `end`: bytes of the file that `text` replaces. `function`: the function's name, with
+    the classes around it."""
 
     path: str
     line: int
@@ -55,7 +55,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Names the mutant whatever lies above it in its file."""
+        """Returns a name that does not depend on the lines above it in the file."""
         return f"{self.path}:{self.function}: {self.change}"
 
     def apply(self, source: bytes) -> bytes:
@@ -64,7 +64,7 @@ class Mutant:
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects the mutants of one module."""
+    """Collects the mutants of a module."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path = path
@@ -152,8 +152,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Negates a test. Where the test is a comparison of equality or identity, its own mutant is
-        the negation already."""
+        """Negates a test. For a comparison of equality or identity its own mutant is already the
+        negation."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):
@@ -196,8 +196,7 @@ class _Finder(ast.NodeVisitor):
             swapped = ast.Call(
                 ast.Name(SWAPPED_CALLS[node.func.id], ast.Load()), node.args, node.keywords
             )
-            # The other of the two needs not take the same arguments: `default=` is for both, `key=`
-            # too.
+            # The other function may not take the same arguments: `default=` and `key=` fit both.
             self._add(node, ast.unparse(swapped))
         self.generic_visit(node)
 

@@ -1,7 +1,7 @@
 """Writes the section on pairs of features of docs/deployments.md from `tests/pairs/table.py`.
 
-`python -m tools.pairs_table` writes it. With `--check` it changes nothing, and fails if a pair has
-no answer, if a test that an answer names does not exist, or if the page is out of date.
+`python -m tools.pairs_table` writes it. `--check` fails if a pair has no answer, if a test that an
+answer names does not exist, or if the page is out of date.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def section(answers: dict[Pair, Answer]) -> str:
 
 
 def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Tests that answers name and that do not exist."""
+    """Yields tests that answers name and that do not exist."""
     for test in sorted({_plain(one.test) for one in answers.values() if one.test}):
         file, _, name = test.partition("::")
         if name not in _tests_of(file):
@@ -116,7 +116,6 @@ def _tests_of(file: str) -> frozenset[str]:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description="Write the pairs of docs/deployments.md.")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if the page is out of date"

@@ -1,7 +1,6 @@
-"""Writes docs/performance.md from `bench/records.json`: the last figures that were recorded.
+"""Writes docs/performance.md from `bench/records.json`: the last recorded figures.
 
-`python -m tools.performance` writes it. With `--check` it changes nothing, and fails if the page is
-out of date.
+`python -m tools.performance` writes it. `--check` fails if the page is out of date.
 """
 
 import argparse
@@ -12,7 +11,7 @@ from bench.targets import Record, read_records, shown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BUSY_LOAD = 1.0
-"""Of each core: a machine with more waiting processes is called busy."""
+"""Load of each core: a machine with more waiting processes is called busy."""
 HEAD = """# Measured against targets
 
 `make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the
@@ -40,7 +39,6 @@ def page(records: dict[str, Record]) -> str:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--check", action="store_true", help="only compare")
     made = page(read_records())

@@ -1,11 +1,11 @@
 """Makes the pictures of docs/images again: the status page and the documentation's site in a
-browser, light and dark, and `hotkv top` in a terminal. The server is a real one under traffic of
-two real vLLM engines with SmolLM2.
+browser, light and dark, and `hotkv top` in a terminal. The server is real and under traffic of two
+real vLLM engines with SmolLM2.
 
 `python -m tools.pictures [--minutes 6] [--folder docs/images]`. It needs Debian's chromium, and the
 environment of `make setup`. Two engines hold conversations that begin with the same system prompt,
-in a small arena with a disk below it; so there are hits, misses and evictions to see. Nothing is
-left running.
+in a small arena with a disk below it, so there are hits, misses and evictions to see. All processes
+end.
 """
 
 import argparse
@@ -56,7 +56,7 @@ SMALL = {
     "max_model_len": 2560,
     "kv_cache_memory_bytes": 64 << 20,
 }
-"""Engines whose own memory holds one long conversation: the others are hits in the server."""
+"""Engines whose own memory holds a single long conversation: the others are hits in the server."""
 COLUMNS, LINES = 100, 24
 CELL = (8.4, 18.0)
 """Width and height of a character, in pixels."""
@@ -76,8 +76,8 @@ HAS_RATES = re.compile(r"prompts [1-9][\d,]* tokens/s")
 
 
 class Conversations(threading.Thread):
-    """Sends the turns of some conversations to an engine until it is told to stop. A conversation
-    that has grown long begins anew."""
+    """Sends the turns of some conversations to an engine until it is stopped. A conversation that
+    has grown long starts again."""
 
     def __init__(self, engine: Engine, model: Path, seed: int, count: int) -> None:
         super().__init__(daemon=True)
@@ -111,7 +111,7 @@ def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversa
     """Yields the conversations of two engines, which go on.
 
     The engines have the last core for themselves: vLLM's processes wait for each other by
-    sched_yield, after which the kernel let the server wait for a core for .2 s and more.
+    sched_yield, after which the kernel let the server wait for a core for 0.2 s and more.
     """
     cores = os.sched_getaffinity(0)
     with contextlib.ExitStack() as stack:
@@ -138,8 +138,8 @@ def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversa
 
 
 def photograph(url: str, folder: Path) -> None:
-    """Writes the status page and, if `make docs` has built it, the first page of the site as a
-    browser shows them, light and dark, with few colours."""
+    """Writes screenshots of the status page and, if `make docs` has built it, of the site's first
+    page, light and dark, with few colours."""
     from playwright.sync_api import ViewportSize, sync_playwright
 
     with sync_playwright() as driver:
@@ -199,8 +199,8 @@ def terminal(server: Server, seconds: float) -> Any:
 
 
 def as_svg(screen: Any) -> str:
-    """Returns a terminal's screen as SVG: each run of characters of one style is a text of its own,
-    as wide as in the terminal whatever the font. Empty lines at the end are left out."""
+    """Returns a terminal's screen as SVG. Each run of characters of the same style is a separate
+    text, as wide as in the terminal whatever the font. Empty lines at the end are left out."""
     width, height = CELL
     num_lines = max(row for row, line in enumerate(screen.display, 1) if line.strip())
     size = f"{screen.columns * width + 16:.0f} {num_lines * height + 16:.0f}"
@@ -240,7 +240,6 @@ def _color(name: str) -> str:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description="Make the pictures of docs/images again.")
     parser.add_argument("--minutes", type=float, default=6.0, help="of traffic (default: 6)")
     parser.add_argument("--folder", type=Path, default=IMAGES)

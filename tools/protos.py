@@ -1,9 +1,9 @@
-"""Generates the wire's Python code from proto/hotkv/v1/*.proto, or checks that what is committed is
-up to date.
+"""Generates the wire's Python code from proto/hotkv/v1/*.proto, or checks that the committed code
+is up to date.
 
-Runs under the interpreter of its own small environment (`make proto` and `make check` see to that):
-generated code must come from the oldest protobuf that vLLM admits, because newer code refuses to
-load there.
+Runs under the interpreter of a separate small environment (`make proto` and `make check` see to
+that): generated code must come from the oldest protobuf that vLLM admits, because newer code
+refuses to load there.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "proto"
 PACKAGE = Path("hotkv/v1")
-"""Of the wire's files; the Python code is that of `hotkv_proto.v1`: other products are imported as
-`hotkv`."""
+"""Package of the wire's files. The Python code is in `hotkv_proto.v1`, because other products are
+imported as `hotkv`."""
 MODULES = Path("hotkv_proto/v1")
 IMPORTS = re.compile(r"\bhotkv\.v1(?=\.\w+_pb2\b| import )")
 """The generated modules' names for each other."""
@@ -28,7 +28,7 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generated_files(root: Path) -> Iterator[Path]:
-    """Names of generated files below `root`, relative to it, in order."""
+    """Yields the names of generated files below `root`, relative to it, in order."""
     for path in sorted((root / MODULES).iterdir()):
         if path.name.endswith(SUFFIXES):
             yield path.relative_to(root)
@@ -56,19 +56,18 @@ def generate(target: Path) -> None:
 
 
 def read(path: Path) -> str:
-    """Returns the file's text; empty if there is none."""
+    """Returns the file's text; empty without a file."""
     return path.read_text() if path.exists() else ""
 
 
 def stale(fresh: Path) -> list[Path]:
-    """Returns committed files that differ from what `fresh` holds, are missing, or have no source
-    any more."""
+    """Returns committed files that differ from those in `fresh`, are missing, or have lost their
+    source."""
     names = sorted({*generated_files(fresh), *generated_files(SOURCE)})
     return [name for name in names if read(fresh / name) != read(SOURCE / name)]
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if committed code is out of date"

@@ -1,4 +1,4 @@
-"""Builds the files of a release into one folder.
+"""Builds the files of a release into a folder.
 
     python -m tools.release [--out DIR] [--tag vVERSION] [PART …]
 
@@ -8,8 +8,9 @@ list of the image's Python packages, at the versions of this build), `notes` (th
 of CHANGELOG.md), `image` (an OCI archive for this machine's processor, built by buildah from the
 Dockerfile) and `checksums`, which covers all files of the folder.
 
-A machine without buildah makes no image, and says so. With `--tag` a release is refused unless the
-tag, the version and the dated section of CHANGELOG.md agree and the working tree has no changes.
+A machine without buildah makes no image, and prints so. With `--tag` a release is refused unless
+the tag, the version and the dated section of CHANGELOG.md agree and the working tree has no
+changes.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "hotkv"
 DEPLOYED = ("deploy", "compose.yaml", "compose.gpu.yaml", "compose.offloading.yaml", "LICENSE")
 IMAGE_EXTRAS = "server,events,s3,otel"
-"""Those that the Dockerfile installs for its variant `cpu`."""
+"""The extras that the Dockerfile installs for its variant `cpu`."""
 SUMS = "SHA256SUMS"
 UNDATED = "not released yet"
 PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -43,19 +44,19 @@ PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 class ReleaseError(Exception):
-    """The release can't be made; the message says why."""
+    """The release can't be made; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Where the files go, and how buildah is called. `bud`: options of `buildah bud`."""
+    """The folder of the files, and the command of buildah. `bud`: options of `buildah bud`."""
 
     version: str
     out: Path
     buildah: tuple[str, ...] = ("buildah",)
     bud: tuple[str, ...] = ()
     epoch_s: int = field(default_factory=lambda: int(git("log", "-1", "--format=%ct")))
-    """Time of the last commit, as seconds: archives carry it, so that they can be made again."""
+    """Time of the last commit in seconds. Archives carry it, so that they are reproducible."""
 
     @property
     def wheel(self) -> Path:
@@ -67,7 +68,7 @@ class Release:
 
     @property
     def chart(self) -> Path:
-        """Helm gives the package this name."""
+        """Returns the chart's package, by the name that Helm gives it."""
         return self.out / f"hotkv-{self.version}.tgz"
 
     @property
@@ -92,12 +93,12 @@ class Release:
 
 
 def processor() -> str:
-    """Returns this machine's processor as images name it."""
+    """Returns this machine's processor by the name that images use."""
     return PROCESSORS.get(platform.machine(), platform.machine())
 
 
 def git(*arguments: str) -> str:
-    """Returns what git prints of this repository."""
+    """Returns git's output in this repository."""
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()
@@ -122,8 +123,8 @@ def version_of(source: str) -> str:
 
 
 def section(changelog: str, version: str) -> tuple[str, str]:
-    """Returns heading and text of a version's section. Raises ReleaseError if there is none or it
-    is empty."""
+    """Returns heading and text of a version's section. Raises ReleaseError if it is missing or
+    empty."""
     parts = re.split(r"^## +(.*)$", changelog, flags=re.MULTILINE)
     for heading, text in zip(parts[1::2], parts[2::2], strict=True):
         if heading.partition(",")[0].strip() == version and text.strip():
@@ -184,15 +185,15 @@ def deploy(release: Release) -> None:
 
 
 def sbom(release: Release) -> None:
-    """Lists the packages of an environment that has the wheel with the image's extras, and nothing
-    else. The image's Debian packages are not in it."""
+    """Lists the packages of an environment with the wheel and the image's extras. The image's
+    Debian packages are not in it."""
     with tempfile.TemporaryDirectory(prefix="hotkv-sbom-") as folder:
         venv.create(folder, with_pip=False)
         python = Path(folder) / "bin" / "python"
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        # The list takes its head from there, and reads no version that is computed.
+        # The list takes its head from there, and can't read a computed version.
         project = Path(folder) / "pyproject.toml"
         text = (ROOT / "pyproject.toml").read_text()
         project.write_text(text.replace('dynamic = ["version"]', f'version = "{release.version}"'))
@@ -207,7 +208,7 @@ def notes(release: Release) -> None:
 
 
 def image(release: Release) -> None:
-    """Builds the image into an OCI archive. Without buildah there is none, which is said."""
+    """Builds the image into an OCI archive. Without buildah it prints a message instead."""
     if shutil.which(release.buildah[0]) is None:
         say("image", "none: buildah is not installed (Debian's package buildah)")
         return
@@ -244,7 +245,7 @@ def say(part: str, came: str) -> None:
 
 
 def empty(out: Path) -> None:
-    """Removes what an earlier run made. Raises ReleaseError for a folder of something else."""
+    """Removes files of an earlier run. Raises ReleaseError for a folder with other files."""
     if out.exists():
         if any(out.iterdir()) and not any(out.glob("hotkv-*")):
             raise ReleaseError(f"{out} has files that are no release: name another folder")
@@ -263,7 +264,6 @@ def make(release: Release, parts: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "release", help="where files go")

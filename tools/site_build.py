@@ -1,11 +1,10 @@
 """Builds the documentation's site: pages of docs/ and the files that they link to, as HTML with a
-search. A warning of Sphinx, such as a link or an anchor that leads nowhere, is an error.
+search. A warning of Sphinx, such as a broken link or anchor, is an error.
 
-Always true: a page reads the same on the site as it does on GitHub, except that links which are
-named as their page's file (`[tiers.md](tiers.md)`) have its title. Its links to files outside docs/
-lead to pages below `source/` that show these files. Pictures and diagrams are there twice, and a
-reader sees the one for a light or a dark page. Two folders are made anew, and nothing else is
-written: one for the pages as Sphinx gets them, one for the site.
+Invariant: a page reads the same on the site as on GitHub, except that links whose text is their
+page's file (`[tiers.md](tiers.md)`) have its title. Its links to files outside docs/ lead to pages
+below `source/` that show these files. Pictures and diagrams are there twice, for light and for dark
+pages. It writes only two folders, each from scratch: the pages for Sphinx, and the site.
 """
 
 import argparse
@@ -35,7 +34,8 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-"""A picture in two versions, as GitHub shows it: for dark pages, what it is, for light pages."""
+"""A picture in two versions, as GitHub shows it: for dark pages, its description, for light
+pages."""
 THEMES = {"light": "neutral", "dark": "dark"}
 """Mermaid's theme for a light and a dark page."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -55,17 +55,17 @@ STYLE = """\
 """
 
 Draw = Callable[[str, str], str]
-"""SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
+"""Returns the SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
 
 
 class SiteError(Exception):
-    """The pages can't be put together; says which and why."""
+    """The pages can't be put together; the message gives page and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """A part of the table of contents. `pages`: files, with paths from the repository's root.
-    `titles`: of the pages that are listed under another title than their own."""
+    `titles`: of pages that are listed under another title than their own."""
 
     title: str
     pages: tuple[str, ...]
@@ -121,7 +121,7 @@ def resolved(path: str, link: str) -> str:
 
 
 def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Links of a page to files of the repository, without images: the match, and the file's
+    """Yields links of a page to files of the repository, without images: the match, and the file's
     path."""
     for match in LINK.finditer(text):
         target = resolved(path, match[1])
@@ -131,7 +131,7 @@ def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str
 
 
 def images(path: str, text: str) -> Iterator[str]:
-    """Paths of the images of a page."""
+    """Yields the paths of a page's images."""
     yield from (resolved(path, match[2]) for match in IMAGE.finditer(text))
     for match in PICTURE.finditer(text):
         yield from (resolved(path, match[1]), resolved(path, match[3]))
@@ -144,8 +144,8 @@ def place_of(path: str) -> str:
 
 
 def shown_files(root: Path, sections: list[Section]) -> list[str]:
-    """Returns all files that have a page: those of docs/, of the table of contents, and those to
-    which they link."""
+    """Returns all files that have a page: the files of docs/, those of the table of contents, and
+    the files to which they link."""
     waiting = [FRONT_PAGE, *(page for section in sections for page in section.pages)]
     found = set(waiting)
     while waiting:
@@ -173,13 +173,13 @@ def with_links(root: Path, path: str, text: str) -> str:
 
 
 def title_of(root: Path, path: str) -> str:
-    """Returns the title of a page; its path if it has none."""
+    """Returns the title of a page; its path without a title."""
     found = TITLE.search((root / path).read_text())
     return found[1] if found else path
 
 
 def both(alternative: str, light: str, dark: str) -> str:
-    """Returns an image for light pages and one for dark pages, in Sphinx' words."""
+    """Returns an image for light pages and another for dark pages, in Sphinx's syntax."""
     return "\n\n".join(
         f"```{{image}} {address}\n:alt: {alternative}\n:class: only-{kind}\n```"
         for kind, address in (("light", light), ("dark", dark))
@@ -187,8 +187,8 @@ def both(alternative: str, light: str, dark: str) -> str:
 
 
 def with_pictures(path: str, text: str) -> str:
-    """Returns a page with the site's addresses of its images, whose pictures have the version that
-    fits the page's colours."""
+    """Returns a page with the site's addresses of its images. Pictures have the version that fits
+    the page's colours."""
     folder = posixpath.dirname(page_of(path)) or "."
 
     def address(link: str) -> str:
@@ -199,7 +199,7 @@ def with_pictures(path: str, text: str) -> str:
 
 
 def with_diagrams(text: str, page: Path, draw: Draw) -> str:
-    """Returns a page with pictures in place of its diagrams. Writes these beside it."""
+    """Returns a page with pictures in place of its diagrams. Writes the pictures beside it."""
 
     def drawn(match: re.Match[str]) -> str:
         name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}"
@@ -228,7 +228,7 @@ def entry(section: Section, page: str) -> str:
 
 
 def table_of_contents(sections: list[Section]) -> str:
-    """Returns the table of contents for the front page, in Sphinx' words."""
+    """Returns the table of contents for the front page, in Sphinx's syntax."""
     return "\n".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {section.title}\n\n"
         + "\n".join(entry(section, page) for page in section.pages)
@@ -238,7 +238,7 @@ def table_of_contents(sections: list[Section]) -> str:
 
 
 def stage(root: Path, folder: Path, draw: Draw) -> int:
-    """Writes the pages as Sphinx gets them; returns their number. Raises SiteError."""
+    """Writes the pages for Sphinx; returns their number. Raises SiteError."""
     sections = read_nav(root)
     listed = {page for section in sections for page in section.pages}
     shutil.rmtree(folder, ignore_errors=True)
@@ -263,7 +263,7 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 
 def draw(diagram: str, theme: str) -> str:
-    """Returns the SVG of a diagram in Mermaid's language, in one of its themes."""
+    """Returns the SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
     # Only the environment of `make docs` has it.
     import mermaidx
 
@@ -281,7 +281,7 @@ def build(folder: Path, site: Path) -> int:
 
 
 def main() -> int:
-    """Builds the site; returns 1 if something is wrong with the pages."""
+    """Builds the site; returns 1 if the pages have a fault."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--root", type=Path, default=ROOT, help="the repository (default: this one)"

@@ -1,6 +1,6 @@
-"""Checks a built site: every link and anchor within it leads somewhere, no page loads anything from
-another host, Markdown was understood, no title is the name of a file of Markdown, and the search
-knows every page.
+"""Checks a built site: every link and anchor within it leads somewhere, pages load only from the
+site, Markdown was understood, no title is the name of a Markdown file, and the search knows every
+page.
 
 It reads files only. Links to other hosts are not followed.
 """
@@ -21,14 +21,14 @@ NOT_LOADED = {"canonical", "prev", "next", "alternate"}
 """Kinds of `link` that a browser only reads."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
 LEFT_OVER = re.compile(r"^(?:\||[-*] |\d+\. |```)", re.MULTILINE)
-"""Markdown of a list, a table or a fence that a paragraph still has as text."""
+"""Markdown of a list, a table or a fence that is left as text in a paragraph."""
 INDEX = Path("searchindex.js")
 UNSEARCHED = {"search.html"}
 
 
 @dataclass
 class Page(HTMLParser):
-    """What one page of the site refers to, and where others may point in it."""
+    """The links and addresses of a page of the site, and its anchors."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
 
 def read_pages(site: Path) -> dict[Path, Page]:
-    """Pages by their path."""
+    """Returns pages by their path."""
     pages = {}
     for path in sorted(site.rglob("*.html")):
         pages[path] = Page()
@@ -81,8 +81,7 @@ def read_pages(site: Path) -> dict[Path, Page]:
 
 
 def broken_link(link: str, path: Path, site: Path, pages: dict[Path, Page]) -> str | None:
-    """Returns what is wrong with a link of a page; None if it is sound, or if it leads to another
-    host."""
+    """Returns the fault of a link of a page; None if it is sound, or leads to another host."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -131,7 +130,7 @@ def check(site: Path) -> tuple[list[str], int, int]:
 
 
 def not_indexed(site: Path, pages: dict[Path, Page]) -> list[str]:
-    """Pages that the search's index lacks."""
+    """Returns pages that the search's index lacks."""
     index = site / INDEX
     text = index.read_text() if index.is_file() else "{}"
     known = set(json.loads(text[text.index("{") : text.rindex("}") + 1]).get("docnames", ()))
@@ -140,7 +139,7 @@ def not_indexed(site: Path, pages: dict[Path, Page]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the problems of the site in a folder; returns 1 if there are some."""
+    """Prints the problems of the site in a folder; returns 1 if there are any."""
     site = Path(arguments[0] if arguments else "site")
     problems, num_pages, num_links = check(site)
     for problem in problems:

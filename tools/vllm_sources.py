@@ -2,7 +2,7 @@
 the package index.
 
 A source distribution (some 45 MB) is fetched once; its Python files are kept in `cache`. If the
-index can't be reached a kept one does; without one `Unreachable` says why.
+index can't be reached, kept files serve; without them `Unreachable` gives the reason.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ class Unreachable(Exception):
 
 
 class Source(Protocol):
-    """One version's sources. A path begins with `vllm/`."""
+    """The sources of a version. A path begins with `vllm/`."""
 
     name: str
 
@@ -89,7 +89,7 @@ def exact(version: str, cache: Path) -> Folder:
 
 
 def lines() -> list[Line]:
-    """Returns the release lines that the index has, oldest first. Raises Unreachable."""
+    """Returns the release lines of the index, oldest first. Raises Unreachable."""
     try:
         return sorted({(major, minor) for (major, minor, _), _, _ in _releases()})
     except OSError as error:
@@ -109,7 +109,7 @@ def _folder(path: Path) -> Folder:
 
 
 def _fetch(url: str, folder: Path) -> None:
-    """Makes a folder of a source distribution's Python files, which is there only when it is
+    """Makes a folder of a source distribution's Python files. The folder appears only when it is
     complete. Raises OSError."""
     print(f"fetching {url}", flush=True)
     part = folder.with_name(f"{folder.name}.part")

@@ -1,9 +1,9 @@
-"""What a module of the connector uses of vLLM, compared with one version's sources: imports, calls,
-attributes, overridden methods.
+"""A connector module's uses of vLLM, compared with a version's sources: imports, calls, attributes,
+overridden methods.
 
 Types are followed from the names in `PARAMETERS` through annotations, assignments and loops. A
-value whose type can't be told is passed over; `num_checked` says how much was not. `forms` has each
-use as the list that ships with the connector has it (`hotkv_vllm.compat.uses`).
+value of unknown type is passed over; `num_checked` counts the others. `forms` has each use in the
+form of the list that ships with the connector (`hotkv_vllm.compat.uses`).
 """
 
 import ast
@@ -41,13 +41,13 @@ PARAMETERS = {
 of that name (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
-"""Names of objects of ours whose attributes of these names hold objects of vLLM's."""
+"""Names of our objects whose attributes of these names hold objects of vLLM's."""
 OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata"}
 """Empty classes of vLLM's whose values are instances of our subclasses."""
 
 
 class Uses:
-    """Compares one module. `problems` has a line for each difference."""
+    """Compares a module. `problems` has a line for each difference."""
 
     def __init__(self, names: Names, path: str, tree: ast.Module) -> None:
         self._names = names
@@ -57,7 +57,7 @@ class Uses:
         self._imports: dict[str, str] = {}
         self.problems: list[str] = []
         self.forms: dict[tuple[str, str], Form] = {}
-        """By module and name (`Class.member`), of what is there."""
+        """Existing uses by module and name (`Class.member`)."""
         self.num_checked = 0
         self._roots = {
             name: Instance(found)
@@ -151,7 +151,8 @@ class Uses:
         self._follow(function, types)
 
     def _follow(self, scope: ast.AST, types: dict[str, Type]) -> None:
-        """Goes through a function, a class's body or a module without what it defines."""
+        """Walks through a function, a class's body or a module, without the functions and classes
+        defined in it."""
         for node in self._in_order(scope):
             if isinstance(node, ast.Assign):
                 value = self._type(node.value, types)
@@ -166,7 +167,7 @@ class Uses:
                 self._type(node, types)
 
     def _in_order(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Nodes as Python meets them: the loops of a comprehension before its element."""
+        """Yields nodes in Python's order: the loops of a comprehension before its element."""
         for child in sorted(
             ast.iter_child_nodes(node), key=lambda child: not isinstance(child, ast.comprehension)
         ):
@@ -189,7 +190,8 @@ class Uses:
                 self._bind(element, item, None, types)
 
     def _type(self, node: ast.expr, types: dict[str, Type]) -> Type:
-        """Returns the type of an expression; notes attributes and calls that vLLM does not have."""
+        """Returns the type of an expression; records attributes and calls that vLLM does not
+        have."""
         if isinstance(node, ast.Name):
             return types[node.id] if node.id in types else self._imported(node.id)
         if isinstance(node, ast.Attribute):
@@ -205,7 +207,7 @@ class Uses:
         return None
 
     def _imported(self, name: str) -> Type:
-        """Returns what an imported name stands for: a class or module itself, or a variable's
+        """Returns the meaning of an imported name: a class or module itself, or a variable's
         type."""
         full = self._imports.get(name, "")
         found = self._names.find(full) if full else None
@@ -223,8 +225,8 @@ class Uses:
         return self._names.value(found) if found is not None else None
 
     def _member(self, node: ast.Attribute, kind: Type) -> Found | None:
-        """Returns the definition that an attribute of a value of this type stands for, a use; None
-        if nobody can tell, or there is none, which is a problem."""
+        """Returns the definition of an attribute of a value of this type, and records its use; None
+        if it is unknown or, which is a problem, missing."""
         if isinstance(kind, Scope) and kind.found.node is Module.node:
             owner, name = None, node.attr
             module = kind.name
@@ -324,7 +326,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Returns which calls a method of vLLM's accepts and its override does not; else empty."""
+    """Returns the calls that a method of vLLM's accepts and its override does not; else empty."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args
@@ -349,8 +351,8 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """Returns what `hotkv_vllm.compat.checks.is_pausing` builds on, where it is not so; empty if it
-    is."""
+    """Returns the assumption of `hotkv_vllm.compat.checks.is_pausing` that does not hold; empty if
+    all do."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"
@@ -376,7 +378,7 @@ def pauses_by(names: Names) -> str:
 
 
 def hooks_of(names: Names, cls: Found) -> set[str]:
-    """Methods and properties that a class offers to override."""
+    """Returns methods and properties that a class offers to override."""
     return {
         name
         for one in names.bases(cls)
