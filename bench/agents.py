@@ -1,7 +1,7 @@
 """Compares rules for agents' blocks between turns, by replaying traces through the cache's core:
 `python -m bench.agents --trace FILE ... [--capacity-percent 2,5] [--json]`.
 
-Sessions are those that `derive_hints` finds: a session's next turn is the first later request that
+Sessions come from `derive_hints`: a session's next turn is the first later request that
 continues its prompt. No trace names tools, so the gaps between turns are those of the session.
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default. `hints`: hotness with the ends
@@ -76,7 +76,7 @@ class Gaps:
         self._last_s[session] = now_s
 
     def expected_s(self, session: int) -> float:
-        """Returns the geometric mean of a session's gaps, beginning at that of all sessions."""
+        """Returns the geometric mean of a session's gaps, beginning at the mean of all sessions."""
         of_all = self._log_sum / len(self.gaps_s) if self.gaps_s else float(np.log(FIRST_GAP_S))
         count, total = self._sums.get(session, (0, 0.0))
         return float(np.exp((total + PRIOR_GAPS * of_all) / (count + PRIOR_GAPS)))
@@ -256,7 +256,6 @@ def compare(
 
 
 def main() -> int:
-    """Runs the command."""
     options = parser("Rules for agents' blocks between turns, compared on traces.")
     options.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE")
     options.add_argument("--capacity-percent", default="1,2,5,10,20", metavar="P[,P...]")

@@ -1,7 +1,7 @@
 """Measures exact compression of keys and values: bytes saved, and the speed of a core.
 
 Keys and values are SmolLM2's, of texts found on the system, computed in float32 and rounded to
-bfloat16. Prints a table; `--json` prints one JSON object last:
+bfloat16. Prints a table; `--json` prints a JSON object last:
 
 - `compress_ratio`: bytes of blocks of 16 tokens over bytes of their encoded forms.
 - `compress_stored_ratio`: the same, with the forms rounded up to the rooms in which they are
@@ -185,7 +185,6 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the command."""
     options = parser("Exact compression of keys and values.").parse_args()
     print_figures(measure(), BOUNDS, as_json=options.json)
     return 0

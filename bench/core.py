@@ -3,7 +3,7 @@ growth of cost with the number of blocks.
 
 A prompt is looked up, reserved, committed and used: 1024 blocks that a full cache does not have, so
 each evicts another. Blocks are slots of 4 KiB; the arena is only counted, no memory is mapped for
-it. Caches of all sizes take turns. `--json` prints one JSON object last:
+it. Caches of all sizes take turns. `--json` prints a JSON object last:
 
 - `prompt_1024_ms`: a million blocks.
 - `bytes_per_block_10m`: growth of the process's resident memory from empty to full, before there
@@ -135,7 +135,6 @@ def print_holds(bench: Bench) -> float:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Cost of the core for a prompt, and of its index for a block.")
     flags.add_argument("--policy", default="hotness", choices=sorted(POLICIES))
     flags.add_argument("--rounds", type=int, default=200)

@@ -48,7 +48,7 @@ BOUNDS = {
 
 
 def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
-    """Returns the share of an arena that is not used once it is full of one model's blocks."""
+    """Returns the share of an arena that stays unused when a model's blocks fill it."""
     pool = SlabPool(arena.bytes, arena.slab_size)
     num_slots = len(pool.allocate(slot_bytes, arena.bytes // slot_bytes))
     return 1 - num_slots * slot_bytes / arena.bytes
@@ -170,7 +170,7 @@ def _hit(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> N
 
 
 def idle_share(pid: int) -> float:
-    """Returns the share of a core that a server takes which has nothing to do."""
+    """Returns the share of a core that an idle server uses."""
     before = sum(thread_times(pid).values())
     time.sleep(IDLE_S)
     return (sum(thread_times(pid).values()) - before) / IDLE_S
@@ -180,7 +180,6 @@ def idle_share(pid: int) -> float:
 
 
 def main() -> int:
-    """Runs the command."""
     options = parser("Measure what the server costs.")
     options.add_argument("--only", choices=("arena", "calls"), help="measure only this")
     chosen = options.parse_args()

@@ -7,7 +7,7 @@ Every prompt is new, the order alternates, and medians are taken. The cases:
 - `warm`: an engine with the connector, on the prompt that `miss` has just computed.
 - `apc`: `plain` again, on the prompt that it has just computed, which is in its own prefix cache.
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 
 - `warm_over_cold`: time to first token, `warm` over `miss`.
 - `warm_over_apc`: time to first token, `warm` over `apc`.
@@ -135,7 +135,6 @@ def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("vLLM with hotkv against vLLM without, end to end.")
     flags.add_argument("--rounds", type=int, default=7)
     options = flags.parse_args()

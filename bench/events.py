@@ -78,7 +78,6 @@ def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Time what events cost.")
     flags.add_argument("--rounds", type=int, default=ROUNDS)
     options = flags.parse_args()

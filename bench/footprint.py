@@ -1,6 +1,6 @@
 """Measures the cost of a server and a client before they do any work.
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 
 - `ready_s_1gib`, `ready_s_8gib`: from the start of the process to the health service's "serving",
   with a new arena of that size. `ready_s` is `ready_s_1gib`.
@@ -83,7 +83,6 @@ def import_once() -> float:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Cost of a server and a client before they do anything.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()

@@ -6,7 +6,7 @@ third namespace. `tc` limits each node's link to it in both directions. A `kv_pr
 computes a prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B, and then
 to a `kv_consumer` on node A. Engines of the two nodes have a core each.
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 - `valkey_over_compute`: first token on node B over computing the prompt there, with 10 Gbit/s.
 - `valkey_same_node_over_compute`: first token in the other engine of node A.
 - `valkey_early_over_compute`: B is asked when A has computed for half of its time, and waits.
@@ -184,7 +184,7 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers to a prompt that was computed on node A, and to one that node B computed."""
+    """The answers to a prompt that node A computed, and to a prompt that node B computed."""
 
     computed: Answer
     first: Answer
@@ -284,7 +284,7 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 
 
 def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
-    """Returns the figures of rounds over one store with one speed; `name` has place for what."""
+    """Returns the figures of rounds over a store at a link speed. `name` is a format."""
     compute_s = median([one.computed.ttft_s for one in rounds])
     return {
         name.format("over_compute"): median([one.handed.ttft_s for one in rounds]) / compute_s,
@@ -295,7 +295,6 @@ def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> di
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Prefill on one node, decode on another, over a store that they share.")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--store", choices=STORES, nargs="*", default=list(STORES))

@@ -45,7 +45,6 @@ class ColdPicks:
 
 
 def main() -> int:
-    """Runs the command."""
     options = parser("Time lookups.").parse_args()
     times: dict[tuple[str, int], list[float]] = {}
     with serving(4 * GIB, "--arena.max-blocks", str(BLOCKS + 1)) as server:

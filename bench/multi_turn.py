@@ -12,7 +12,7 @@ conversations in each round:
 - `hotkv`. `lmcache`: its server, in `large`, with `--lmcache PYTHON`, an interpreter with vLLM and
   LMCache 0.5.6 in a separate environment.
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 
 - By case and variant: `..._turns_per_s` (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`,
   `..._hit_share` (of prompt tokens).
@@ -186,7 +186,6 @@ def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, An
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Conversations of several turns, with each cache that there is.")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--device-tokens", type=int, help="that the device holds")

@@ -6,7 +6,7 @@ The server first runs normally (`well`). Then each copy takes `--times` as long 
 lease 50 ms more (`slow`). Then it is well again. If prefill is slow, hits may win even at 200
 times; a larger number shows the behaviour when they lose.
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 
 - `slow_over_plain`: seconds of all requests while the server is slow, without the first FEW, over
   the seconds without hotkv.
@@ -77,7 +77,6 @@ def first(pairs: list[Pair], *, hits: bool) -> int:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Requests beside a server that becomes slow.")
     flags.add_argument("--well", type=int, default=8, help="requests while the server is well")
     flags.add_argument("--slow", type=int, default=25, help="requests while it is slow")

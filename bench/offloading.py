@@ -1,5 +1,5 @@
-"""The second door beside the first: time to the first token of a hit in an engine behind whose
-offloading hotkv is (docs/doors.md).
+"""The second door beside the first: time to the first token of a hit in an engine with hotkv
+behind its offloading (docs/doors.md).
 
 Engines of a small model with random weights take turns on the same new prompts. `own` and `door`
 compute and store, each through its connector. `own-reader` and `door-reader` are other processes,
@@ -7,7 +7,7 @@ which hit from the server. `primary` is vLLM's offloading alone, which hits in i
 once its device cache was emptied. On a CPU a memcpy stands in for the copy between device and
 primary tier (`hotkv_vllm.testing.host_copies`).
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 - `tokens_equal`: all answers of a prompt are equal.
 - `door_over_own`, `door_over_primary`, `door_over_compute`: first token of a hit through the door,
   over a hit through hotkv's own connector, over a hit in vLLM's primary tier, and over computing.
@@ -50,7 +50,7 @@ COPIES = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers to one prompt."""
+    """The answers to a prompt."""
 
     computed: Answer
     own: Answer
@@ -64,7 +64,7 @@ class Round:
 
 
 class Engines:
-    """Starts engines of one model over one server."""
+    """Starts engines of the same model over the same server."""
 
     def __init__(
         self, model: Path, max_tokens: int, server: Server, folder: Path, chunk_blocks: int = 1
@@ -74,7 +74,7 @@ class Engines:
 
     @contextlib.contextmanager
     def engine(self, name: str, connector: str, primary_bytes: int = 0) -> Iterator[Engine]:
-        """Starts one engine. `primary_bytes`: its primary tier, if it offloads."""
+        """Starts an engine. `primary_bytes`: its primary tier, if it offloads."""
         extra: dict[str, Any] = {}
         if connector.startswith("HotKV"):
             extra["hotkv.target"] = self._server.target
@@ -177,7 +177,7 @@ def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
 
 
 def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
-    """Returns the figures of rounds over prompts of one length."""
+    """Returns the figures of rounds over prompts of the same length."""
     door_s = median([one.door.ttft_s for one in rounds])
     return {
         f"door_over_own{suffix}": door_s / median([one.own.ttft_s for one in rounds]),
@@ -187,7 +187,6 @@ def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("The second door beside the first, and beside vLLM's own offloading.")
     flags.add_argument("--rounds", type=int, default=7)
     flags.add_argument("--only", choices=("4k", "32k", "tenth"), help="one part of it")

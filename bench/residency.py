@@ -5,7 +5,7 @@ SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), blocks of 32 tokens
 `sparse_topk` tokens in all layers, `rot2u`. Figures of time are processor time with one thread an
 engine, the server's included; `…_wall` has the wall's.
 
-`--json` prints one object last: `tokens_equal`, `max_logprob_diff`, `preemptions`, `lost` (over all
+`--json` prints an object last: `tokens_equal`, `max_logprob_diff`, `preemptions`, `lost` (over all
 requests that were compared), `context_over_pool` (of those with equal tokens), `concurrency_gain`
 and `throughput_gain` (requests of 16k at equal pool bytes, whose prompts the server has;
 `…_decode`: of decode steps alone; `…_cold`: with their prompts computed), `step_over_resident`
@@ -373,7 +373,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the command."""
     chosen, begin_s = options(), time.monotonic()
     sizes = QUICK if chosen.quick else Sizes()
     if chosen.rounds:

@@ -560,7 +560,7 @@ WAYS = ("dense", "host", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A round of mixed traffic in one way: requests of all lengths, computed, and then asked again.
+    """A round of mixed traffic: requests of all lengths, computed, and then repeated.
 
     …_s: wall and processor seconds, the server's included in the latter.
     """

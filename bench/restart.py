@@ -1,7 +1,7 @@
 """Measures the cost of a restart: an arena of 8 GiB with 100,000 ready blocks whose server is
 killed; another server starts over it.
 
-Prints a row per restart; `--json` prints one JSON object last, with medians over the restarts:
+Prints a row per restart; `--json` prints a JSON object last, with medians over the restarts:
 
 - `ready_s`: start of the process to the health service's "serving".
 - `served_ratio`: share of the acknowledged blocks that are found again.
@@ -69,7 +69,6 @@ def found(server: Server, stored: list[bytes]) -> int:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Cost of a restart.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()

@@ -1,4 +1,4 @@
-"""Servers that benchmarks measure, and blocks that these hold."""
+"""Servers that benchmarks measure, and their blocks."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -5,7 +5,7 @@ speed (saturation), then open loop at half of that rate for `--seconds` (600), t
 rate. Then a quiet session's lookups are measured beside each hostile client, and beside a process
 that only spins.
 
-Prints a table; `--json` prints one JSON object last: `idle_p50_ms`, `saturation_ops`,
+Prints a table; `--json` prints a JSON object last: `idle_p50_ms`, `saturation_ops`,
 `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load / idle p50), `bystander_p99_ms`,
 `bystander_p99_ratio` (lookups of this process at half load; the latencies of the sessions
 themselves include the waits between 16 of them in a Python process), `server_p99_ms`,
@@ -111,7 +111,6 @@ def descriptors(pid: int) -> int:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Load: many sessions, overload, hostile clients.")
     flags.add_argument(
         "--seconds", type=float, default=600.0, help="how long at half of the saturation"

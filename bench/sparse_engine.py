@@ -148,7 +148,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the command."""
     chosen, begin = options(), time.monotonic()
     folder = chosen.model or prepare()
     usual = Setup(

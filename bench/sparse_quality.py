@@ -252,7 +252,6 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the command."""
     chosen = options()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)

@@ -8,7 +8,7 @@ vary about a mean, two steps' at a cosine of .84 (FreeKV), so that a sixth of th
 missing: more than trials saw in a real model (7 %). Variants take turns, so each finds in the
 caches what attention has left there.
 
-`--json` prints one JSON object last: per number of blocks `dense_ms`, a scorer's `<name>_ms`,
+`--json` prints a JSON object last: per number of blocks `dense_ms`, a scorer's `<name>_ms`,
 `attend_ms`, `other_us` (from the scores that scoring has just written: weights, choice, hot set's
 step, c pulls of 64 KiB, the new block table), `schedule_us` (the attention kernel's schedule, made
 once a step for all layers with as many blocks) and `decode_us` (from query to hot set in one
@@ -331,7 +331,7 @@ class Layer:
     def decode(
         self, query: np.ndarray[tuple[int, int], np.dtype[np.float32]], budget: int, most: int
     ) -> None:
-        """Makes the same step, on another hot set and without pulls and table, in one call."""
+        """Makes the same step in a single call, on another hot set, without pulls and table."""
         always = Always.known(self.always_log_mass)
         found = decode(
             self.decoded, self.scorer, query, self.rows, always, budget, most, self.arriving,
@@ -380,7 +380,6 @@ def bandwidth_gb_s() -> float:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Cost of sparse decode for a layer, beside dense attention.")
     flags.add_argument("--rounds", type=int, default=30)
     options = flags.parse_args()

@@ -2,7 +2,7 @@
 thread of HTTP.
 
 A full cache of slots of 4 KiB, as in bench.core, in a node with as many accounts as the ledger
-holds, NUM_SESSIONS sessions and as many key spaces. `--json` prints one JSON object last:
+holds, NUM_SESSIONS sessions and as many key spaces. `--json` prints a JSON object last:
 
 - `loop_ms`: the longest time of an answer on the node's loop, in processor time.
 - `survey_ms`: time on the loop for a whole survey, which runs in the background; `survey_step_ms`:
@@ -113,7 +113,6 @@ def survey_steps_ms(node: Node) -> list[float]:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Cost of the status page's API.")
     flags.add_argument("--blocks", type=int, default=SIZES[-1])
     flags.add_argument("--policy", default="hotness")

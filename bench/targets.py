@@ -62,7 +62,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Figures of one run of a benchmark.
+    """Figures of a run of a benchmark.
 
     load: processes that wanted a core in the minute before it began.
     """
@@ -146,7 +146,7 @@ def measure(name: str, arguments: Sequence[str]) -> Record:
 
 
 def read_records(path: Path = RECORDS) -> dict[str, Record]:
-    """Returns the last records by benchmark; none without a file."""
+    """Returns the last records by benchmark; {} without a file."""
     if not path.exists():
         return {}
     return {
@@ -164,7 +164,6 @@ def write_records(records: Mapping[str, Record], path: Path = RECORDS) -> None:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("Every benchmark with a target, short: hit or miss, beside the last record.")
     flags.add_argument("--only", nargs="+", choices=RUNS, metavar="NAME", help=", ".join(RUNS))
     flags.add_argument("--record", action="store_true", help="replace the records of what ran")

@@ -1,7 +1,7 @@
 """The disk tier beside fio over buffers of the same kind, the restart over many records, and
 compression.
 
-Prints a table; `--json` prints one JSON object last:
+Prints a table; `--json` prints a JSON object last:
 
 - `disk_read_ratio_64k`, `disk_read_ratio_1m`, `disk_write_ratio_64k`, `disk_write_ratio_1m`: bytes
   a second of the tier, seals included, over bytes a second of fio at depth 16. Both use direct I/O
@@ -113,7 +113,7 @@ class Disk:
         return sum(moved) / passed_s
 
     async def _lane(self, calls: list[Blocks], until_s: float, *, is_write: bool) -> int:
-        """Makes one call after the other. Returns the bytes that they have moved."""
+        """Makes calls in sequence. Returns the bytes that they have moved."""
         loop, moved, answers = asyncio.get_running_loop(), 0, []
         for blocks in itertools.cycle(calls):
             if time.monotonic() >= until_s:
@@ -281,7 +281,6 @@ def _known(space: Space, key_space: KeySpace) -> Catalog:
 
 
 def main() -> int:
-    """Runs the command."""
     flags = parser("The disk tier beside fio, the restart over many records, and compression.")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument(

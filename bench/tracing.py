@@ -59,7 +59,6 @@ def collector() -> Iterator[Connection]:
 
 
 def main() -> int:
-    """Runs the command."""
     options = parser("Time lookups with and without traces.")
     options.add_argument("--before", type=Path, help="a checkout from before there were traces")
     options.add_argument("--rounds", type=int, default=ROUNDS)

@@ -155,7 +155,6 @@ def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict
 
 
 def main() -> int:
-    """Runs the command."""
     options = parser("Time stores and loads.").parse_args()
     rows, store_ratio, load_ratio, spread = [], {}, {}, {}
     source, target = np.ones(OPERATION_BYTES, np.uint8), np.ones(OPERATION_BYTES, np.uint8)

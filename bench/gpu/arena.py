@@ -159,7 +159,6 @@ def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> 
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser("Ways and speeds of a GPU's reads of the arena.").parse_args()
     kernels = array_kernels(options.made_up)
     small = options.made_up or options.quick

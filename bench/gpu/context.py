@@ -71,7 +71,7 @@ def registered(pages: U8) -> MappedArena:
 
 
 class Context:
-    """Sequences of equal length, one per row.
+    """Sequences of equal length, a row each.
 
     place: the address of an array of the device.
     is_away: False: all blocks are on the device, chosen and attended to in the same way.

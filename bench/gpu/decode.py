@@ -147,7 +147,6 @@ def prefill_overhead(
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser("Decode rates over contexts in host memory, beside dense.").parse_args()
     kernels, small = tensor_kernels(options.made_up), options.made_up
     model = DummyModel(TINY if small else LLAMA_8B, kernels.place)

@@ -360,7 +360,7 @@ class Engine:
         return self
 
     def close(self) -> None:
-        """Ends the session and gives the memory back."""
+        """Ends the session and releases the memory."""
         self.session.close()
         self._views.clear()
         del self.memory
@@ -384,7 +384,7 @@ class Engine:
         self.side.synchronize()
 
     def equal(self, one: Int32s, other: Int32s) -> bool:
-        """Returns whether these blocks have the same bytes."""
+        """Returns True if these blocks have the same bytes."""
         a, b = self._at(one), self._at(other)
         return all(torch.equal(view[a], view[b]) for view in self._views)
 

@@ -81,7 +81,6 @@ def read(path: Path) -> list[Figure]:
 
 
 def main() -> int:
-    """Runs the command."""
     folder = Path(sys.argv[1])
     rows: list[tuple[object, ...]] = []
     summary: dict[str, object] = {}

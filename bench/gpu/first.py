@@ -47,7 +47,6 @@ def copies(side: Side, target: str, op_bytes: int, rounds: int) -> list[Figure]:
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser("Rates beside plain copies, first bytes, lost products.").parse_args()
     side, short = find_side(options.made_up), options.quick or options.made_up
     op_bytes = operation_bytes((16 if options.made_up else 256) * MIB, ARENA_OPERATIONS)

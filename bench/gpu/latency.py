@@ -204,7 +204,6 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser("Time first bytes, round trips and an engine thread's steps.").parse_args()
     # Naps of this thread end when they should, and not 50 us later.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -46,7 +46,7 @@ WINDOW_PRODUCTS = 60
 
 
 class Products:
-    """A loop of matrix products on a stream of its own."""
+    """A loop of matrix products on a separate stream."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -249,7 +249,6 @@ def measure_method(
 
 
 def main() -> int:
-    """Runs the command."""
     flags = gpu_parser("Time each method of copying, and what it costs an engine's kernels.")
     flags.add_argument(
         "--methods", nargs="+", choices=METHODS, default=METHODS, help="those, in this order"

@@ -59,7 +59,6 @@ def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> l
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser("A million tokens in host memory, 14B.").parse_args()
     kernels, small = tensor_kernels(options.made_up), options.made_up
     figures: list[Figure] = []

@@ -76,7 +76,6 @@ def measure(
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser(__doc__ or "").parse_args()
     kernels = array_kernels(options.made_up)
     num_tokens = 1 << 15 if options.quick else 1 << 17

@@ -187,7 +187,6 @@ def figures_of(
 
 
 def main() -> int:
-    """Runs the command."""
     flags = gpu_parser("Scores, builds and whole selection steps on a GPU, beside its copies.")
     flags.add_argument("--tokens", type=int, default=1 << 20, help="context of the scored sequence")
     flags.add_argument(

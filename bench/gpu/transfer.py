@@ -156,7 +156,6 @@ def report(
 
 
 def main() -> int:
-    """Runs the command."""
     options = gpu_parser("Time stores and loads of a GPU's memory.").parse_args()
     side = find_side(options.made_up)
     op_bytes = operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS)

@@ -1,8 +1,8 @@
 """A vLLM engine that holds conversations, as a child process: `python chat_engine.py SETTINGS`,
 with arguments of `vllm.LLM` as JSON.
 
-Reads one JSON request a line on stdin (`conversations`, in the form of `bench.load.conversations`,
-and `clients`) and answers one JSON line on stdout. Needs vLLM and no module of hotkv, because other
+Reads a JSON request a line on stdin (`conversations`, in the form of `bench.load.conversations`,
+and `clients`) and answers a JSON line on stdout. Needs vLLM and no module of hotkv, because other
 caches run in separate environments.
 
 Each client takes the conversation that has waited longest, asks its next turn, and puts it back.

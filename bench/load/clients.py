@@ -2,7 +2,7 @@
 KIND TARGET ...`.
 
 `traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, at full speed or
-at a given rate. Prints one JSON object: number of operations by kind, errors by reason, and
+at a given rate. Prints a JSON object: number of operations by kind, errors by reason, and
 latencies of lookups in ms. RATE: operations a second over all sessions, open loop (latency counts
 from the time at which an operation was due); 0 for closed loop. Sessions share a universe of
 blocks, four times the size of the arena.
@@ -244,7 +244,6 @@ HOSTILE: dict[str, Callable[[str], None]] = {
 
 
 def main() -> None:
-    """Runs the command."""
     kind, target, *options = sys.argv[1:]
     if kind == "traffic":
         traffic(target, *options)

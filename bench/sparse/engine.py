@@ -83,7 +83,7 @@ class Forced:
         return False
 
     def update_state(self, _: Any) -> None:
-        """Does nothing: one request at a time needs no bookkeeping."""
+        """A single request at a time needs no bookkeeping."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))

@@ -1,4 +1,4 @@
-"""Long English texts that are found on a system, and the copy text made from one of them.
+"""Long English texts that are found on a system, and a copy text made from them.
 
 Kinds: licences (GPL-3 and LGPL-3, from Debian's common licences), vim's user manual, and prose
 (Newton's Opticks, which comes with libbacktrace's test data inside packages that vLLM needs, and

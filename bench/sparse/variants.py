@@ -123,7 +123,7 @@ def field_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def bytes_per_token(variant: Variant, head_size: int) -> float | None:
-    """Returns the bytes of a representation for a token and KV head; None if there is none."""
+    """Returns the bytes of a representation for a token and KV head, or None."""
     name = variant.scorer.partition(CENTRED)[0]
     if name in SKETCHES:
         size = SKETCHES[name].page_bytes(variant.block_tokens, head_size)
