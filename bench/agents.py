@@ -66,7 +66,6 @@ class Gaps:
     _sums: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def turn(self, session: int, now_s: float) -> None:
-        """Records a turn of a session."""
         if session in self._last_s:
             gap_s = max(now_s - self._last_s[session], LEAST_GAP_S)
             count, total = self._sums.get(session, (0, 0.0))

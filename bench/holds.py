@@ -78,7 +78,6 @@ class Holds:
         self.parts(name, one())
 
     def parts(self, name: str, steps: Iterator[object]) -> None:
-        """Makes an operation in parts."""
         times_s = [(time.thread_time(), time.perf_counter())]
         for _ in steps:
             times_s.append((time.thread_time(), time.perf_counter()))

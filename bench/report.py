@@ -25,7 +25,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Returns the median."""
     return statistics.median(values)
 
 

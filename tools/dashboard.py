@@ -665,7 +665,6 @@ ROWS = (WORKING, PAYS, LIMITS, SPEED, TIERS, NODES, DEVICES, SPARSE)
 
 
 def dashboard() -> dict[str, Any]:
-    """Returns the whole dashboard."""
     return {
         "uid": "hotkv",
         "title": "hotkv",

@@ -109,7 +109,6 @@ def _rows(found: Mapping[str, Metric], texts: Mapping[str, str]) -> Iterator[str
 
 
 def page() -> str:
-    """Returns the whole page."""
     found = families()
     parts = [HEAD]
     for topic, texts in HELP_BY_TOPIC.items():

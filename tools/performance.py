@@ -23,7 +23,6 @@ page. No figure here is of a GPU ([cuda.md](cuda.md)).
 
 
 def page(records: dict[str, Record]) -> str:
-    """Returns the page."""
     machines = list(dict.fromkeys(one.machine for one in records.values()))
     parts = [HEAD, *(f"Machine: {one}.\n" for one in machines)]
     parts.append("| figure | measured | target | |\n|---|---|---|---|")

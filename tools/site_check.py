@@ -72,7 +72,6 @@ class Page(HTMLParser):
 
 
 def read_pages(site: Path) -> dict[Path, Page]:
-    """Returns pages by their path."""
     pages = {}
     for path in sorted(site.rglob("*.html")):
         pages[path] = Page()

@@ -147,7 +147,6 @@ class CacheModel:
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
 
     def end_residencies(self, session: int) -> None:
-        """Ends the residencies of a session."""
         for name, residency in list(self.residencies.items()):
             if residency.session == session:
                 residency.is_open = False

@@ -22,7 +22,6 @@ class Cache(World):
         self._next_fresh = 1 << 40
 
     def fresh(self, num_blocks: int) -> list[int]:
-        """Returns unused numbers."""
         self._next_fresh += num_blocks
         return list(range(self._next_fresh - num_blocks, self._next_fresh))
 

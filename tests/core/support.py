@@ -55,7 +55,6 @@ def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) 
 
 
 def hash_of(number: int, hash_bytes: int = 32) -> bytes:
-    """Returns the block hash that the tests give to a number."""
     return hashlib.sha256(number.to_bytes(8, "little", signed=True)).digest()[:hash_bytes]
 
 

@@ -35,7 +35,6 @@ HASHES = [hash_of(number) for number in range(MAX_HASHES)]
 
 
 def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
-    """Returns vLLM's spec of a group."""
     if group.kind is GroupKind.MAMBA:
         return interface.MambaSpec(
             block_size=group.block_tokens,

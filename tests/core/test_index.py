@@ -36,8 +36,6 @@ Key = tuple[int, int, bytes]
 
 @dataclass
 class Entry:
-    """The naive model of an entry."""
-
     number: int
     offset: int
     depth: int

@@ -179,5 +179,4 @@ def test_blocks_are_copied_as_their_recipe_says(
 
 
 def columns(recipe: Recipe) -> tuple[np.ndarray[Any, np.dtype[np.int64]], ...]:
-    """Returns the columns of a recipe."""
     return recipe.bases, recipe.strides, recipe.slot_offsets, recipe.num_bytes

@@ -145,7 +145,6 @@ class Pod:
         raise AssertionError("there is no server")
 
     def kill(self) -> None:
-        """Kills the server with SIGKILL."""
         if self._server is not None and self._server.poll() is None:
             os.kill(self.pid(), signal.SIGKILL)
             self._server.wait(STOP_S)

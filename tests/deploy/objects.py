@@ -31,8 +31,6 @@ BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects that were rendered together."""
-
     all: tuple[dict[str, Any], ...]
 
     @staticmethod

@@ -22,7 +22,6 @@ def manifest() -> Objects:
 
 @pytest.fixture
 def settings(manifest: Objects, tmp_path: Path) -> Settings:
-    """Returns the settings that the server reads from the manifest."""
     config = tmp_path / "hotkv.toml"
     config.write_text(manifest.settings_file)
     return load_settings(config, [], "test")

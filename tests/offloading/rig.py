@@ -42,7 +42,6 @@ END_OF_STEP = ScheduleEndContext((), ())
 
 
 def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
-    """Returns the keys of a prompt's chunks."""
     return [
         make_offload_key(hashlib.sha256(f"{name}/{number}".encode()).digest(), group)
         for number in range(count)

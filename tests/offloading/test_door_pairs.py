@@ -232,7 +232,6 @@ class Stage:
 
     @property
     def plain(self) -> EngineProcess:
-        """Returns an engine without a connector."""
         return self._once("plain", target="none")
 
     @property

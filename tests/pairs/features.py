@@ -90,8 +90,6 @@ class Sparse(Play):
 
 
 class Ranks(Play):
-    """Two ranks in tensor parallel."""
-
     models = (RankedEngine,)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
@@ -102,8 +100,6 @@ class Ranks(Play):
 
 
 class Pipeline(Play):
-    """Two pipeline stages."""
-
     models = (RankedEngine,)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:

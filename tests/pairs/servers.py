@@ -65,7 +65,6 @@ class Double(FakeServer):
         """Returns at once: the double's sessions are connected whenever it is up."""
 
     def settings(self, number: int) -> dict[str, Any]:
-        """Returns the connector's settings of an engine."""
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:

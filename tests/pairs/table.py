@@ -56,8 +56,6 @@ drives hotkv's own connector, not vLLM's offloading."""
 
 
 class Kind(Enum):
-    """The kind of a pair's answer."""
-
     HARNESS = "harness"
     DAEMON = "daemon"
     REAL = "real"

@@ -60,7 +60,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
 def run(
     features: list[str], daemons: list[Daemon], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs a world of these features over these daemons."""
     plays = {name: PLAYS[name]() for name in features}
     world = World(plays, Nodes(daemons, "+".join(features)), 0, folder, monkeypatch)
     try:

@@ -44,8 +44,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class OddConnections:
-    """See the module."""
-
     def __init__(self, place: Place) -> None:
         self._place, self._chance = place, place.chance
 

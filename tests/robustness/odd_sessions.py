@@ -41,8 +41,6 @@ ODD_SIZES = (0, 1, 2, 7, 64, 4096, 8192, -1, (1 << 31) - 1, 1 << 47, 1 << 62)
 
 
 class OddSessions:
-    """See the module."""
-
     def __init__(self, place: Place) -> None:
         self._place, self._chance = place, place.chance
 

@@ -36,7 +36,6 @@ def runner(capsys: pytest.CaptureFixture[str], target: str) -> Run:
 
 
 def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes]:
-    """Returns the hashes of the prompt's whole blocks."""
     space = engine.key_space
     return token_block_hashes(
         tokens, space.hash_block_tokens, space.hash_algorithm, space.hash_seed

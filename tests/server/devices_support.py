@@ -63,7 +63,6 @@ class DeviceServer(Server):
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
     def kill(self) -> None:
-        """Kills the server, as a crash would."""
         self._child.process.kill()
         self._child.process.wait()
 
@@ -180,7 +179,6 @@ class DeviceEngine:
 
     @property
     def words(self) -> NDArray[np.uint32]:
-        """Returns the engine's flag words."""
         return self.view("flags").view(np.uint32)
 
     def _places(self, ids: Int32s) -> Iterator[tuple[NDArray[np.uint8], int]]:

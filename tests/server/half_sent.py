@@ -95,7 +95,6 @@ class HalfSender:
                     )
 
     def close(self) -> None:
-        """Ends the connection."""
         self._closed.set()
         self._thread.join()
         self._socket.close()

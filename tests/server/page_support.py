@@ -26,8 +26,6 @@ ASKS = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP answer."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes

@@ -31,8 +31,6 @@ PAGE_BYTES, LAYERS, NUM_BLOCKS = 4096, 2, 128
 
 
 class Connected(Protocol):
-    """An engine of any kind."""
-
     session: Session
 
 

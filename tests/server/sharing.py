@@ -47,8 +47,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Waits until stored blocks are copied to the Valkey. Until nodes have learned of a flush
-        and repeated it, copies may be dropped."""
+        """Waits until stored blocks are copied to the Valkey. While a flush is being sent to the
+        store, and repeated here, stored blocks may be dropped instead."""
         engine = self.engine
         assert engine is not None
 
@@ -81,7 +81,6 @@ def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
 
 
 def bucket_flags(s3: s3_support.Server, port: int) -> tuple[str, ...]:
-    """Returns the flags of a server that reaches the bucket at this port."""
     return (
         *("--tiers.s3.bucket", s3_support.BUCKET),
         *("--tiers.s3.endpoint", f"http://127.0.0.1:{port}"),

@@ -134,7 +134,6 @@ def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
-    """Asks for leases of absent blocks."""
     absent = GroupHashes(0, hashes((1 << 17) - 1024))
     for _ in range(2):
         session = held.enter_context(session_of(server))

@@ -19,7 +19,6 @@ FENCE_BYTES = 4 * FENCE_WORDS
 
 
 async def store(node: Node, session: LiveSession, fence_index: int) -> int:
-    """Stores a block. Returns its result."""
     return (await store_in(node, session, hashes(1), fence_index=fence_index))[0]
 
 

@@ -51,7 +51,6 @@ class Dammed(Place):
         return made
 
     def end(self, how: signal.Signals) -> int:
-        """Ends the server. Returns its exit status."""
         assert self.server is not None
         os.kill(self.server.pid, how)
         return self.server._child.process.wait(60)

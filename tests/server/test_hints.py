@@ -65,7 +65,6 @@ class Chat:
         return message_id
 
     def end(self, blocks: list[bytes], session_id: str, action: Action, message_id: str) -> None:
-        """Reports the end of a request."""
         ended = EndedRequest(blocks, session_id, Hints(message_id, (action,)))
         self.engine.session.report_requests([], 0.0, [ended])
         self.engine.session.ping(10)
@@ -75,7 +74,6 @@ class Chat:
         return number_of(self.admin, self.model)
 
     def there(self, blocks: list[bytes]) -> Any:
-        """Returns which of the blocks a lookup finds."""
         return self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
 
     def in_memory(self, blocks: list[bytes]) -> Any:

@@ -226,7 +226,6 @@ def cancelled(one: PagedEngine, names: list[str], stores: Stores) -> None:
 
 
 def revoked(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """Revokes all stores at once."""
     one.session.revoke_stores()
 
 

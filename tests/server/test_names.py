@@ -29,7 +29,6 @@ __all__ = ["place"]
 
 
 def shown(target: str, *words: str) -> str:
-    """Returns the output of a command."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert cli.main([*words, "--target", target]) == 0, words

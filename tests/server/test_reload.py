@@ -120,7 +120,6 @@ class Reloading:
         return PagedEngine(self.server.target, tenant=tenant).connect()
 
     def admin(self, token: str) -> AdminClient:
-        """Returns an admin over TCP."""
         (self.folder / token).write_text(token)
         credentials = Credentials(str(self.ca.path), token_file=str(self.folder / token))
         return AdminClient(self.tcp, 10, credentials)

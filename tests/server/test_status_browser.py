@@ -29,8 +29,6 @@ DARK = "rgb(16, 22, 28)"
 
 @dataclass
 class Watched:
-    """A page, and its errors."""
-
     page: Any
     url: str
     wrong: list[str] = field(default_factory=list)

@@ -113,7 +113,6 @@ class ServerNursery:
         return ForkedServer(self, self._ask(order, [stdin, stdout, stderr])["pid"])
 
     def status_of(self, pid: int) -> int:
-        """Returns the exit status of an ended server."""
         status: int = self._ask({"wait_for": pid}, [])["status"]
         return status
 

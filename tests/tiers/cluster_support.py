@@ -62,7 +62,6 @@ class Node:
         return False
 
     def kill(self) -> None:
-        """Kills the server with SIGKILL."""
         self.client.close()
         self.process.kill()
         self.process.wait()
@@ -139,18 +138,15 @@ class Cluster:
         return slots == [NUM_NODES] * NUM_NODES
 
     def owner(self, key: bytes) -> Node:
-        """Returns the server that owns the key."""
         slot = int(self.nodes[0].client.execute_command("CLUSTER", "KEYSLOT", key))
         return self.nodes[
             next(at for at in range(NUM_NODES) if slot < NUM_SLOTS * (at + 1) // NUM_NODES)
         ]
 
     def names(self, pattern: str = "*") -> list[bytes]:
-        """Returns the matching keys of all servers."""
         return [key for one in self.nodes for key in one.client.keys(pattern)]
 
     def flushall(self) -> None:
-        """Empties all servers."""
         for one in self.nodes:
             one.client.flushall()
 
@@ -173,7 +169,6 @@ class Cluster:
             wait_for(self.is_well, "the cluster does not form again")
 
     def close(self) -> None:
-        """Ends all servers."""
         for one in self.nodes:
             one.kill()
 

@@ -34,13 +34,11 @@ def memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def region(of: NDArray[np.uint8]) -> Region:
-    """Returns the array as an arena."""
     return Region(of.ctypes.data, len(of), "arena")
 
 
 @contextlib.contextmanager
 def shm_folder() -> Iterator[Path]:
-    """Yields a folder on the tmpfs of shared memory."""
     folder = Path(tempfile.mkdtemp(prefix="hotkv-disk-", dir=SHM))
     try:
         yield folder
@@ -84,7 +82,6 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
 
 
 def flip(path: Path, at: int, mask: int = 1) -> None:
-    """Flips bits of a byte of a file."""
     fd = os.open(path, os.O_RDWR)
     try:
         os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ mask]), at)

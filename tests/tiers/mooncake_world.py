@@ -90,7 +90,6 @@ class World:
         self.master.wait()
 
     def close(self) -> None:
-        """Ends its processes."""
         self.client.close()
         self.kill_master()
         for number in range(len(self.owners)):
@@ -275,7 +274,6 @@ def check_faults() -> None:
 
 
 def check_daemons() -> None:
-    """Checks that two daemons share the store."""
     World()
     with node() as a, node() as b:
         check_sharing(a.start_sharing(*Kills.FLAGS), b.start_sharing(*Kills.FLAGS))

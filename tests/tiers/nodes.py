@@ -51,7 +51,6 @@ class Node:
         self.num_calls = self.num_flushed_here = 0
 
     def open(self) -> None:
-        """Opens a session."""
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         record = self.core.sessions.record(self.number)
@@ -82,8 +81,6 @@ class Node:
 
 
 class Setup(Node):
-    """A node with a tier below it."""
-
     def __init__(self, lookup_wait_s: float) -> None:
         super().__init__(True)
         assert self.books.lower is not None

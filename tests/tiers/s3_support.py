@@ -111,12 +111,10 @@ class Server:
         return (self.folder / "log").read_text(errors="replace")[-2000:]
 
     def close(self) -> None:
-        """Kills the server with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
     def paths(self, prefix: str) -> list[str]:
-        """Returns the paths of all objects below a prefix."""
         return sorted(one["path"] for page in self.store.list(prefix) for one in page)
 
     def packs(self, prefix: str) -> list[str]:
@@ -124,11 +122,9 @@ class Server:
         return [path for path in self.paths(prefix) if list_bytes(path.rpartition("/")[2])]
 
     def bytes_of(self, path: str) -> bytes:
-        """Returns the bytes of an object."""
         return bytes(self.store.get(path).bytes())
 
     def flip(self, path: str, at: int) -> None:
-        """Flips a bit of an object."""
         body = bytearray(self.bytes_of(path))
         body[at] ^= 1
         self.store.put(path, bytes(body))
@@ -195,7 +191,6 @@ def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench]:
-    """Yields a bench of a tier with these settings."""
     with tier_over(server, prefix, **options) as (tier, arena):
         yield Bench(Rig(tier, arena))
 

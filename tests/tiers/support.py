@@ -135,7 +135,6 @@ class Asked:
 
 
 def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Returns a block's bytes."""
     return np.random.default_rng(number).integers(0, 256, SLOT_ALIGN, np.uint8)
 
 

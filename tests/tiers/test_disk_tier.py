@@ -44,7 +44,6 @@ def test_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
 
 
 def fill_up(folder: Path) -> None:
-    """Fills the file system."""
     with open(folder / "other", "wb", buffering=0) as other, contextlib.suppress(OSError):
         while True:
             other.write(bytes(1 << 16))

@@ -53,8 +53,6 @@ class Listener:
 
 
 class Heard:
-    """The events of a node."""
-
     def __init__(self, node: Any) -> None:
         core, self.listener = node.core, Listener()
         self.hub = EventHub(self.listener)

@@ -40,7 +40,6 @@ class Listed:
         self.turns = threading.Semaphore(FREE)
 
     def add(self, number: int, now_us: int) -> str:
-        """Adds a pack with this block."""
         name = new_name(now_us, "node", number, 1)
         pack, body = packed(SPACE, name, [key(number)], [memoryview(b"x")])
         self.objects[pack.path] = bytes(body)

@@ -103,7 +103,6 @@ def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> 
 
 
 def info(run_id: bytes, now_s: float, up_s: int) -> bytes:
-    """Returns a server's reply to INFO."""
     lines = (b"run_id:%b", b"server_time_usec:%d", b"uptime_in_seconds:%d")
     return b"\r\n".join((b"# Server", *lines)) % (run_id, int(now_s * 1e6), up_s)
 

@@ -50,7 +50,6 @@ class Server:
         self.pid = int(self.client.info("server")["process_id"])
 
     def kill(self) -> None:
-        """Kills the server with SIGKILL."""
         self._server.terminate()
 
     @contextlib.contextmanager
@@ -63,7 +62,6 @@ class Server:
             os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Ends the server."""
         if self._server.is_running() or self._server._process is not None:
             self._server.terminate()
 
@@ -113,7 +111,6 @@ def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Reg
 
 @contextlib.contextmanager
 def bench_over(address: str, **options: object) -> Iterator[Bench]:
-    """Yields a bench of a tier with these settings."""
     with tier_over(address, **options) as (tier, arena):
         yield Bench(Rig(tier, arena))
 

@@ -47,8 +47,6 @@ ATTEND = "flash_attn_varlen_func"
 
 
 class FakeArena:
-    """The mapping of an arena, without a server."""
-
     def __init__(self, num_bytes: int) -> None:
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)

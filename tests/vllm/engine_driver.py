@@ -253,7 +253,6 @@ def reset(llm: Any, connector: bool = False) -> dict[str, Any]:
 
 
 def pause(llm: Any) -> dict[str, Any]:
-    """Pauses the engine and resumes it."""
     core = llm.llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="abort")
     core.resume_scheduler()
@@ -312,7 +311,7 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
-    """Stops the process `pid` just after the connector has sent its next `call`, load or store."""
+    """Stops the process `pid` just before the connector sends its next `call`, load or store."""
     session = _worker_side(llm).rank.session
     original = getattr(session, call)
 

@@ -240,7 +240,6 @@ class Engine:
         return request
 
     def _parameters(self, max_tokens: int, extra: dict[str, Any] | None) -> tuple[Any, Any]:
-        """Returns the sampling parameters and the pooling parameters of a request."""
         return SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
         ), None
@@ -484,7 +483,6 @@ class Engine:
         return table[positions // block_tokens], positions % block_tokens, values
 
     def _values(self, name: str) -> list[int]:
-        """Returns the values of a request's tokens."""
         return self.values_of(name, self.tokens[name])
 
     def values_of(self, name: str, tokens: Sequence[int]) -> list[int]:

@@ -75,7 +75,6 @@ class Daemon:
         shutil.rmtree(self._arena_folder, ignore_errors=True)
 
     def counter(self, name: str) -> float:
-        """Returns a counter of the server."""
         return float(self.admin("info")["counters"][name])
 
     def admin(self, what: str, **arguments: Any) -> Any:

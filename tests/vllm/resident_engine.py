@@ -70,8 +70,6 @@ class Adapters:
 
 
 class Waiting(list[Any]):
-    """vLLM's queue."""
-
     def peek_request(self) -> Any:
         return self[0]
 
@@ -282,7 +280,6 @@ class ResidentEngine:
             assert demand is not None and demand.is_short
 
     def step(self) -> None:
-        """Plans a step, and ends it."""
         self.now_s += STEP_S
         self.scheduler.current_step += 1
         self.manager.new_step_starts()

@@ -251,7 +251,6 @@ def break_once(
 
 @contextlib.contextmanager
 def _before_steps(llm: Any, call: Callable[[], None]) -> Iterator[None]:
-    """Calls `call` before each step of the engine."""
     engine = llm.llm_engine
     original = engine.step
 

@@ -69,7 +69,6 @@ def two_windows_model() -> dict[str, KVCacheSpec]:
 
 
 def windows_only_model() -> dict[str, KVCacheSpec]:
-    """Returns layers of sliding windows only."""
     wide = replace(window_spec(), sliding_window=2 * WINDOW)
     return {f"layer.{i}": (window_spec(), wide)[i % 2] for i in range(4)}
 

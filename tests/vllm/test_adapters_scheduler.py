@@ -244,7 +244,7 @@ class Pair:
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:
-        """Drops the workers' report of a step. They repeat changes, and nothing else of it."""
+        """Drops the workers' report of a step. Later reports repeat only its changes."""
         self.watch.before_step(self.all.take_work(self.now_s))
         self.watch.take_report()
 

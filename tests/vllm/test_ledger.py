@@ -74,8 +74,6 @@ def test_a_lease_that_is_shorter_than_what_was_found_is_refused() -> None:
 
 
 class Reported:
-    """The reports of a request."""
-
     def __init__(self, prefill: PrefillSpeed | None = None) -> None:
         self.parts = parts = Parts()
         self.state = parts.state(request("a", 64))

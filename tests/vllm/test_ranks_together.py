@@ -27,7 +27,6 @@ BOTH_MODELS = pytest.mark.parametrize("model", [full_model, hybrid_model])
 
 @pytest.fixture
 def ranked(make: Any) -> Ranked:
-    """Makes engines of several ranks."""
     return functools.partial(make, RankedEngine)
 
 

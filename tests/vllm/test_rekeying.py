@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Stores from every rank that may; a block counts when all have stored it."""
+        """Checks, unless a rank holds stores back, that all store KV of the same weights."""
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}

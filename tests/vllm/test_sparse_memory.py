@@ -50,8 +50,6 @@ class Request:
 
 
 class Side:
-    """A scheduler's side and its server."""
-
     def __init__(self, groups: Sequence[SparseGroup] = GROUPS) -> None:
         self.server = FakeServer()
         self.said: list[str] = []

@@ -33,7 +33,6 @@ def collector() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture
 def traced(engine: Any, collector: OtlpReceiver) -> Any:
-    """Makes an engine whose requests are traced."""
     return lambda **extra: engine(extra={"tracing": collector.url, **extra})
 
 

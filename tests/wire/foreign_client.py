@@ -196,7 +196,6 @@ def shared_memory(num_bytes: int) -> Iterator[tuple[int, mmap.mmap]]:
 
 
 def failed_call(channel: grpc.Channel) -> dict[str, Any]:
-    """Returns the code and the details of a failing call."""
     lookup = channel.unary_unary(
         "/hotkv.v1.CacheService/Lookup",
         cache_pb2.LookupRequest.SerializeToString,

@@ -149,7 +149,6 @@ NUM_BUCKETS = 90
 
 @pytest.fixture
 def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
-    """Yields a table file and its writer."""
     geometry = TableGeometry(NUM_BUCKETS, NUM_STABLE + NUM_MOVING, 1, 1 << 40)
     path = tmp_path / "table"
     with open(path, "w+b") as file:

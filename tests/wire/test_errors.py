@@ -33,8 +33,6 @@ def test_every_reason_reads_as_googles_own_messages(reason: Reason) -> None:
 
 
 class FailedCall(grpc.RpcError):
-    """A failed call as gRPC passes it to the client."""
-
     def __init__(self, *trailers: tuple[str, bytes]) -> None:
         self.trailing_metadata = lambda: trailers
         self.code = lambda: grpc.StatusCode.ABORTED
