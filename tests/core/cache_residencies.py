@@ -34,8 +34,7 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
 
 @dataclass
 class Reader:
-    """The slots that a residency's reader was told. `is_done`: its engine has closed the
-    residency."""
+    """The slots known to a residency's reader. `is_done`: its engine has closed the residency."""
 
     opened: ResidencyOpened
     session: int
@@ -44,8 +43,7 @@ class Reader:
 
 
 class ResidencyRules(WriteRules):
-    """Room is promised within the bound, and pinned blocks stay in the slots that readers were
-    told."""
+    """Room is promised within the bound, and pinned blocks stay in the slots that readers know."""
 
     def taken_bytes(self) -> int:
         """Returns the bytes that are promised and pinned, each slot once."""

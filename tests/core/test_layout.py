@@ -168,7 +168,7 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
 
 
 def test_neighbours_in_the_first_block_only_are_no_run() -> None:
-    """Has two tensors that adjoin in block 0 and lie blocks apart after it."""
+    """Uses two tensors that adjoin in block 0 and are blocks apart after it."""
     tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))
     layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))

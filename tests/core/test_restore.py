@@ -120,7 +120,7 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
-    """Has a representation that names a missing record, and makes the last record name the
+    """Makes a representation name a missing record, and the last record name the
     representation."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])

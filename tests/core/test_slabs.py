@@ -239,7 +239,7 @@ def test_sizes_that_make_no_pool_are_refused(arena_bytes: int, slab_bytes: int) 
 
 def test_figures_of_a_pool() -> None:
     """Allocates two sizes: the first fills its slab, half the slots of the other are free. Then
-    asks for a size that needs two adjacent slabs."""
+    requests a size that needs two adjacent slabs."""
     pool = SlabPool(8 * SLAB, SLAB)
     assert pool.figures().fragmentation_ratio == pool.figures().imbalance_ratio == 0
     pool.allocate(SLAB, 1)

@@ -1,7 +1,7 @@
 """Blocks of engines, in host memory or on a device, go through the arena and back in every layout
 and by every method.
 
-`Layout` tells both sides by offsets and strides; the reference is numpy views of the engine's
+`Layout` describes both sides by offsets and strides; the reference is numpy views of the engine's
 memory, reshaped to its axes (layer, block, kernel block, head, token, content).
 """
 

@@ -42,7 +42,7 @@ def test_what_others_used_is_not_told() -> None:
 
 
 def test_a_replay_gives_up_what_has_ended() -> None:
-    """Evicts an ended session before a session that goes on, though it was used later."""
+    """Evicts an ended session before a session that continues, though it was used later."""
     going_on, ended, other = ([*range(first, first + 10)] for first in (0, 100, 200))
     trace = make_trace("t", [*enumerate([going_on, ended, other, [*going_on, 10]])])
     assert replay(trace, 20, LRU).prefix.tolist() == [0, 0, 0, 0]

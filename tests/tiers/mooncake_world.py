@@ -63,7 +63,7 @@ class World:
         self.client = set_up(f"127.0.0.1:{CLIENT_PORT}", 0)
 
     def start_owner(self, number: int = 0) -> None:
-        """Starts a process that gives memory to the store, again or for the first time."""
+        """Starts a process that provides memory to the store, again or for the first time."""
         command = [sys.executable, "-m", "tests.tiers.mooncake_world", "own"]
         owner = subprocess.Popen(
             [*command, f"127.0.0.1:{OWNER_PORT + number}", str(self._owned_bytes)],

@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Has the process that forks engines import vLLM while the first tests run."""
+    """Makes the process that forks engines import vLLM while the first tests run."""
     names = {"engines", "start"}
     needed = any(names & set(getattr(item, "fixturenames", ())) for item in session.items)
     if needed and not session.config.option.collectonly:

@@ -129,7 +129,7 @@ def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None
 
 
 def end_with_the_parent(number: int) -> None:
-    """Has the kernel signal the calling process when its parent ends. Forks and new programs must
+    """Makes the kernel signal the calling process when its parent ends. Forks and new programs must
     ask again."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 

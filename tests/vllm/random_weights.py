@@ -1,5 +1,5 @@
 """vLLM load format "random": seeded weights so large that every token of the context shows in the
-logprobs. With vLLM's own "dummy" weights a cache that gave back wrong KV would go unseen."""
+logprobs. With vLLM's own "dummy" weights a cache that returns wrong KV would go unseen."""
 
 import torch
 from vllm.model_executor.model_loader import register_model_loader

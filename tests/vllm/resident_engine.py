@@ -485,7 +485,7 @@ class ResidentEngine:
         self.books.distrust()
 
     def lose(self, names: list[str]) -> None:
-        """Has the workers report that bytes of these requests are lost."""
+        """Makes the workers report that bytes of these requests are lost."""
         for name in names:
             self.device.lose(name)
         self.books.lost(names)

@@ -112,7 +112,7 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
     start: Start, daemon: Daemon, is_async: bool
 ) -> None:
     """Four requests of 28 blocks, which may have 62 each, in an arena that pins 98: they begin
-    together, are all held when it is full, and the last gives its room up."""
+    together, are all held when it is full, and the last releases its room."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
     requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]

@@ -82,7 +82,7 @@ class Model(ModelConfig):
 
 
 def vllms_flag(model: Model, asked: bool | None) -> bool:
-    """Returns vLLM's `enable_prefix_caching` for the user's value; None if the user gives none."""
+    """Returns vLLM's `enable_prefix_caching` for the user's value; None for no value."""
     arguments = object.__new__(EngineArgs)
     arguments.enable_prefix_caching, arguments.enable_chunked_prefill = asked, None
     arguments._set_default_chunked_prefill_and_prefix_caching_args(model)
