@@ -208,8 +208,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Sizes are compared rarely in a large arena; the last winner keeps winning without evicting its
-    own blocks."""
+    """Sizes are compared rarely in a large arena; the last winner keeps winning without
+    evicting its own blocks."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

@@ -45,7 +45,7 @@ class Session:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    """Makes threads switch as often as they can."""
+    """Yields a session while threads switch as often as they can."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     one = Session()

@@ -114,7 +114,7 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> No
     # Each answer narrows down the start.
     assert clock.restored_below(info(b"one", start_s + 3.0, 3), 100.1) == begun(int(start_s * 1e6))
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
-    # Another start, seen late: nodes with higher epochs have lost these as well.
+    # Another start, seen late: nodes that know a later epoch have lost the server as well.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
