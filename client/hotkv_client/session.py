@@ -387,11 +387,12 @@ class Session:
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Reports the sparse decode steps since the previous report to the server. The call has no
-        answer.
+        """Reports to the server the sparse decode steps since the previous report. The server sends
+        no answer.
 
-        positions: by sequence id, int32 positions of the blocks that any layer selected or added to
-            its hot set. The server's eviction policy counts these blocks as used.
+        positions: by sequence id, int32 positions of the blocks that any layer selected, or added
+            to its hot set (the blocks that it keeps on the device). The server's eviction policy
+            counts these blocks as used.
         counters: by layer and name, the growth of a counter. The names are those of
             `SPARSE_COUNTERS`; another name raises HotKVError.
         """

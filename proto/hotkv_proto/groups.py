@@ -101,11 +101,12 @@ class GroupSpec:
         )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """Returns an upper bound of this group's hits, in tokens: the first missing block if the
-        kind needs every block, otherwise the end of the prompt.
+        """Returns an upper bound of this group's hits, in tokens. A group whose kind of attention
+        needs every earlier block (`PREFIX_CLOSED`) reaches up to the first missing block; other
+        groups reach to the end of the prompt. The bound leaves room for `blocks_after`.
 
         ready: which blocks of the prompt are ready [blocks].
-        blocks_after: as in `serves`.
+        blocks_after: number of blocks behind the hit that must be ready too.
         """
         blocks = _leading(ready) if self.kind in PREFIX_CLOSED else len(ready)
         return max(0, blocks - blocks_after) * self.block_tokens

@@ -1,8 +1,8 @@
 """Converts events of the shared cache to vLLM's event classes.
 
-Media are named as the server names them when it publishes itself: host memory is CPU; a tier is
-STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes share.
-`ownership` is the name of such a store.
+Media have the same names as in the events that the server publishes directly: host memory is CPU; a
+tier is STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes
+share. `ownership` is the name of that shared store.
 """
 
 from typing import Any

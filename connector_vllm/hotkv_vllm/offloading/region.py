@@ -13,7 +13,8 @@ import numpy as np
 
 
 class NoRegion(ValueError):
-    """The primary tier is not one shared file that this process has open."""
+    """Raised if the primary tier does not lie in a single shared file that this process has
+    open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,8 @@ class ResidentRequests:
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets how much room the request asks for. If the server can't add room later, this is all
-        that the request may ever need."""
+        """Sets how much room the request asks the server for. If the server can't add room later,
+        that is the most room that the request can ever need."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:

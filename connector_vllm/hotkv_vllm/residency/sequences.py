@@ -305,8 +305,8 @@ class ResidentSequences:
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of the requests that were lost since the last call. Call it
-        after a step's last layer."""
+        """Returns the block id of the first block of each request that was lost since the last
+        call. Call it after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False
@@ -314,6 +314,6 @@ class ResidentSequences:
         return lost
 
     def all_away(self) -> set[int]:
-        """Returns the first blocks of all requests that have blocks in host memory only. Shares no
-        code with `take_lost`."""
+        """Returns the block id of the first block of each request that has blocks in host memory
+        only. Shares no code with `take_lost`, because it gives the answer if `take_lost` raises."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -35,7 +35,8 @@ class ResidentSide:
 
     @hook(lambda *_: 0, last=0, is_part=True)
     def _kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of a request need not stay on the device."""
+        """Returns how many leading tokens of a request the server keeps in host memory, so that
+        their blocks need not stay on the device."""
         return 0 if self._residencies is None else self._residencies.kept_tokens(request_id)
 
     @hook(lambda *_: False, last=False, is_part=True)

@@ -2,13 +2,14 @@
 blocks, by layer and block id, in memory that the server may map.
 
 Always true:
-- A block that is marked built holds the representation of the keys in its page. Before a page is
-  written, `forget` must be called. `update` builds missing representations from the pages;
-  `mark_built` says that another writer has provided them. So the source of the keys does not
+- Each block has a row in the pool, which has room for the block's representation. If a block is
+  marked as built, its row holds the representation of the keys in the block's page. Before a page
+  is written, `forget` must be called. `update` builds missing representations from the pages;
+  `mark_built` says that another writer has written the rows. So the source of the keys does not
   matter: prefill, decode, a local prefix hit, or a load.
-- A row (a block's representation) is written only while its block is not marked built. A mark is
-  cleared only when the block's page is written anew. A step that writes a page waits for the stores
-  that read the block, so a row never changes while a store reads it.
+- A row is written only while its block is not marked as built. The mark is cleared only when the
+  block's page is written anew. A step that writes a page waits for the stores that read the block,
+  so a row never changes while a store reads it.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """

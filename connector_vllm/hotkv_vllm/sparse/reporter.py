@@ -65,9 +65,12 @@ class SparseReporter:
         return f"SparseReporter({len(self._report.ended)} ended)"
 
     def before_step(self, last_reports_of: Sequence[str]) -> None:
-        """Notes the ended requests whose last selections the scheduler awaits.
+        """Moves the selections that the worker has not reported yet into the next report, if the
+        scheduler waits for the last selections of ended requests (`last_reports_of`). That report
+        then names these requests.
 
-        Call it before the worker's own `begin_step`, which drops ended requests."""
+        Call it before the worker's own `begin_step`, which drops ended requests. A selection: the
+        blocks to which a step attended."""
         if last_reports_of:
             last = SparseReport(self._worker.take_steps(), {}, frozenset(last_reports_of))
             self._report = self._report.join(last)

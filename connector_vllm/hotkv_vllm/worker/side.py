@@ -218,8 +218,14 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations of the runs and returns the runs. Returns an empty tuple if
-        building fails, or if the server could not receive them."""
+        """Builds the representations (compact forms of keys, by which sparse attention selects
+        blocks) that a store sends beside its blocks, and returns the runs.
+
+        Returns an empty tuple if building fails, if this worker has no connection, or if the server
+        does not map its representations.
+
+        runs: consecutive blocks of a group, whose representations are to be stored.
+        """
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)

@@ -162,10 +162,12 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Reads the token ids and extra keys of a run, whose group and hashes the caller has already
-    checked. For representations the result is empty.
+    """Reads the token ids and extra keys of a run (consecutive blocks of one group). If the run
+    consists of representations, which have no token ids, the result is empty.
 
-    Raises INVALID_FIELD if a count does not match the run's blocks, or a group or key is wrong.
+    The caller has already checked the run's hashes, and that its group index is not too high.
+    Raises INVALID_FIELD if a count does not match the run's blocks, if the group index is negative,
+    or if the LoRA name or an extra key is wrong.
     """
     if message.group_index < 0:
         raise HotKVError(

@@ -1,5 +1,5 @@
-"""Checks that each tier which nodes share (`SharedTier`) must pass about flushes: after the answer
-to a flush, no node finds a block that was stored before it.
+"""The tests about flushes that every tier which nodes share (`SharedTier`) must pass: after the
+answer to a flush, no node finds a block that was stored before the flush.
 
 A `Store` makes nodes that share a store. Checks use the key space NAME, which must have no epoch
 (number that each flush raises) at first. Flushes that come during a read are not checked here,

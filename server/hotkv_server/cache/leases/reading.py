@@ -157,8 +157,8 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Removes the lease's bytes from the budget for leases without a load, because a load
-        begins."""
+        """Notes that a load under the lease begins, so that the lease's bytes no longer count
+        against the budget for leases without a load."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)

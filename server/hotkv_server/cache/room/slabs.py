@@ -576,8 +576,8 @@ class SlabPool:
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
         """Lends free slabs to a slot size for `want_slots` more slots; fewer if slabs run out or
-        are promised to other sizes (`SlabFloors`). Uses whole runs first, then gaps that are too
-        short for a whole run."""
+        are promised to other sizes (`SlabFloors`). Uses gaps for runs of full length (`run_slabs`
+        adjacent slabs) first, then shorter gaps."""
         usable = self._usable(c)
         plan = np.empty((min(usable, want_slots), 3), np.int64)
         num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)

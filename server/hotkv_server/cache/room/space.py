@@ -138,8 +138,9 @@ class Room:
         return refused
 
     def within_bound(self, taker: int, size: int, count: int) -> int:
-        """Returns how many of `count` slots a tenant may have under its burst bound. Evicts its own
-        coldest blocks for them."""
+        """Returns how many of `count` additional slots a tenant may take without exceeding its
+        burst bound (the most bytes that it may ever hold). Evicts the tenant's own coldest blocks
+        if `count` slots would exceed the bound."""
         if not self._tenants.is_used:
             return count
         count = min(count, self._tenants.burst_bytes(taker) // size)

@@ -99,13 +99,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of a device.
+    """Figures of a device's copy engine. A piece is a part of a job; a job is a transfer.
 
     num_queued: estimated number of pieces that are not in the device's queue yet.
-    num_in_flight: pieces in the device's queue.
-    num_failed: jobs that failed.
-    busy_s: seconds in which the device had pieces of a direction.
-    problem: why all jobs fail; empty while the engine works.
+    num_in_flight: number of pieces in the device's queue.
+    num_failed: number of jobs that failed.
+    busy_s: for each direction (load, store), the seconds in which the device's queue had pieces of
+        that direction.
+    problem: why every job fails; empty while the copy engine works.
     """
 
     device: int

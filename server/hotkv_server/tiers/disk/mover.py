@@ -2,10 +2,13 @@
 block's result.
 
 A block whose place in the file is smaller than its slot is stored encoded, that is compressed
-(`tiers.compression.form`). Always true: the seal (check value) covers all bytes of the place, and
-is seeded by the block's key, which differs between the plain and the encoded form. It is compared
-before decoding. So a block is FOUND only if the file returned the written bytes unchanged. A seal
-over decoded bytes would miss changes in unused bytes of the encoded form.
+(`tiers.compression.form`). A place is the block's part of the file, a slot its part of the arena.
+
+Always true: the seal (check value) covers all bytes of the place. Its seed is computed from the
+block's key; encoded blocks have keys of their own, so the seed differs from that of plain bytes.
+The seal is compared before the bytes are decoded. So a block is FOUND only if the file returned the
+written bytes unchanged. A seal over decoded bytes would miss changes in unused bytes of the encoded
+form.
 """
 
 import errno

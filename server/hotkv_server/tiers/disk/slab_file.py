@@ -46,7 +46,8 @@ class BlockIO(Protocol):
 
 
 class FileIO:
-    """Block I/O on a file descriptor. Loads kernels, which takes seconds the first time."""
+    """Block I/O on a file descriptor. The constructor loads the compiled functions that read and
+    write blocks (numba); compiling them takes seconds the first time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
