@@ -46,7 +46,8 @@ def no_readers(capacity: int) -> ReaderMemory:
 
 
 class ReaderWords:
-    """Writes the validity words, one for each session that has residencies.
+    """Writes the validity words, one for each session that has residencies. By the word, a client
+    checks whether the blocks that it reads are still pinned.
 
     generation: number that this server gives to the residencies that it opens; higher than the
         number of any earlier server.

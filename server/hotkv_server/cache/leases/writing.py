@@ -55,7 +55,8 @@ looks for array attributes."""
 class Named:
     """State of the blocks that the runs of a call name.
 
-    words: entry words of each run, as `BlockIndex.find` returns them.
+    words: for each run (consecutive blocks of a group), an entry word per block: the entry number,
+        with the high bit set while the entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
         the blocks of named representations, and the entries before them in their chains.
     """
@@ -134,8 +135,9 @@ class Reservations:
         """Makes room, in parts, for any call that adds these blocks. Returns their state; None if
         other calls ran in between.
 
-        has_promise: as in `Room.make`.
-        keep_at_s: as in `Room.make`.
+        has_promise: True if the room was reserved for a residency.
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
+            soon; None if it may not.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
@@ -205,8 +207,9 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Reservation:
-        """Reserves as `CacheCore.reserve` does, right after `make_room`. `has_promise`: as in
-        `Space.insert`."""
+        """Reserves slots for the blocks of a call that passed its checks, as far as there is room.
+        Call it right after `make_room`. `has_promise`: True if the room was reserved for a
+        residency."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -485,7 +488,8 @@ class Stores:
         retention: Retention = NO_RETENTION,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """Begins a store as `CacheCore.begin_store` does, but makes no room."""
+        """Starts a store and reserves its blocks in free slots; makes no room. Returns the slots to
+        copy to."""
         if asked.named is None:
             # Other calls may have run since the check that came before the room was made.
             self.check(session, transfer_id, shard_index)
@@ -557,7 +561,8 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written, then their representations. Returns BlockResult values, an array per run."""
+        written, then their representations (compact forms of keys, for sparse attention). Returns
+        BlockResult values, an array per run of the call."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease

@@ -239,15 +239,16 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of a run that its slots should leave unused."""
+"""Largest share of a run (adjacent slabs that are lent together) that its slots should leave
+unused."""
 LONGEST_END = 100
 """Most slabs by which a run is longer than a single slot needs. More are not necessary: a run of
 100 slabs that ends right after a slot loses less than a slab, which is MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
-"""Least and most runs that should fit into an arena. The least holds even if shorter runs lose more
-at their ends: a size must not take most of a small arena for its first block. The most keeps the
-gaps between runs of different sizes small beside the runs. It does not apply to runs of
-AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
+"""Least and most runs (adjacent slabs that are lent together) that should fit into an arena. The
+least holds even if shorter runs lose more at their ends: a size must not take most of a small arena
+for its first block. The most keeps the gaps between runs of different sizes small beside the runs.
+It does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
 """In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
@@ -255,13 +256,14 @@ block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the slabs that one slot needs."""
+    """Returns the number of slabs that one slot needs."""
     return -(-slot_bytes // slab_bytes)
 
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
-    """Returns the length of runs for a slot size in an arena of `num_slabs`: the shortest length
-    that loses at most MOST_LOST, or else the length that loses least."""
+    """Returns the length, in slabs, of runs (adjacent slabs that are lent together) for a slot size
+    in an arena of `num_slabs`: the shortest length that loses at most MOST_LOST, or else the length
+    that loses least."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -311,7 +313,7 @@ class _SlabClass:
         )
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns the slots in runs of these lengths, in slabs."""
+        """Returns the number of slots in runs of these lengths. `lengths`: in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
@@ -400,7 +402,7 @@ class SlabPool:
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def _free_runs(self) -> Int64s:
-        """Returns the lengths of the runs of free slabs, with some zeros in between."""
+        """Returns the lengths of the gaps (adjacent free slabs), with some zeros in between."""
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
         return np.diff(lent) - 1
 
@@ -412,7 +414,8 @@ class SlabPool:
         return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns the slabs and the slots of a run that is not shortened."""
+        """Returns the number of slabs and of slots in a run of full length (adjacent slabs that are
+        lent together)."""
         c = self._class(slot_bytes)
         return c.run_slabs, c.slots_per_run
 
@@ -479,8 +482,8 @@ class SlabPool:
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
-        """Adds `change` (1 or -1) to the used slots of each offset's run. Returns the first slabs
-        of runs whose count reached 0."""
+        """Adds `change` (1 or -1) to the number of used slots of the run in which each slot lies.
+        Returns the first slab of each run whose count reached 0."""
         emptied = np.empty(len(offsets), np.int64)
         count = int(
             self._kernels.count_slots(
@@ -493,7 +496,7 @@ class SlabPool:
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, heads: Int64s) -> None:
-        """Returns runs without a used slot to the pool."""
+        """Returns runs (slabs that were lent together) without a used slot to the pool."""
         lengths = self._length[heads]
         runs, nth = spread(lengths)
         slabs = heads[runs] + nth
@@ -512,8 +515,8 @@ class SlabPool:
         self._count_lent(c, -len(slabs))
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
-        """Returns the first slab of the run that a slot at each offset may belong to; -1 if this
-        size has no slot there in any run.
+        """Returns for each offset the first slab of the run (adjacent slabs that are lent together)
+        to which a slot at this offset may belong; -1 if this size has no slot there in any run.
 
         If a run could start at several slabs, the nearest is returned. Whole slots lie between two
         such starts, so one long run and two short runs have the same slots.

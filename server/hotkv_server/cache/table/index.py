@@ -29,7 +29,7 @@ class BlockIndex:
         load. The entry came from an old table, or its bytes did not match and a lease still pins
         it.
 
-    `_salts` [group, row of the key space]: salts mixed into hashes.
+    `_salts` [group, row of the key space]: salts that are mixed into hashes.
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -119,8 +119,9 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` (a bit per shard) to the masks of written shards of reserved entries. Returns
-        the masks [n]. A record stores the mask in the upper half of its check value."""
+        """Adds `mark` (the bit of a shard, a rank's part of each block) to the reserved entries'
+        masks of written shards. Returns the masks [n]. A record stores the mask in the upper half
+        of its check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -207,7 +208,7 @@ class BlockIndex:
         return sizes
 
     def depths(self, entries: Entries) -> Int64s:
-        """Returns how many blocks precede each entry in its sequence."""
+        """Returns for each entry how many blocks precede it in its sequence."""
         depths: Int64s = self.table.records[entries, table.W_DEPTH].astype(np.int64)
         return depths
 
@@ -218,7 +219,7 @@ class BlockIndex:
 
     @property
     def num_numbers(self) -> int:
-        """All entry numbers that were ever used are below this."""
+        """Every entry number that was ever used is less than this number."""
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
@@ -428,7 +429,7 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation."""
+        """Registers a kind of representation (compact form of keys, for sparse attention)."""
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 
@@ -447,13 +448,14 @@ class Representations:
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns the representation of each ready block [n]; 0 without a representation."""
+        """Returns the representation (compact form of its keys) of each ready block [n]; 0 without
+        a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Returns the slot bytes [n] that removing each entry frees: its own slot, and for a block
-        also its representation's."""
+        """Returns how many bytes of slots are freed if each entry [n] is removed: its own slot, and
+        for a block also the slot of its representation (compact form of its keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
@@ -475,8 +477,9 @@ class Representations:
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations ready, each for a ready block, and removes the former
-        representations. `checks`: as in `Space.publish`."""
+        """Makes reserved representations ready, each for a ready block, and removes the blocks'
+        former representations. `checks`: the representations' check values, uint64 [n]; all 0 if
+        not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -488,7 +491,8 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations of blocks that were removed. `parts`: the blocks' records."""
+        """Removes the representations (compact forms of keys) of blocks that were removed. `parts`:
+        the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
