@@ -38,7 +38,8 @@ class ResidentGroup:
 
     most: most blocks (rows) that the group may have.
     block_bytes: slot size of a block.
-    kinds: kinds of representations to pin, as group indexes.
+    kinds: kinds of representations (compact forms of keys, for sparse attention) to pin, as group
+        indexes.
     kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
     positions: position of each row's block in the request, int64 [n], increasing.
     entries: number of each block's entry, uint32 [n].
@@ -129,7 +130,8 @@ class Residency:
     opened_s: when it was opened, on the monotonic clock.
     asked: number of blocks to reserve, by group, from the call that opened it or last grew it.
     groups: the pinned blocks, by group.
-    is_closing: its promise is cancelled, it accepts no blocks, and its pins are being released.
+    is_closing: its promise (the slots that it may still pin) is cancelled, it accepts no blocks,
+        and its pins are being released.
     is_gone: all its pins have been released.
     """
 
@@ -153,7 +155,7 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns how many blocks it pins, without representations."""
+        """Returns how many blocks it pins. Representations (compact forms of keys) do not count."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
@@ -161,7 +163,8 @@ class Residency:
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns how many slots of each size these blocks need, with their representations.
+        """Returns how many slots of each size these blocks need, with their representations
+        (compact forms of keys, for sparse attention).
         num_blocks: number of blocks, by group."""
         slots: Counter[int] = Counter()
         for group, count in num_blocks.items():
@@ -328,7 +331,9 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory of an open residency's lists after it grows; raises as `check_room`.
+        """Checks the memory that an open residency's lists would use after it grows. Raises
+        RESIDENCY_TOO_LARGE if that is more than any owner may have, OVERLOADED if the owner has too
+        little left.
         num_blocks: its number of blocks after growth, by group."""
         weight = weight_of(num_blocks)
         self._check_memory(residency.owner, weight, weight - residency.weight)

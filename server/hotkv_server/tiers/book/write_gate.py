@@ -72,7 +72,7 @@ class Offered:
 
 
 class WriteGate:
-    """Admits blocks; see the module.
+    """Decides which blocks are written to the disk; see the module.
 
     `bytes_per_day`: the budget; None for no limit.
     `capacity`: most blocks that the tier can hold.

@@ -71,10 +71,10 @@ class Rows:
 
 
 class BlockMover:
-    """Moves blocks; see the module. Thread-safe for different pieces."""
+    """Moves blocks; see the module. Threads may move different pieces at the same time."""
 
     def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
-        """Loads kernels, which takes seconds the first time."""
+        """Loads compiled functions (numba), which takes seconds the first time."""
         self._arena = arena
         self._file = file
         self._io = io
@@ -85,7 +85,8 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Moves a piece's blocks, and sets their codes and, for a write, their seals.
+        """Moves the blocks of a piece (part of a call), and sets their codes (results) and, for a
+        write, their seals (check values).
 
         Some blocks are not moved and stay FAILED: those outside the arena, writes beyond the file,
         and blocks that got no staging memory in time.

@@ -71,7 +71,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Checks which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns the
-        store's epochs that differ from `expected`; if there are any, no code is set."""
+        store's epochs (numbers that flushes raise) that differ from `expected`; if there are any,
+        no code is set."""
 
     def read(
         self,
@@ -94,16 +95,19 @@ class Client(Protocol):
         until_s: float,
     ) -> None:
         """Stores the bytes of each slot under its key; a key that exists keeps its value. Sets the
-        codes, and the seals of STORED blocks. `depths`: as in `Blocks`."""
+        codes, and the seals (check values) of STORED blocks. `depths`: for each block, the number
+        of blocks before it in its sequence."""
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces. Begins an epoch for each that has none."""
+        """Returns the epochs of key spaces (numbers that flushes raise). Begins an epoch for each
+        key space that has none."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Ends the epoch of a key space. Returns the next epoch, which is above `floor`.
+        """Ends the epoch of a key space (the number that each flush raises). Returns the next
+        epoch, which is above `floor`.
 
         If the server is full and can't store the next epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. Raises
