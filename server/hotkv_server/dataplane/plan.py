@@ -20,7 +20,8 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Most runs that are expanded from a plan at a time; a single block may have more."""
+"""Most runs (contiguous byte ranges) that are expanded from a plan at a time; a single block may
+have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Makes a plan; merges runs that adjoin on both sides."""
+        """Makes a plan; merges byte ranges that adjoin on both sides."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
@@ -111,8 +112,8 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Divides the runs into `whole` equal shares. Returns a plan of the shares from `begin` to
-        `end`, without `end`."""
+        """Divides the runs (contiguous byte ranges) into `whole` equal shares. Returns a plan of
+        the shares from `begin` to `end`, without `end`."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -170,7 +171,7 @@ class BlockCopies:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs before neighbours are merged."""
+        """Number of runs (contiguous byte ranges) before neighbours are merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
@@ -180,8 +181,8 @@ class BlockCopies:
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """Divides the blocks into `whole` equal shares. Returns a plan of the runs of the shares
-        from `begin` to `end`, without `end`."""
+        """Divides the blocks into `whole` equal shares. Returns a plan of the runs (contiguous byte
+        ranges) of the shares from `begin` to `end`, without `end`."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (
@@ -204,9 +205,10 @@ def block_copies(
     *,
     to_engine: bool,
 ) -> list[BlockCopies]:
-    """Returns the plans that copy blocks in a direction, a plan per recipe.
+    """Returns the plans that copy blocks in a direction, a plan per recipe (the byte ranges of a
+    block on both sides).
 
-    `engine`: the engine's memory by handle.
+    `engine`: the memory of the vLLM engine, by handle.
     """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [
@@ -216,6 +218,6 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Returns the number of shares of a plan, at least 1: each has about `piece_bytes`, and not
-    many more runs than PIECE_RUNS."""
+    """Returns the number of shares into which to divide a plan, at least 1: each share has about
+    `piece_bytes`, and not many more runs (contiguous byte ranges) than PIECE_RUNS."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

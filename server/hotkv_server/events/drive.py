@@ -241,7 +241,8 @@ def _is_of_pool(event: Event) -> bool:
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
-    """Returns the first and the end (exclusive) position of each unbroken run of True values."""
+    """Returns the first and the end (exclusive) position of each unbroken sequence of True
+    values."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))
@@ -253,11 +254,11 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[BlocksStored]:
-    """Returns an event for each unbroken run of blocks that a store has made ready. Runs of
-    representations have no events.
+    """Returns an event for each unbroken sequence of blocks that a store has made ready.
+    Representations (compact forms of keys, for sparse attention) have no events.
 
-    runs: the store's runs of blocks. contents, results: for each run, its content and the
-        `BlockResult` of each of its blocks [n].
+    runs: the store's runs (consecutive blocks of a group). contents, results: for each run, its
+        content and the `BlockResult` of each of its blocks [n].
     """
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):

@@ -41,7 +41,7 @@ SEQUENCE_BYTES = 8
 POLL_S = 0.05
 GATHER_S = 0.01
 MOST_AT_ONCE = 1000
-"""Most queued items to send before the thread checks for replay requests."""
+"""Most queued items to send before the thread checks for requests of readers to replay messages."""
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000

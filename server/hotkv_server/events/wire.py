@@ -125,7 +125,8 @@ def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
 
 
 class Translator:
-    """Converts the server's events into vLLM's classes. `as_ints`: as in `external_hashes`."""
+    """Converts the server's events into vLLM's classes. `as_ints`: True sends the last 8 bytes of
+    each hash as an integer, False all bytes."""
 
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
@@ -182,7 +183,7 @@ class Translator:
         )
 
     def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
-        """Returns token ids as an encoded MessagePack array."""
+        """Returns token ids as a MessagePack array, encoded."""
         count = len(token_ids)
         packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
         head = _array_head(count)

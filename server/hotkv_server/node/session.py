@@ -74,8 +74,10 @@ class SessionMemory:
     ) -> None:
         """Raises HotKVError if a transfer can't use these blocks or representations.
 
-        block_ids: block ids in the engine's memory, an array per run.
-        representations: group indexes as the layout numbers them.
+        block_ids: block ids in the engine's memory, an array per run (consecutive blocks of a
+            group).
+        representations: group indexes of representations (compact forms of keys, for sparse
+            attention), as the layout numbers them.
         """
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
@@ -266,7 +268,8 @@ class LiveSession:
     inflight_bytes: int = 0
     """Bytes of the transfers in flight."""
     num_reads: int = 0
-    """Running selections and comparisons. They read the arena under the session's leases."""
+    """Number of running selections (for sparse attention) and comparisons with check values. They
+    read the arena under the session's leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
@@ -320,7 +323,8 @@ class LiveSession:
 
     def group_index(self, named: int) -> int:
         """Returns the core's index of a group, given this session's number for it. A session
-        numbers its representations after the key space's groups.
+        numbers its representations (compact forms of keys, for sparse attention) after the key
+        space's groups.
 
         Raises INVALID_FIELD for a number that is too high. The core refuses negative numbers.
         """
@@ -383,7 +387,7 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes descriptors of a failed link, before anything uses them."""
+        """Closes the descriptors that a failed link has received, before any code uses them."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -397,8 +401,9 @@ class LiveSession:
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`, by
-        which the engine could revoke a store. Accepts 0, for a store that is never revoked."""
+        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`. By
+        writing this word the engine could revoke a store. Accepts 0, for a store that is never
+        revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,
