@@ -241,7 +241,7 @@ class Session:
         with other blocks fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
-        traceparent: as for `lookup`.
+        traceparent: the caller's span in the form of W3C Trace Context; None: no span.
         wants_offsets: the grant also has the blocks' offsets in `arena()`. Fails as NOT_ALLOWED if
             there is no arena.
         """
@@ -266,7 +266,8 @@ class Session:
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
         """Acquires a write lease: reserves slots for blocks that a store will write.
 
-        Resolves to an array of `BlockResult` values for each run. `ttl_s` is as for `acquire`.
+        Resolves to an array of `BlockResult` values for each run (consecutive blocks of a group).
+        `ttl_s`: time until the lease expires; 0: the server's default.
         """
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
@@ -445,7 +446,7 @@ class Session:
 
         after: the server writes only after the engine's device has passed this mark, and
             `timeout_s` begins then. None: the server may write at once.
-        traceparent: as for `lookup`.
+        traceparent: the caller's span in the form of W3C Trace Context; None: no span.
         """
         return self._call(
             lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after, traceparent),
@@ -499,9 +500,10 @@ class Session:
     def cancel(self, transfer_id: str) -> None:
         """Asks the server to end a transfer early. The transfer has ended when its future resolves.
 
-        If a store has a word of the fence, this call revokes it, and its future resolves at once as
-        CANCELLED without results, even if the server hangs. The store's blocks were committed
-        before, or never will be. The future of a load resolves when the server has stopped writing.
+        If a store has a word of the fence (page by which stores are revoked), this call revokes it,
+        and its future resolves at once as CANCELLED without results, even if the server hangs. The
+        store's blocks were committed before, or never will be. The future of a load resolves when
+        the server has stopped writing.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
@@ -510,7 +512,8 @@ class Session:
         """Revokes all stores in flight. After the return the engine may overwrite their blocks.
 
         The futures of these stores resolve when the server answers. Raises SessionLostError if a
-        store has no word of the fence and can't be revoked; only `close` ends such a store.
+        store can't be revoked because it has no word of the fence (page by which stores are
+        revoked); only `close` ends such a store.
         """
         if self._life.fence is not None:
             self._life.fence.revoke_all()

@@ -23,7 +23,8 @@ Probe = Callable[[Int64s], BoolMask]
 """Returns which of the blocks at the given positions (int64 [k], ascending) are ready [k]."""
 
 PROBES_PER_ROUND = 32
-"""Blocks that `longest_prefix` probes in one call. In one call the CPU's cache misses overlap."""
+"""Number of blocks that `longest_prefix` probes in one call. In one call the CPU's cache misses
+overlap."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
@@ -126,8 +127,10 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """Returns `serves` for the hits alignment, 2 * alignment, ... count * alignment as a mask
-        [count]. All must be at most `reach_tokens`."""
+        """Returns which of the hits alignment, 2 * alignment, ... count * alignment (in tokens) the
+        group can serve, as a mask [count]. All these hits must be at most `reach_tokens`.
+
+        blocks_after: number of blocks behind a hit that must be ready too."""
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
         step = alignment // self.block_tokens
@@ -208,8 +211,8 @@ def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
     """Merges groups that need the same blocks: in the merged mask a block is ready if it is ready
-    in all of these groups. Returns the spec, the mask and the `blocks_after` (see `serves`) of each
-    merged group."""
+    in all of these groups. Returns for each merged group its spec, its mask, and how many blocks
+    behind a hit must be ready too (`blocks_after`)."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)

@@ -21,7 +21,7 @@ class OrderKind(enum.IntEnum):
     """How the server learns that the device has passed a mark; numbered as on the wire."""
 
     HOST = 1
-    """The engine itself waits for the device before it sends a transfer."""
+    """No mark: the engine itself waits for the device before it sends a transfer."""
     EVENTS = 2
     """The engine records CUDA interprocess events; both containers must share an IPC namespace."""
     FLAGS = 3

@@ -56,8 +56,9 @@ _AHEAD_BLOCKS = 2
 """Number of blocks by which kernels prefetch ahead, because the CPU's own prefetch stops at the end
 of a memory page."""
 _TRANSPOSED_RUNS = 2
-"""Blocks with at most this many runs are transposed, so that sums need no operation across lanes.
-Blocks with more runs are summed lane by lane and then across lanes, which is faster for them."""
+"""The scores of blocks with at most this many runs (of 16 tokens) are transposed, so that sums need
+no operation across lanes. Blocks with more runs are summed lane by lane and then across lanes,
+which is faster for them."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
