@@ -27,7 +27,7 @@ KINDS = {
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Returns the event of a run of blocks that became ready."""
+    """Returns the event for consecutive blocks that became ready."""
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()
     return BlockStored(
@@ -50,7 +50,7 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Returns the event of blocks that were removed."""
+    """Returns the event for blocks that were removed."""
     medium, locality = MEDIA[gone.medium]
     return BlockRemoved(
         block_hashes=[_external(one) for one in gone.hashes],
