@@ -27,7 +27,7 @@ class Exactness:
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
         """`tokens_per_block`: tokens of a block, per vLLM group; 0 if the group's blocks do not
-            follow token order."""
+        follow token order."""
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}

@@ -46,7 +46,8 @@ QUANTUM_TOKENS = 512
 more room is asked for."""
 PARK_S = 1.0
 MAX_LOSSES = 8
-"""A request whose bytes are lost this often without a new token in between ends with an error."""
+"""A request ends with an error if its bytes in the server are lost this many times without a new
+token in between."""
 
 
 class ResidentRequests:
@@ -111,7 +112,8 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """Returns the residency that pins stores of the request; empty without a residency."""
+        """Returns the id of the residency that pins the blocks of the request's stores; empty
+        without a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
@@ -283,8 +285,8 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """Makes further stores of the request private. If more blocks were stored than are known to
-        be kept, the request is computed anew."""
+        """Makes further stores of the request private (no other request can find the blocks). If
+        more blocks were stored than the server is known to hold, the request is computed anew."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             self._pool.lose(request_id)
@@ -316,8 +318,8 @@ class ResidentRequests:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of the request need not stay on the device. vLLM's
-        manager calls it."""
+        """Returns how many leading tokens of the request the server holds for it, so that they need
+        not stay on the device. vLLM's manager calls it."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -325,7 +327,8 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Returns True if blocks will be freed soon, so that no request need be preempted."""
+        """Returns True if resident requests will soon free device blocks, so that vLLM need not
+        preempt a request."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -384,7 +387,8 @@ class ResidentRequests:
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
-        """Asks where newly stored blocks are, and checks how long the request has waited."""
+        """Asks the server where newly stored blocks of the request are, and checks how long the
+        request has waited."""
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)

@@ -55,7 +55,8 @@ class ResidentSide:
             residencies.make_room()
 
     def is_freeing(self) -> bool:
-        """Returns True if blocks will be freed soon, so that no request need be preempted."""
+        """Returns True if resident requests will soon free device blocks, so that vLLM need not
+        preempt a request."""
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:
@@ -69,7 +70,8 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """Does the same as `lost`, after a hook has raised. Shares no code with it."""
+        """Marks the requests that have one of these blocks as lost, after a hook has raised. Shares
+        no code with `lost`."""
         self._pool.lose_blocks(first_blocks)
 
     @property

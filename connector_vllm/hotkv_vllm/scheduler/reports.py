@@ -70,8 +70,8 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """Notes that the engine has allocated the request's blocks; `external_tokens` are to come
-        from hotkv."""
+        """Notes that the engine has allocated the request's blocks; `external_tokens`: number of
+        tokens that are to be loaded from hotkv."""
         if external_tokens:
             state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
@@ -83,8 +83,8 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """Notes the end of a reported request. The server hears of it if the request has a session,
-        or hints that apply at its end."""
+        """Records the end of a reported request. The end is reported to the server if the request
+        has a session, or hints that apply at its end."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.trace is not None:

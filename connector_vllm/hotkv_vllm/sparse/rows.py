@@ -22,7 +22,7 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The rows of a step that attend sparsely: request `request_ids[i]` writes block
+    """The rows (requests) of a step that attend sparsely: request `request_ids[i]` writes block
     `block_ids[i]`, one pair per group.
 
     ended: requests that have ended.
@@ -59,7 +59,7 @@ class RowNames:
         limits: ResidentOnly | None = None,
     ) -> None:
         """groups: (vLLM's group, its block tokens) of each full attention group.
-        limits: None in a CPU engine, where every row can attend either way.
+        limits: None in a CPU engine, where every row can attend sparsely or to its whole context.
         """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
