@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
-"""End of the words that stores use in a shared fence: words 1 to SHARED_WORDS - 1.
+"""End of the words that stores use in a shared fence (page by which stores are revoked): words 1 to
+SHARED_WORDS - 1.
 
 Word SHARED_WORDS + i is not zero while a session has sent the store of word i and the server has
 not answered. The token of `FencePlace` starts at word TOKEN_WORD.

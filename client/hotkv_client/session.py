@@ -444,8 +444,8 @@ class Session:
     ) -> "Future[TransferResult]":
         """Copies blocks that a read lease pins into the registered engine memory.
 
-        after: the server writes only after the engine's device has passed this mark, and
-            `timeout_s` begins then. None: the server may write at once.
+        after: the server writes only after the engine's device has passed this mark (a point in the
+            device's queue), and `timeout_s` begins then. None: the server may write at once.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
         """
         return self._call(
@@ -470,8 +470,8 @@ class Session:
         The first store under a `lease_id` reserves the slots; the stores of the other ranks name
         the same lease and write their shards into these slots.
 
-        after: the server reads only after the engine's device has passed this mark, and `timeout_s`
-            begins then. None: the server may read at once.
+        after: the server reads only after the engine's device has passed this mark (a point in the
+            device's queue), and `timeout_s` begins then. None: the server may read at once.
         fence_index: if `EngineMemory.fence` is set, the word of this shared fence that revokes the
             store; another number than that of a word raises ValueError. Otherwise ignored.
         """

@@ -53,8 +53,8 @@ class FakeMemory:
 
     def number(self, group: int) -> int:
         """Returns the number that stands for `group` in the server's keys (`Key`): for a group of
-        KV blocks, its index; for a kind of representation, its salt, a number that differs for each
-        format, version and size."""
+        KV blocks, its index; for a kind of representation (compact form of keys), its salt, a
+        number that differs for each format, version and size."""
         shape = self.shape(group)
         return (
             self._config.key_space.representation_salt(shape)
@@ -393,8 +393,9 @@ class FakeWrites:
         """Ends a store: replaces each result RESERVED by the final result. Returns the number of
         bytes written. A second call for the store does nothing and returns 0.
 
-        read: returns the bytes of a block, given the index of the run and the position in the run.
-            None: the store is revoked, and no block is committed.
+        read: returns the bytes of a block, given the index of the run (consecutive blocks of a
+            group) and the position in the run. None: the store is revoked, and no block is
+            committed.
         """
         if store.ended:
             return 0

@@ -42,8 +42,8 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of hot slots beyond the capacity of a hot set. They receive blocks that are copied ahead,
-and that the next step adds to the hot set."""
+"""Number of hot slots (device blocks for selected blocks) beyond the capacity of a hot set. They
+receive blocks that are copied ahead, and that the next step adds to the hot set."""
 
 
 @dataclass(frozen=True, kw_only=True)

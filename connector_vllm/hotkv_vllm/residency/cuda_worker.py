@@ -515,8 +515,8 @@ class CudaWorker:
         return self._residents.lengths
 
     def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
-        """Copies the pages of the run's single row into the staging area, and writes the numbers
-        that the pages have there into `staged_table`."""
+        """Copies the pages of the single row of `run` (rows that one call of attention serves) into
+        the staging area, and writes the numbers that the pages have there into `staged_table`."""
         self._residents.stage(
             run.first,
             run.staged_blocks,

@@ -45,8 +45,8 @@ STEPS_IN_FLIGHT = 2
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Returns how many rows (places for representations) `KeptRows` allocates when requests need
-    `num_taken` of them."""
+    """Returns how many rows (places for representations, the compact forms of keys) `KeptRows`
+    allocates when requests need `num_taken` of them."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -75,7 +75,8 @@ class KeptRows:
 
     @property
     def num_taken(self) -> int:
-        """Returns how many rows (each for a block's representations) belong to requests."""
+        """Returns how many rows (each for a block's representations, the compact forms of its keys)
+        belong to requests."""
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:

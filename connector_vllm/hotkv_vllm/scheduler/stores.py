@@ -132,7 +132,8 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 
 
 class MissingBlocks:
-    """Finds which of a request's full blocks the server lacks, as runs of neighbours.
+    """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
+    group).
 
     Always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact blocks
     (`exactness`), and no block twice at a time. The same holds for a block whose representation (a

@@ -67,8 +67,8 @@ class StoreFence:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees a word of the fence. Also revokes the word's store, because a rank may have stopped
-        waiting for a server that is still working on the store."""
+        """Frees a word of the fence (page shared with the ranks). Also revokes the word's store,
+        because a rank may have stopped waiting for a server that is still working on the store."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -184,7 +184,8 @@ class StoresInFlight:
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
         """Begins a store of these runs (consecutive blocks of a group). Returns None if the store
-        could not be revoked later, because all words of the fence are in use.
+        could not be revoked later, because all words of the fence (page shared with the ranks) are
+        in use.
 
         request_id: the resident request to which the store belongs, or empty.
         trace: the trace of the request that owns the blocks; None if the request is not traced.

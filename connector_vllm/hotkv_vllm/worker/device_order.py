@@ -61,7 +61,8 @@ class Words(Protocol):
 
 
 class MarkedDevice(Protocol):
-    """The calls that `Marks` makes to the engine's device."""
+    """The calls that `Marks` (the maker of marks, points in the device's queue) makes to the
+    engine's device."""
 
     @property
     def uuid(self) -> bytes: ...
@@ -92,7 +93,8 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Returns True if the device has passed the mark. Does not wait."""
+        """Returns True if the device has passed the mark (has done all work queued before it). Does
+        not wait."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed

@@ -134,7 +134,7 @@ class RankLoads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends the loads for which the device has passed the mark."""
+        """Sends the loads for which the device has passed the mark (a point in its queue)."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 self._send_now(load)
@@ -219,7 +219,7 @@ class RankLoads:
 
     def watch(self, now_s: float) -> None:
         """Cancels the loads whose deadline has passed. Sets the deadlines of loads for which the
-        device has passed the mark."""
+        device has passed the mark (a point in its queue)."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue

@@ -93,7 +93,7 @@ class RankStores:
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:
-        """Sends the stores for which the device has passed the mark."""
+        """Sends the stores for which the device has passed the mark (a point in its queue)."""
         for store in self.active.values():
             if store.answer is None and store.after.passed():
                 self._submit(store)

@@ -164,7 +164,7 @@ class CacheCore(CacheBooks):
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
         """Makes room, in parts, in host memory for blocks that are about to be promoted to it from
-        a lower tier. Evicts no block that the runs name."""
+        a lower tier. Evicts no block that `runs` (consecutive blocks of a group each) name."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(

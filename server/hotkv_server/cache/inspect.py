@@ -95,7 +95,8 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the core. `max_entries`: blocks and representations together."""
+    """Limits of the core. `max_entries`: most blocks and representations (compact forms of keys)
+    together."""
 
     max_entries: int
     max_blocks_per_call: int

@@ -100,7 +100,7 @@ class Restorable(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The key spaces, with their representations."""
+        """The key spaces, with their kinds of representations (compact forms of keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """Numbers of blocks and representations that returned, and of dropped records by reason.
+    """Numbers of blocks and of representations (compact forms of keys) that returned, and of
+    dropped records by reason.
 
     kept: number of retained entries that the old server's residencies had pinned.
     lost_readers: True if such an entry could not be retained. Then no entry is retained, and the

@@ -62,7 +62,7 @@ class _Holding:
 
 class Catalog:
     """Records of key spaces by number, from 1 on. `revision`: rises when a key space or a kind of
-    representation is added or forgotten."""
+    representation (compact form of keys) is added or forgotten."""
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}

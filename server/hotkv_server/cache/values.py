@@ -248,7 +248,8 @@ class KeySpaceRecord:
         )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
-        """Returns the group or representation with this index."""
+        """Returns the group or the kind of representation (compact form of keys) with this
+        index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -256,7 +257,7 @@ class KeySpaceRecord:
         )
 
     def representation(self, group_index: int) -> Representation:
-        """Returns the representation with this index."""
+        """Returns the kind of representation (compact form of keys) with this index."""
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:

@@ -63,8 +63,8 @@ def _check_sides(one: Region, other: Region) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`; int64
-    [runs] each."""
+    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, for
+    each run i (contiguous byte range); int64 [runs] each."""
 
     dst: Region
     src: Region

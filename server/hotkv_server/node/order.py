@@ -221,7 +221,7 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the marks. Blocks the calling thread."""
+        """Closes the marks (CUDA events or mapped words). Blocks the calling thread."""
         if self.marks is not None:
             self.marks.close()
 

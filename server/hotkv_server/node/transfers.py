@@ -425,7 +425,8 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done after the last write to the engine's memory.
 
-        after: writes begin only after the engine's device has passed this mark.
+        after: writes begin only after the engine's device has passed this mark (a point in its
+            queue).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -459,8 +460,9 @@ class Transfers:
         """Makes room for a store, then starts it. The future is done when the blocks are committed
         or refused, after the last read of the engine's memory.
 
-        contents: token ids of each run, for events; may be empty.
-        after: reads begin only after the engine's device has passed this mark.
+        contents: token ids of each run (consecutive blocks of a group), for events; may be empty.
+        after: reads begin only after the engine's device has passed this mark (a point in its
+            queue).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]

@@ -102,13 +102,14 @@ class IndexShape:
 
     @property
     def head_bytes(self) -> int:
-        """Returns the bytes of the representation of a block and head, N."""
+        """Returns the bytes of the representation (compact form of the keys) of a block and head,
+        N."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of a row (the representation of a block): H * N rounded up to a
-        multiple of 32, the size of a sector of device memory."""
+        """Returns the bytes of a row (the representation of a block, a compact form of its keys): H
+        * N rounded up to a multiple of 32, the size of a sector of device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property

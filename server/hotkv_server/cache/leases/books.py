@@ -112,7 +112,7 @@ class Uses:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records a use of the named blocks that are ready. Raises INVALID_FIELD for
-        representations."""
+        representations (compact forms of keys)."""
         books = self._books
         check_named(
             books.catalog.record(session.key_space_id),

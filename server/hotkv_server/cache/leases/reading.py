@@ -231,8 +231,8 @@ class Loads:
     ) -> list[SlotRun]:
         """Starts a load under a read lease. Returns the slots to copy from.
 
-        Raises INVALID_FIELD if the runs name a block that the lease does not pin, or name a block
-        twice.
+        Raises INVALID_FIELD if `runs` (blocks of a group each) name a block that the lease does not
+        pin, or name a block twice.
         """
         books, owner = self._books, self._books.sessions.owner(session)
         books.transfers.check_new(session.number, transfer_id, owner)

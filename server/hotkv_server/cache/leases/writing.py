@@ -53,7 +53,7 @@ looks for array attributes."""
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """State of the blocks that the runs of a call name.
+    """State of the blocks that a call names.
 
     words: for each run (consecutive blocks of a group), an entry word per block: the entry number,
         with the high bit set while the entry is reserved; 0 for a block without an entry.
@@ -69,7 +69,8 @@ class Named:
 class CheckedCall:
     """A call that passed its checks.
 
-    listed: keys of its blocks (`BlockIndex.mixed`), run after run, without representations.
+    listed: keys of its blocks (`BlockIndex.mixed`), run after run (consecutive blocks of a group),
+        without representations (compact forms of keys).
     named: state of its blocks. None if the call joins a lease, or if other calls ran since the
         state was looked up.
     ttl_s: lifetime of its lease.
@@ -102,8 +103,8 @@ class Reservations:
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
         """Makes room, in parts, for a `reserve`, which must follow right after the last part.
-        Evicts no block that the runs name. Makes no room if the lease exists: its blocks are
-        reserved already.
+        Evicts no block that `runs` (consecutive blocks of a group each) name. Makes no room if the
+        lease exists: its blocks are reserved already.
 
         If `reserve` would raise, raises before it evicts anything.
 

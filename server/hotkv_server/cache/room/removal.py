@@ -47,7 +47,7 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """Index, pool, tenants, policy and representations of a tier.
+    """Index, pool, tenants, policy and representations (compact forms of keys) of a tier.
 
     used_bytes: bytes of the slots in use, by number of the key space.
     """
@@ -167,7 +167,7 @@ class Removal:
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries that are ready and not pinned. Returns how many it evicted.
 
-        Blocks are evicted with a notice, representations without.
+        Blocks are evicted with a notice, representations (compact forms of keys) without.
         """
         going = self.going(entries)
         alone = self._representations.among(going)

@@ -242,8 +242,9 @@ MOST_LOST = 0.01
 """Largest share of a run (adjacent slabs that are lent together) that its slots should leave
 unused."""
 LONGEST_END = 100
-"""Most slabs by which a run is longer than a single slot needs. More are not necessary: a run of
-100 slabs that ends right after a slot loses less than a slab, which is MOST_LOST."""
+"""Most slabs by which a run (slabs that are lent together) is longer than a single slot needs. More
+are not necessary: a run of 100 slabs that ends right after a slot loses less than a slab, which is
+MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
 """Least and most runs (adjacent slabs that are lent together) that should fit into an arena. The
 least holds even if shorter runs lose more at their ends: a size must not take most of a small arena
@@ -251,8 +252,8 @@ for its first block. The most keeps the gaps between runs of different sizes sma
 It does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
-block keeps its whole run from being emptied."""
+"""In an arena of fewer slabs, runs (slabs that are lent together) are as short as their slot size
+allows, because a single hot block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
@@ -313,12 +314,14 @@ class _SlabClass:
         )
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns the number of slots in runs of these lengths. `lengths`: in slabs."""
+        """Returns the number of slots in runs (slabs that are lent together) of these lengths.
+        `lengths`: in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
     def slots_of(self, heads: Int64s, lengths: Int64s) -> Int64s:
-        """Returns the offsets of the slots of runs, run by run in rising order."""
+        """Returns the offsets of the slots in runs (slabs that are lent together), run by run in
+        rising order."""
         runs, nth = spread(self.counts_of(lengths))
         offsets: Int64s = heads[runs] * self._slab_bytes + nth * self.slot_bytes
         return offsets
@@ -433,8 +436,8 @@ class SlabPool:
         return self._owner
 
     def slab_head(self) -> Int64s:
-        """Returns the first slab of each slab's run; the slab itself if it is not lent. A view: do
-        not change it."""
+        """Returns for each slab the first slab of its run (the slabs that were lent together); the
+        slab itself if it is not lent. A view: do not change it."""
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
@@ -539,8 +542,8 @@ class SlabPool:
         """Marks slots as used while a pool is rebuilt after a restart. Raises ValueError if they
         overlap.
 
-        A run is rebuilt up to its last used slot. Its slabs count as having memory from here on;
-        the caller prefaults them.
+        A run (slabs that were lent together) is rebuilt up to its last used slot. Its slabs count
+        as having memory from here on; the caller prefaults them.
         """
         if not len(offsets):
             return

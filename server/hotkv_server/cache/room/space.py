@@ -96,17 +96,17 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def shares(self, size: int) -> bool:
-        """Returns True if a slot size shares the arena with other sizes or with representations.
-        Notifies the policy, which then may not refuse room to a new block in order to retain other
-        blocks."""
+        """Returns True if a slot size shares the arena with other sizes or with representations
+        (compact forms of keys). Notifies the policy, which then may not refuse room to a new block
+        in order to retain other blocks."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs until `more` slots by size could be promised to a tenant, as far as entries
-        may be evicted for it. While it runs, these slots count as promised, so that no other call
-        gets them."""
+        """Frees slabs until `more` slots by size could be promised to (reserved for) a tenant, as
+        far as entries may be evicted for it. While it runs, these slots count as promised, so that
+        no other call gets them."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -377,9 +377,9 @@ class Space:
     def may_keep(self, slot_bytes: int) -> bool:
         """Returns True if the policy may hold blocks back and refuse room for slots of this size.
 
-        False while several slot sizes or representations share the arena, since entries of the
-        other sizes would be evicted instead. False if there are tiers below, which get only blocks
-        that were stored here.
+        False while several slot sizes or representations (compact forms of keys) share the arena,
+        since entries of the other sizes would be evicted instead. False if there are tiers below,
+        which get only blocks that were stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others

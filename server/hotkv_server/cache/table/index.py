@@ -407,7 +407,8 @@ FreeSlots = Callable[[list[Words]], None]
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the positions in `groups`: first groups of blocks, then representations."""
+    """Returns the positions in `groups`: first those of groups of blocks, then those of
+    representations (compact forms of keys)."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
@@ -434,7 +435,7 @@ class Representations:
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations."""
+        """Returns which of the entries [n] are representations (compact forms of keys)."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -443,7 +444,8 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns all representations that are ready. Linear in capacity."""
+        """Returns all representations (compact forms of keys) that are ready. Linear in
+        capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
@@ -463,23 +465,24 @@ class Representations:
 
     def blocks_of(self, entries: Entries) -> Entries:
         """Returns for each entry [n] the block whose heat (order of eviction) counts for it: for a
-        ready representation its block, else the entry itself."""
+        ready representation (compact form of keys) its block, else the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations of a ready block."""
+        """Returns which of the entries [n] are representations (compact forms of keys) of a ready
+        block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations ready, each for a ready block, and removes the blocks'
-        former representations. `checks`: the representations' check values, uint64 [n]; all 0 if
-        not given."""
+        """Makes reserved representations (compact forms of keys) ready, each for a ready block, and
+        removes the blocks' former representations. `checks`: the representations' check values,
+        uint64 [n]; all 0 if not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -498,7 +501,7 @@ class Representations:
             self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Removes ready representations; their blocks stay."""
+        """Removes ready representations (compact forms of keys); their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
         self._remove(entries)
 

@@ -61,8 +61,8 @@ class ResidentGroup:
         return self._slots(self.most - len(self.positions), self.most - self.num_linked)
 
     def slots(self, num_blocks: int) -> dict[int, int]:
-        """Returns how many slots of each size this many blocks need, with one representation per
-        block."""
+        """Returns how many slots of each size this many blocks need, with one representation
+        (compact form of keys) per block."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -81,28 +81,30 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position [n] the representation pinned with its block; 0 for none."""
+        """Returns for each position [n] the representation (compact form of keys) that is pinned
+        with its block; 0 if none is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations. `positions` increase, and none of them has
-        a row."""
+        """Adds rows for blocks, without representations (compact forms of keys). `positions`
+        increase, and none of them has a row."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records the pinned representations [n] of these rows [n], which had no representation."""
+        """Records the pinned representations (compact forms of keys) [n] of the blocks in these
+        rows [n], which had no representation."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
         """Removes the last rows, at most `most` of them. Returns the entries of their blocks and
-        representations."""
+        representations (compact forms of keys)."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
         gone: Entries = np.concatenate((self.entries[keep:], linked[linked != 0]))
@@ -115,7 +117,8 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """Returns the entries of all blocks and representations of the group."""
+        """Returns the entries of all blocks and representations (compact forms of keys) of the
+        group."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
 
