@@ -279,8 +279,8 @@ class Layout:
         self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
     ) -> None:
         """Validates the layout and makes all recipes (byte ranges of a block on both sides), so
-        that the first transfer is not slower than later transfers. Raises ValueError as
-        `validate`."""
+        that the first transfer is not slower than later transfers. Raises ValueError if the layout
+        is not valid."""
         self.validate(groups, representations)
         shapes: dict[int, GroupSpec | Representation] = {
             **dict(enumerate(groups)),

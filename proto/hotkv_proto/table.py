@@ -224,7 +224,8 @@ def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """Returns the same keys as `mix`, from the first 8 bytes of each hash."""
+    """Returns the mixed 64-bit key of each hash [n], as `mix` does, from the first 8 bytes of each
+    hash."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 

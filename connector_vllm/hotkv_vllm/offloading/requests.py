@@ -108,12 +108,12 @@ class Room:
         return True
 
     def begin(self, request_id: str, num_rows: int) -> None:
-        """Notes that a promotion of `num_rows` rows begins. vLLM submits all offers of a step at
+        """Records that a promotion of `num_rows` rows begins. vLLM submits all offers of a step at
         the step's end."""
         self._under_way[request_id] = self._under_way.get(request_id, 0) + num_rows
 
     def end(self, request_id: str, num_rows: int) -> None:
-        """Notes the end of a promotion."""
+        """Records the end of a promotion."""
         left = self._under_way.pop(request_id, 0) - num_rows
         if left > 0:
             self._under_way[request_id] = left

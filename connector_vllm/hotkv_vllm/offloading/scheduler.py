@@ -160,7 +160,7 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
-        """Notes vLLM's own hit and the answer that vLLM's offloading gave."""
+        """Records vLLM's own hit and the answer that vLLM's offloading gave."""
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return
@@ -282,7 +282,7 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Notes that blocks of other weights are cached. Logs it once until the next reset."""
+        """Records that blocks of other weights are cached. Logs it once until the next reset."""
         self._is_clean = False
         if not self._said_unclean:
             self._said_unclean = True

@@ -61,15 +61,16 @@ BY_CONNECTOR = "opened_by_connector"
 """Name of the setting by which the connector says that it opens the tier's session itself."""
 HANDLE = "primary"
 PROBE_AGAIN_S = 0.25
-"""How long the answer of the block table is remembered for a request. A lease decides later."""
+"""Time for which the answer of the block table is remembered for a request. The lease, which is
+acquired later, decides."""
 ROOM_PATIENCE_S = 2.0
 """How long a request waits until other promotions make room in the primary tier."""
 HELD_STEPS = 3
 """Number of steps after a reset in which no promotion begins. The workers may still copy into rows
 that the reset has freed; vLLM 0.33 holds promotions for the same reason."""
 OWED_S = 600.0
-"""How long after a failed store requests offer all their chunks again. vLLM offers a chunk to its
-tiers only once, so otherwise the server would never get chunks stored while it was away."""
+"""Time after a failed store in which requests offer all their chunks again. vLLM offers a chunk to
+its tiers only once, so otherwise the server would never get chunks stored while it was away."""
 
 
 @dataclass(slots=True)

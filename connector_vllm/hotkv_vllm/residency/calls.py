@@ -135,7 +135,7 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Notes that the server has reserved room for the request. If the server was away, or has
+        """Records that the server has reserved room for the request. If the server was away, or has
         opened the residency anew, asks it to pin the known blocks again."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
@@ -158,7 +158,7 @@ class ResidencyCalls:
         known: Int64s,
         done: "Future[ResidentBlocks]",
     ) -> None:
-        """Notes an answer for the next step. The client's thread calls it."""
+        """Records an answer for the next step. The client's thread calls it."""
         is_same = (
             not done.cancelled()
             and done.exception() is None
@@ -183,7 +183,7 @@ class ResidencyCalls:
             one.asked = answer, blocks
 
     def take_answer(self, one: Resident, now_s: float) -> None:
-        """Notes at which offsets the server has pinned blocks, if it has answered `ask`."""
+        """Records at which offsets the server has pinned blocks, if it has answered `ask`."""
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None

@@ -331,7 +331,8 @@ class HostBatch:
 
 
 class CudaWorker:
-    """See the module.
+    """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
+    in the server's arena; see the module.
 
     plans_in_build: True if vLLM calls the connector for a step before it builds the step's
         metadata. Its model runner V1 does; V2 builds the metadata first.
@@ -579,7 +580,7 @@ class CudaWorker:
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
 
     def will_capture(self) -> None:
-        """Notes that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
+        """Records that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
         model runner V2 notifies connectors when it has captured all graphs."""
         self._has_captured = True
 

@@ -267,7 +267,8 @@ class LostBytesError(Exception):
 
 
 class ResidentPages:
-    """See the module.
+    """Copies, for a step, pages that only the server's arena has into hot slots and staging areas;
+    see the module.
 
     counted: copied pages, by names of `counter_help.COUNTERS`.
     """

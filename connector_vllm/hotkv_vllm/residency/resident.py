@@ -132,7 +132,7 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Notes where the server holds the blocks from position `first` on, up to the first block
+        """Records where the server holds the blocks from position `first` on, up to the first block
         that it lacks. Returns the number of noted blocks. Blocks from the missing block on are
         stored anew."""
         missing = np.flatnonzero(found.offsets < 0)

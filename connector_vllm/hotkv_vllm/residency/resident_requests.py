@@ -304,15 +304,15 @@ class ResidentRequests:
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """Notes that `job` stores blocks of the request, so that the server is not asked for these
-        blocks before the store ends."""
+        """Records that `job` stores blocks of the request, so that the server is not asked for
+        these blocks before the store ends."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
     def stored(self, store: StoreInFlight) -> None:
-        """Notes that a store has ended, whatever its result."""
+        """Records that a store has ended, whatever its result."""
         one = self._residents.get(store.request_id)
         if one is not None:
             one.storing.pop(store.store_id, None)

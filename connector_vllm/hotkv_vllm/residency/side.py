@@ -17,7 +17,8 @@ from hotkv_vllm.scheduler.sharing import Sharing
 
 
 class ResidentSide:
-    """See the module. Scheduler thread only."""
+    """Answers the questions of vLLM's block manager about resident requests; see the module.
+    Scheduler thread only."""
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
         self.edge = edge

@@ -78,7 +78,8 @@ class ResidentPlan(StepPlan):
 
 
 class ResidentWorker(SparseWorker):
-    """See the module. One thread."""
+    """Decides which blocks each row of a batch attends to, and copies blocks that are not on the
+    device from the server's arena; see the module. One thread."""
 
     def __init__(
         self,

@@ -361,7 +361,7 @@ class WrittenBlocks:
         return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
-        """Notes that vLLM's own prefix cache holds the first `num_tokens` of the request."""
+        """Records that vLLM's own prefix cache holds the first `num_tokens` of the request."""
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
@@ -382,7 +382,7 @@ class WrittenBlocks:
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Notes the schedule of a step. Its blocks are computed only if `of_step` is called."""
+        """Records the schedule of a step. Its blocks are computed only if `of_step` is called."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:

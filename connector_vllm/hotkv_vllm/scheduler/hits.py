@@ -321,7 +321,7 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""How long a request that missed is not looked up again."""
+"""Time after a miss in which the request is not looked up again."""
 HINT_MEMORY_S = 0.02
 """How long a hint from the request's arrival stays usable."""
 LEASE_SHARE_BEFORE_LOAD = 0.5

@@ -144,7 +144,7 @@ class Quarantine:
         return sum(len(blocks) for blocks in self._held.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """Notes a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
+        """Records a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -347,7 +347,7 @@ class LoadRoom:
         return has_room
 
     def admitted(self, request_id: str, blocks: Any) -> None:
-        """Notes that vLLM has allocated blocks to the request, possibly for a load."""
+        """Records that vLLM has allocated blocks to the request, possibly for a load."""
         need = self._needs.pop(request_id, None)
         if need is not None:
             held = sum(not one.is_null for group in blocks.blocks for one in group)
@@ -397,7 +397,7 @@ class OtherLoads:
         )
 
     def admitted(self, request_id: str) -> None:
-        """Notes that vLLM has allocated blocks to the request. A load may be filling them."""
+        """Records that vLLM has allocated blocks to the request. A load may be filling them."""
         self._admitted.add(request_id)
 
     def ended(self, request_id: str) -> None:
@@ -410,7 +410,7 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Notes a planned step. Returns the number under which its end must be reported; 0 if its
+        """Records a planned step. Returns the number under which its end must be reported; 0 if its
         end does not matter."""
         if not self._admitted and not has_sync_loads and not self._unsettled:
             return 0

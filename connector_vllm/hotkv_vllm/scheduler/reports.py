@@ -49,13 +49,12 @@ class UseReports:
         self._loads: list[LoadEnd] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
-        """Notes the hit that vLLM has in its own cache for the request."""
+        """Records the hit that vLLM has in its own cache for the request."""
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
-        """Notes the answer to vLLM about the request's hit.
-
-        waits: True if the request has to ask again.
+        """Records the answer to vLLM about the request's hit. waits: True if the request has to ask
+again.
         may_read: False if hotkv is not asked for this request.
         """
         use = state.use
@@ -70,7 +69,7 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """Notes that the engine has allocated the request's blocks; `external_tokens`: number of
+        """Records that the engine has allocated the request's blocks; `external_tokens`: number of
         tokens that are to be loaded from hotkv."""
         if external_tokens:
             state.use.external_tokens = external_tokens
@@ -101,7 +100,7 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool) -> None:
-        """Notes the end of the request's load."""
+        """Records the end of the request's load."""
         if state.trace is not None:
             state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:

@@ -428,8 +428,8 @@ class StorePlanner:
         self.is_held = False
         """True while no new store may begin and every step must wait for the stores in flight."""
         self.is_rekeying = False
-        """True while stores are held as with `is_held`, because it is not known which key space
-        belongs to the engine's weights."""
+        """True while no new store may begin and every step must wait for the stores in flight,
+        because it is not known which key space belongs to the engine's weights."""
 
     def __repr__(self) -> str:
         return f"StorePlanner({self.in_flight}, {self.tails})"
@@ -442,7 +442,7 @@ class StorePlanner:
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
-        """Notes a successful load: per group, the server has this many leading blocks."""
+        """Records a successful load: per group, the server has this many leading blocks."""
         for index, num_blocks in enumerate(stored_blocks):
             mine = state.store.stored_blocks
             mine[index] = max(mine[index], num_blocks)

@@ -129,7 +129,7 @@ class SparseSequences:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Notes that a request has ended or was aborted."""
+        """Records that a request has ended or was aborted."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)

@@ -24,8 +24,8 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""How long a server may take to answer a cancel: it first finishes the pieces that its threads are
-copying."""
+"""Time that a server may take to answer a cancel: it first finishes the pieces (parts of transfers)
+that its threads are copying."""
 
 
 @dataclass(slots=True)

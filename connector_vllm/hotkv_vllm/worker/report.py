@@ -45,7 +45,7 @@ class RankReport:
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:
-        """Notes the server's time for the loads of requests, seconds; 0 if not known."""
+        """Records the server's time for the loads of requests, seconds; 0 if not known."""
         self._next.load_seconds.update(
             (name, load_s) for name, load_s in load_seconds.items() if load_s
         )

@@ -210,8 +210,8 @@ def restore(
 def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
-    """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
-    A block's seal (its check value) is compared at each later read of the block."""
+    """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
+    table. A block's seal (its check value) is compared at each later read of the block."""
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)

@@ -155,17 +155,17 @@ class Cause(enum.IntEnum):
 
     NONE = 0
     ROOM = 1
-    """It was evicted to make room for other blocks."""
+    """The block was evicted to make room for other blocks."""
     OPERATOR = 2
-    """A call evicted it."""
+    """A call of an operator evicted the block."""
     FLUSH = 3
-    """Its key space was flushed."""
+    """The block's key space was flushed."""
     DAMAGE = 4
-    """Its bytes contradicted its check value."""
+    """The block's bytes contradicted its check value."""
     HINT = 5
-    """A hint demoted it to a tier below."""
+    """A hint demoted the block to a tier below host memory."""
     EXPIRY = 6
-    """It never became ready, because the lease of its store expired."""
+    """The block never became ready, because the lease of its store expired."""
 
 
 @dataclass(frozen=True, slots=True)

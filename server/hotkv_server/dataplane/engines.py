@@ -107,7 +107,8 @@ class CopyJob:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """Notes that a piece (part of the job) is about to be copied. Only copy engines call it."""
+        """Records that a piece (part of the job) is about to be copied. Only copy engines call
+        it."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -120,7 +121,7 @@ class CopyJob:
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """Notes that a piece (part of the job) was copied, was skipped or has failed. Only copy
+        """Records that a piece (part of the job) was copied, was skipped or has failed. Only copy
         engines call it."""
         with self._lock:
             self._error = self._error or error

@@ -39,7 +39,8 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns its bytes, writable. Raises ValueError if they lie on a device."""
+        """Returns the memory's bytes as a writable array. Raises ValueError if they lie on a
+        device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))

@@ -32,7 +32,7 @@ STORED = bytes((BlockResult.STORED,))
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Tells that consecutive blocks of a sequence became ready in a medium.
+    """An event: consecutive blocks of a sequence became ready in a medium (host memory or a tier).
 
     hashes: the blocks' hashes, uint32 words [n, 8].
     parent: hash of the block before the first, words [8]; None if the first block has no parent,
@@ -78,7 +78,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Tells that blocks were removed from a medium.
+    """An event: blocks were removed from a medium (host memory or a tier).
 
     hashes: the blocks' hashes, uint32 words [n, 8], in no particular order.
     tier: name of the tier that had the blocks; empty for host memory.
@@ -97,7 +97,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """Tells that all blocks of a key space were removed, from every medium.
+    """An event: all blocks of a key space were removed, from every medium.
 
     removed: the same removal as single events, for host memory and the disk tier. On a topic with
         several key spaces they are sent in place of the clear.

@@ -49,7 +49,8 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockStored(KVCacheEvent):
-    """Tells that consecutive blocks of a sequence became ready in a medium."""
+    """An event: consecutive blocks of a sequence became ready in a medium (host memory or a
+    tier)."""
 
     block_hashes: list[ExternalHash]
     parent_block_hash: ExternalHash | None
@@ -68,7 +69,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Tells that blocks were removed from a medium."""
+    """An event: blocks were removed from a medium (host memory or a tier)."""
 
     block_hashes: list[ExternalHash]
     medium: str | None
@@ -78,7 +79,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """Tells that all blocks of the publisher were removed."""
+    """An event: all blocks of the publisher were removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -285,15 +285,16 @@ class LiveSession:
     knows_tiers: bool = False
     """Whether the server may delay a lookup's answer until a shared tier has answered."""
     takes_batches: bool = False
-    """Whether one message of its stream may carry several messages, in both directions."""
+    """Whether one message of the session's stream may carry several messages, in both
+    directions."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
-    """When its last message arrived, in seconds of the monotonic clock."""
+    """When the session's last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
     prefill_tokens_per_s: float = 0.0
-    """Prefill speed that its engine measured; 0 if unknown."""
+    """Prefill speed that the session's engine has measured; 0 if unknown."""
 
     def __repr__(self) -> str:
         return (
@@ -303,22 +304,23 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """Returns its name for the log."""
+        """Returns the session's name for the log."""
         return f"session={self.record.number} engine={self.engine_name}"
 
     @property
     def engine_name(self) -> str:
-        """Returns the name by which its engine is shown."""
+        """Returns the name by which the session's engine is shown to people."""
         return self.names.engine(self.record.engine_id)
 
     @property
     def model_name(self) -> str:
-        """Returns the name by which its model is shown."""
+        """Returns the name by which the session's model is shown to people."""
         return self.names.model_of(self.key_space, self.record.engine_id)
 
     @property
     def has_arena(self) -> bool:
-        """Returns whether its link has passed the arena's descriptor."""
+        """Returns whether the session's link (connection on the descriptor socket) has passed the
+        arena's descriptor."""
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
@@ -353,7 +355,7 @@ class LiveSession:
             self.end(unread())
 
     def end(self, why: HotKVError) -> None:
-        """Ends its stream, which closes the session."""
+        """Ends the session's stream, which closes the session."""
         if self.on_end is not None:
             self.on_end(why)
 
@@ -396,7 +398,7 @@ class LiveSession:
                 os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
-        """Cancels all of its transfers. From any thread."""
+        """Cancels all transfers of the session. From any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 
@@ -438,7 +440,8 @@ class LiveSession:
         )
 
     def release_memory(self) -> None:
-        """Unmaps its memory, closes descriptors that were never registered, and closes the link."""
+        """Unmaps the session's memory, closes descriptors that were never registered, and closes
+        the session's link."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None

@@ -276,8 +276,9 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """Does the same as `Tier.probe`. `epochs`: the epochs that are part of the keys, as in
-        `Blocks`."""
+        """Asks which blocks the tier has, as `Tier.probe` does. `epochs`: the epochs (numbers that
+        flushes raise) that are part of the keys; if the store has another epoch, all blocks are
+        ABSENT."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks for the epochs of key spaces, and begins an epoch for each that has none. Does not

@@ -69,8 +69,8 @@ class NamedRow(NamedTuple):
 
     @property
     def word(self) -> np.int32:
-        """Returns the number by which kernels read this value: 2 * state + is_sparse. (NO_ROW means
-        that the host has named no row.)"""
+        """Returns the number by which kernels on the device read this value: 2 * state + is_sparse.
+        (NO_ROW means that the host has named no row.)"""
         return np.int32(2 * self.state + self.is_sparse)
 
 
@@ -161,7 +161,8 @@ class Residents:
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Tells kernels which rows of the next step belong to which states.
+        """Writes to the device which rows of the next step belong to which states (indices of
+        requests in the tables).
 
         Raises INVALID_FIELD if a block or state is out of range.
 

@@ -157,7 +157,7 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Notes that a load under the lease begins, so that the lease's bytes no longer count
+        """Records that a load under the lease begins, so that the lease's bytes no longer count
         against the budget for leases without a load."""
         if not lease.admitted:
             lease.admitted = True

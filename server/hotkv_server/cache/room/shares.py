@@ -183,8 +183,8 @@ class TenantBook:
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
         """Replaces the shares. A tenant that is not listed has no guarantee and no bound.
-        `over_bound` then returns the tenants that exceed their new bounds. Raises as
-        `check_shares`."""
+        `over_bound` then returns the tenants that exceed their new bounds. Raises INVALID_FIELD,
+        and changes nothing, if `check_shares` would raise."""
         self.check_shares(shares)
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)

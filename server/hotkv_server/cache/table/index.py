@@ -76,7 +76,8 @@ class BlockIndex:
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words [n] as `find` does, but compares only tags (32 bits of each key), as
+        """Returns an entry word for each hash [n] (the entry number, with the high bit set while
+        the entry is reserved; 0 for a miss), but compares only tags (32 bits of each key), as
         readers of the table do. Faster than `find`, but only a hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
@@ -280,7 +281,8 @@ class BlockIndex:
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """Returns the keys as `mixed` does, for hashes [n, 8] that need not be in the index."""
+        """Returns the keys, uint64 [n], that entries with these hashes [n, 8] have; the hashes need
+        not be in the index."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:

@@ -136,8 +136,9 @@ class Record:
 class Ticket:
     """A flush that a caller has requested.
 
-    `number`: number of the request, as counted by `Record.asked`.
-    `need`: number of the flush of this node that serves it, as in `Record.need`.
+    `number`: number of the request; the flush requests of a key space are counted (`Record.asked`).
+    `need`: number of the flush of this node that serves the request; the flushes of this node are
+        numbered.
     `asked_s`: time of the request.
     """
 
@@ -249,7 +250,7 @@ class EpochBook:
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Notes that the flush of this node has ended: no block from before its begin is left."""
+        """Records that the flush of this node has ended: no block from before its begin is left."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -263,7 +264,7 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Notes that the flush of this node has failed and must begin again."""
+        """Records that the flush of this node has failed and must begin again."""
         record = self._record(fingerprint)
         record.begun = record.ended
 
@@ -408,7 +409,7 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Notes that blocks of the key space were requested, so the key space is in use."""
+        """Records that blocks of the key space were requested, so the key space is in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 

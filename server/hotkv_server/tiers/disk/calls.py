@@ -162,8 +162,8 @@ class CallQueue:
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """Counts a piece as done. Returns True if its call has ended; then no thread uses the
-        call's slots any more."""
+        """Counts a piece (part of a call) as done. Returns True if its call has ended; then no
+        thread uses the call's slots any more."""
         with self._changed:
             if piece.call.is_write:
                 self._num_writing -= 1

@@ -83,7 +83,7 @@ class Client(Protocol):
         until_s: float,
     ) -> Epochs:
         """Reads the keys' values into the slots and sets the codes. Deletes damaged values. Returns
-        the epochs that differ, as `probe` does."""
+        the store's epochs (numbers that flushes raise) that differ from `expected`."""
 
     def write(
         self,

@@ -67,19 +67,19 @@ class RemoteHealth:
             return True
 
     def connected(self) -> None:
-        """Notes that the server has accepted a connection."""
+        """Records that the server has accepted a connection."""
         with self._lock:
             if self._problem:
                 log.info("%s can be used again", self._name)
             self._problem, self._retry_at_s = "", float("inf")
 
     def worked(self) -> None:
-        """Notes that a call has succeeded."""
+        """Records that a call has succeeded."""
         self._failures = 0
 
     def fail(self, words: str) -> None:
-        """Notes that the server can't be used, and sets the time of the next try. `words`: the rest
-        of a message that begins with the server's name."""
+        """Records that the server can't be used, and sets the time of the next try. `words`: the
+        rest of a message that begins with the server's name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:

@@ -110,8 +110,8 @@ def age_of(name: str) -> int:
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age, as in `age_of`, of a pack made at `time_us` microseconds of the wall
-    clock."""
+    """Returns a number that is greater for older packs, for a pack made at `time_us` microseconds
+    of the wall clock."""
     return _LAST_US - time_us
 
 

@@ -147,7 +147,8 @@ class Duel:
 
     @property
     def hold_s(self) -> float:
-        """How long blocks are held: the winner's `hold_s`; 0 while holding is not allowed."""
+        """How long blocks are held (not evicted) after a use: the `hold_s` of the winning
+        contender; 0 while holding is not allowed."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
