@@ -53,8 +53,9 @@ class UseReports:
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
-        """Records the answer to vLLM about the request's hit. waits: True if the request has to ask
-again.
+        """Records the answer to vLLM about the request's hit.
+
+        waits: True if the request has to ask again.
         may_read: False if hotkv is not asked for this request.
         """
         use = state.use

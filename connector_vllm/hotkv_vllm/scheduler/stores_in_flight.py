@@ -154,9 +154,10 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """Records that a step is planned: all earlier plans have reached the workers. Removes and
-returns the stores whose reports never came, and ended stores that were not removed. A worker may
-still have them, so the step must list them.
+        """Records that a step is planned: all earlier plans have reached the workers.
+
+        Removes and returns the stores whose reports never came, and ended stores that were not
+        removed. A worker may still have them, so the step must list them.
         """
         self._last_sent = self._last_planned
         until_s = time.monotonic() - UNREPORTED_S
