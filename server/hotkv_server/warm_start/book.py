@@ -35,7 +35,7 @@ class Warmth:
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns the blocks at these places."""
+        """Returns the snapshot of only the blocks at these positions."""
         return Warmth(
             self.entries[places],
             self.generations[places],
