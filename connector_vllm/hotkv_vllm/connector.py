@@ -200,8 +200,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks by which requests are reported whose bytes in host memory were lost.
-        Failed loads are reported by `get_transfer_results` instead."""
+        """Returns the id of the first block of each request whose bytes in host memory were lost,
+        so that vLLM computes these requests anew. Failed loads are reported by
+        `get_transfer_results` instead."""
         return self._worker.sparse.take_lost()
 
     @hook(nothing)

@@ -210,7 +210,7 @@ class CudaSequences:
                 self.lose(sequence, why)
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of the requests that were lost since the last call."""
+        """Returns the id of the first block of each request that was lost since the last call."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -570,7 +570,7 @@ class CudaWorker:
         self._step = []
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of the requests that were lost since the last call."""
+        """Returns the id of the first block of each request that was lost since the last call."""
         self.find_lost()
         return self.sequences.take_lost()
 

@@ -62,10 +62,10 @@ class Pinner(Protocol):
 
     def pins(self) -> Int64s:
         """Returns for each entry the number of pins that this object holds on it [capacity + 1].
-        Linear in capacity."""
+        Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if its books disagree. Linear in capacity."""
+        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""
 
 
 # Tiers below host memory. A tier reports to the core where its blocks lie.
@@ -124,4 +124,4 @@ class Below(Protocol):
         1]."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if its books disagree. Linear in capacity."""
+        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""

@@ -219,8 +219,8 @@ class EventHub:
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def publish(self, events: Sequence[Event], *, is_first: bool = False) -> None:
-        """Sends events to all readers, in order. `is_first`: the events are the clear that opens a
-        key space new to this server."""
+        """Sends events to all readers, in order. `is_first`: `events` is only the KeySpaceCleared
+        with which `add_key_space` registers a key space."""
         if not (events and self.is_heard):
             return
         now_s = time.time()

@@ -68,7 +68,7 @@ def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
 
 
 def joined(parts: list[Warmth]) -> Warmth:
-    """Joins all parts."""
+    """Returns one snapshot of the blocks of all parts, in their order."""
     return Warmth(
         np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
         np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),

@@ -181,7 +181,8 @@ class ReadLeases:
         self._books.pin_budget.unadmitted_bytes += num_bytes
 
     def check_invariants(self, others: NDArray[np.int64]) -> None:
-        """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
+        """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in
+        the capacity.
 
         others: pins by entry number [capacity + 1] of other holders than leases and retention pins.
         """

@@ -85,7 +85,8 @@ class CheckedCall:
 
 
 class Reservations:
-    """Changes the write leases in the lease book."""
+    """Opens and ends write leases: makes room for the blocks to store, reserves their slots, and
+    frees the slots that stay empty."""
 
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
@@ -430,8 +431,8 @@ class Reservations:
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if write leases, moves and reserved entries disagree. Linear in
-        capacity."""
+        """Raises AssertionError if write leases, moves and reserved entries disagree. Takes time
+        linear in the capacity."""
         index = self._books.space.index
         owned = [np.empty(0, np.uint32), *(one.reserved() for one in self._books.below)]
         for lease in self._books.leases.all():
@@ -675,7 +676,8 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """Returns the mask of all shards."""
+        """Returns the mask in which all shards of the lease's blocks are set: bit n stands for
+        shard n."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 

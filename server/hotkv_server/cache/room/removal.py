@@ -100,7 +100,7 @@ class Books:
             )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if two books disagree. Linear in capacity."""
+        """Raises AssertionError if two books disagree. Takes time linear in the capacity."""
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()

@@ -159,7 +159,8 @@ class SlabFloors:
         return fits
 
     def check(self, slots: Mapping[int, int]) -> None:
-        """Raises AssertionError unless the floors are exactly `slots` by size and hold."""
+        """Raises AssertionError unless exactly `slots` are promised, by size, and enough slabs are
+        available for them."""
         expected = {size: count for size, count in slots.items() if count}
         assert self._slots == expected, "slots of floors miscounted"
         assert not self.shortfall, "a floor does not hold"

@@ -511,5 +511,5 @@ class Space:
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Linear in capacity."""
+        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
         self.books.check_invariants()

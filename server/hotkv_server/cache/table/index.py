@@ -286,7 +286,8 @@ class BlockIndex:
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if table, states and free numbers disagree. Linear in capacity."""
+        """Raises AssertionError if table, states and free numbers disagree. Takes time linear in
+        the capacity."""
         _check_buckets(self, self.states())
         _check_numbers(self, self.states())
 
@@ -446,8 +447,8 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns all representations (compact forms of keys) that are ready. Linear in
-        capacity."""
+        """Returns all representations (compact forms of keys) that are ready. Takes time linear in
+        the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
@@ -516,7 +517,7 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if links disagree. Linear in capacity."""
+        """Raises AssertionError if links disagree. Takes time linear in the capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

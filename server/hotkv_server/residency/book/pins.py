@@ -135,8 +135,8 @@ class ResidencyPins:
         return pins
 
     def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
-        """Raises AssertionError unless the pins equal `counts` (by entry number) and the marks
-        agree.
+        """Raises AssertionError unless the pins equal `counts` (by entry number), and exactly the
+        pinned and the retained entries are marked as read in the arena.
 
         Returns the pinned bytes of the arena by tenant, and the pinned slots by size.
         """

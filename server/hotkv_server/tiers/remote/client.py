@@ -23,9 +23,10 @@ MAX_WORDS = 200
 class StoreError(Exception):
     """A call or a connect failed, and the connection must be closed.
 
-    The tier is then down, so its calls fail at once, until a connect succeeds. LostError and
-    LateError say when the tier stays up. The message continues a sentence that begins with the
-    store's name, as in "valkey at ...".
+    The tier is then down, so its calls fail at once, until a connect succeeds. Exceptions: after a
+    LostError of a call, and after a LateError at the deadline of a call that moves blocks, the tier
+    stays up. The message continues a sentence that begins with the store's name, as in "valkey at
+    ...".
     """
 
 

@@ -87,4 +87,4 @@ class Policy(Protocol):
         """Returns the values that the policy has adapted, by metric name."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if books disagree. Linear in capacity."""
+        """Raises AssertionError if books disagree. Takes time linear in the capacity."""
