@@ -699,7 +699,8 @@ class DevicePool:
             request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests that hold one of these blocks. Independent of `lose`."""
+        """Makes vLLM preempt the requests that hold one of these blocks. Does not call `lose`,
+        because a fault of `lose` may be the reason of this call."""
         if self._manager is not None:
             for request_id, blocks in self._manager.req_to_blocks.items():
                 if not first_blocks.isdisjoint(block.block_id for block in blocks):

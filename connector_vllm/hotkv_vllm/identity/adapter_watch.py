@@ -61,7 +61,7 @@ class AdapterWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Returns True if there is a manager."""
+        """Returns True if the engine has a manager of adapters, whose loads this object watches."""
         return self._manager is not None
 
     @property

@@ -176,7 +176,8 @@ class Adapters:
     def arrived(self, request: Any, now_s: float) -> None:
         """Registers a new request of an adapter.
 
-        Asks the workers if no other request of the id lives, or if the id has a new name.
+        If no other live request uses the adapter's id, or the id has a new name, asks the workers
+        which bytes the adapter has.
         """
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)

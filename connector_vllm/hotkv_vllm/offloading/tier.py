@@ -173,7 +173,8 @@ class HotKVTier(SecondaryTierManager):
         return self._transfers
 
     def _open_stated(self) -> None:
-        """Opens the session of a tier that no connector has made."""
+        """Opens the session of a tier that an operator has configured in `secondary_tiers` of vLLM,
+        without `HotKVOffloadingConnector`."""
         why = versions.why_off(versions.OFFLOADING, self.settings.allow_untested_vllm)
         if not why and not self.settings.weights_identity:
             why = (
@@ -284,7 +285,8 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def exclude(self, request_ids: Iterable[str]) -> None:
-        """Excludes requests from now on."""
+        """Excludes these requests: none of their chunks is looked up or stored from this call
+        on."""
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True

@@ -71,8 +71,8 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """Marks the requests that have one of these blocks as lost, after a hook has raised. Shares
-        no code with `lost`."""
+        """Makes vLLM preempt and compute anew the requests that have one of these blocks, after a
+        hook has raised. Shares no code with `lost`, because `lost` may have raised."""
         self._pool.lose_blocks(first_blocks)
 
     @property

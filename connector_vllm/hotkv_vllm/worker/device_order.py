@@ -43,7 +43,7 @@ WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """A point on a stream; `torch.cuda.Event`."""
+    """An event that marks a point in a stream: the used part of `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...
