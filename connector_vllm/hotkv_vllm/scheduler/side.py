@@ -204,7 +204,7 @@ class HotKVScheduler:
 
     def update_broke(self, output: Any) -> None:
         """Counts the loads of a step as failed and its stores as ended, if `update` raised before
-        it handled them. Shares no code with `update`, because the same fault would raise again."""
+        it handled them. Shares no code with `update`, because the same fault could raise again."""
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
