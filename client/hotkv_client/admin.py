@@ -69,7 +69,8 @@ class AdminClient:
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
 
     def info(self) -> dict[str, Any]:
-        """Returns version, epoch, state, devices, and `counters` by name."""
+        """Returns version, epoch (number that changes when the server loses the cache's contents),
+        state, devices, and `counters` by name."""
         return self.tell("server")
 
     def tiers(self) -> list[dict[str, Any]]:
@@ -152,7 +153,8 @@ class AdminClient:
         """Yields pairs: cache events as they happen, and the number of events that this stream
         missed after them because it was read too slowly.
 
-        The first pair and the end of the stream are as for `watch_requests`.
+        The first pair is empty. Every event after it is yielded or counted as missed. The stream
+        ends after `seconds`; 0: never.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
         state: begin with events for the blocks that are cached, if the server knows their tokens.

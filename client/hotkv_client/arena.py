@@ -130,7 +130,8 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Checks the validity words as `Arena.holds` does. Returns False if `words` is empty."""
+    """Returns True if all blocks that a residency has pinned have stayed pinned until this call,
+    according to the validity `words`. Returns False if `words` is empty."""
     return bool(
         len(words)
         and words[GENERATION] <= opened.generation

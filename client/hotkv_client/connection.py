@@ -58,7 +58,8 @@ class Pending:
     future: the future that the answer resolves.
     lease_id: the lease that an `acquire` call asked for; otherwise empty.
     transfer_id: id of a load or store; empty for other calls.
-    fence_index: the word of the fence that revokes this store; 0 if the call can't be revoked.
+    fence_index: the word of the fence (page shared with the server) that revokes this store; 0 if
+        the call can't be revoked.
     call: name of the call, a field of `ConnectRequest.body`; set when the call is sent.
     """
 
@@ -77,7 +78,8 @@ class Connection:
     link: the connection to the descriptor socket; None for a TCP target or if it is not needed.
     table: the mapped block table; None without a link, or if the session does not use it.
     opened: the server's answer to the opening of the session.
-    order_kind: the kind of mark that the server chose for transfers of this connection.
+    order_kind: the kind of mark (point in the queue of the engine's device) that the server chose
+        for transfers of this connection.
     order_message: why the server rejected a part of the memory's device order; empty if it rejected
         no part.
     """
@@ -244,8 +246,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. If it is a store with a word of the fence, also
-        revokes it and resolves its future as CANCELLED at once."""
+        """Asks the server to end a transfer. If it is a store with a word of the fence (page by
+        which stores are revoked), also revokes it and resolves its future as CANCELLED at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
@@ -262,8 +264,8 @@ class Connection:
             )
 
     def has_unrevocable_store(self) -> bool:
-        """Returns whether a store in flight can't be revoked, because it has no word of the
-        fence."""
+        """Returns whether a store in flight can't be revoked, because it has no word of the fence
+        (page by which stores are revoked)."""
         with self._lock:
             return any(
                 item.transfer_id and not item.is_load and not item.fence_index

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
-"""End of the words that stores use in a shared fence: words 1 to SHARED_WORDS - 1.
+"""End of the words that stores use in a shared fence (page by which stores are revoked): words 1 to
+SHARED_WORDS - 1.
 
 Word SHARED_WORDS + i is not zero while a session has sent the store of word i and the server has
 not answered. The token of `FencePlace` starts at word TOKEN_WORD.
@@ -39,8 +40,8 @@ TOKEN_BYTES = 16
 
 
 class Fence:
-    """A session's own page. Words 1 to FENCE_WORDS - 1 each serve one store in flight.
-    Thread-safe."""
+    """A session's own page, shared with the server, by which it revokes stores. Words 1 to
+    FENCE_WORDS - 1 each serve one store in flight. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -51,8 +52,8 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """Acquires a cleared word and returns its index. Returns 0 if all words are in use; a store
-        with index 0 can't be revoked."""
+        """Acquires a cleared word of the page for a store and returns the word's index. Returns 0
+        if all words are in use; a store with index 0 can't be revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -69,7 +70,8 @@ class Fence:
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """Frees a word. Call it when the server has answered the store or is dead. Ignores 0."""
+        """Frees a word of the page. Call it when the server has answered the word's store or is
+        dead. Ignores 0."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -90,7 +92,8 @@ class FencePlace:
 
 
 class SharedFence:
-    """A session's side of a page whose words another process chooses. Thread-safe.
+    """A session's side of a fence (page by which stores are revoked) whose words another process
+    chooses. Thread-safe.
 
     Sessions of the same process may share it.
     """

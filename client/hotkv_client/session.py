@@ -241,7 +241,7 @@ class Session:
         with other blocks fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
-        traceparent: as for `lookup`.
+        traceparent: the caller's span in the form of W3C Trace Context; None: no span.
         wants_offsets: the grant also has the blocks' offsets in `arena()`. Fails as NOT_ALLOWED if
             there is no arena.
         """
@@ -266,7 +266,8 @@ class Session:
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
         """Acquires a write lease: reserves slots for blocks that a store will write.
 
-        Resolves to an array of `BlockResult` values for each run. `ttl_s` is as for `acquire`.
+        Resolves to an array of `BlockResult` values for each run (consecutive blocks of a group).
+        `ttl_s`: time until the lease expires; 0: the server's default.
         """
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
@@ -387,11 +388,12 @@ class Session:
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Reports the sparse decode steps since the previous report to the server. The call has no
-        answer.
+        """Reports to the server the sparse decode steps since the previous report. The server sends
+        no answer.
 
-        positions: by sequence id, int32 positions of the blocks that any layer selected or added to
-            its hot set. The server's eviction policy counts these blocks as used.
+        positions: by sequence id, int32 positions of the blocks that any layer selected, or added
+            to its hot set (the blocks that it keeps on the device). The server's eviction policy
+            counts these blocks as used.
         counters: by layer and name, the growth of a counter. The names are those of
             `SPARSE_COUNTERS`; another name raises HotKVError.
         """
@@ -442,9 +444,9 @@ class Session:
     ) -> "Future[TransferResult]":
         """Copies blocks that a read lease pins into the registered engine memory.
 
-        after: the server writes only after the engine's device has passed this mark, and
-            `timeout_s` begins then. None: the server may write at once.
-        traceparent: as for `lookup`.
+        after: the server writes only after the engine's device has passed this mark (a point in the
+            device's queue), and `timeout_s` begins then. None: the server may write at once.
+        traceparent: the caller's span in the form of W3C Trace Context; None: no span.
         """
         return self._call(
             lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after, traceparent),
@@ -468,8 +470,8 @@ class Session:
         The first store under a `lease_id` reserves the slots; the stores of the other ranks name
         the same lease and write their shards into these slots.
 
-        after: the server reads only after the engine's device has passed this mark, and `timeout_s`
-            begins then. None: the server may read at once.
+        after: the server reads only after the engine's device has passed this mark (a point in the
+            device's queue), and `timeout_s` begins then. None: the server may read at once.
         fence_index: if `EngineMemory.fence` is set, the word of this shared fence that revokes the
             store; another number than that of a word raises ValueError. Otherwise ignored.
         """
@@ -498,9 +500,10 @@ class Session:
     def cancel(self, transfer_id: str) -> None:
         """Asks the server to end a transfer early. The transfer has ended when its future resolves.
 
-        If a store has a word of the fence, this call revokes it, and its future resolves at once as
-        CANCELLED without results, even if the server hangs. The store's blocks were committed
-        before, or never will be. The future of a load resolves when the server has stopped writing.
+        If a store has a word of the fence (page by which stores are revoked), this call revokes it,
+        and its future resolves at once as CANCELLED without results, even if the server hangs. The
+        store's blocks were committed before, or never will be. The future of a load resolves when
+        the server has stopped writing.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
@@ -509,7 +512,8 @@ class Session:
         """Revokes all stores in flight. After the return the engine may overwrite their blocks.
 
         The futures of these stores resolve when the server answers. Raises SessionLostError if a
-        store has no word of the fence and can't be revoked; only `close` ends such a store.
+        store can't be revoked because it has no word of the fence (page by which stores are
+        revoked); only `close` ends such a store.
         """
         if self._life.fence is not None:
             self._life.fence.revoke_all()

@@ -99,7 +99,8 @@ class SelectConfig:
     """Settings of the selections that the server makes for a sequence.
 
     config: the server uses only the parts that affect a selection.
-    representation_group: group index of the representations; see `SessionConfig`.
+    representation_group: group index of the representations (compact forms of blocks' keys) in this
+        session, as `SessionConfig.representation_group` returns it.
     layer_indices: the sparse layers, ascending. A shard's part of a representation holds these
         layers in order. Each layer holds the formats of `config.scorers_of(layer)` in order. Each
         format holds `kv_heads` heads.
@@ -127,7 +128,8 @@ class SequenceCreated:
     """The answer to the creation of a sequence.
 
     If the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context and
-    their representations. Positions in the context are then positions in the lease's lists.
+    their representations (compact forms of keys). Positions in the context are then positions in
+    the lease's lists.
     """
 
     lease_id: str
@@ -139,8 +141,9 @@ class SequenceState:
     """The state of a sequence after blocks were appended.
 
     num_blocks: complete blocks of the sequence.
-    lease_id, covered_blocks: as in `SequenceCreated`, if the server selects. This lease replaces
-        the lease of the previous answer.
+    lease_id, covered_blocks: if the server selects, the lease that pins the `covered_blocks`
+        leading blocks of the context and their representations (compact forms of keys). This lease
+        replaces the lease of the previous answer.
     """
 
     num_blocks: int
@@ -261,7 +264,8 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """An event: blocks were removed from a tier. The fields mean the same as in `BlocksStored`."""
+    """An event: blocks were removed from a tier. `medium`: "CPU", "DISK" or "REMOTE". `tier`: name
+    of the tier; empty for host memory."""
 
     group_index: int
     hashes: tuple[bytes, ...]
@@ -295,10 +299,10 @@ class SessionConfig:
 
     target: address of the server, `unix:/path/grpc.sock` or `host:port`.
     engine_id: id of the engine, the same for all of its sessions. Leases belong to the engine.
-    representations: kinds of sparse representation that are stored with the blocks. In calls, kind
-        i has the group index `len(key_space.groups) + i` (`representation_group`). The server
-        keeps a representation only if its block is ready: from an earlier store, or from the same
-        store. It drops the representation with the block.
+    representations: kinds of representations (compact forms of keys, for sparse attention) that are
+        stored with the blocks. In calls, kind i has the group index `len(key_space.groups) + i`
+        (`representation_group`). The server keeps a representation only if its block is ready: from
+        an earlier store, or from the same store. It drops the representation with the block.
     engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
     model_names: names by which requests address the model. Events and reports show them.
     use_table: map the server's shared block table if the server offers it, so that `probe` works.
@@ -325,6 +329,6 @@ class SessionConfig:
     """Called from a client thread at each notice that the server has dropped blocks."""
 
     def representation_group(self, representation: Representation) -> int:
-        """Returns the representation's group index in this session. Raises ValueError if it is not
-        declared."""
+        """Returns the group index, in this session, of a kind of representation (compact form of
+        keys). Raises ValueError if the session does not declare it."""
         return len(self.key_space.groups) + self.representations.index(representation)

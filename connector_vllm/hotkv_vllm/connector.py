@@ -41,7 +41,7 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sparse", "steps"})
-"""Attributes of a side that the connector calls methods on."""
+"""Names of the attributes of a side whose methods the connector calls."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
@@ -150,8 +150,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns this rank's handshake. Returns None in a MultiConnector, which would pass it to
-        other connectors; the scheduler then asks for it in a step."""
+        """Returns this rank's handshake: its findings when it registered its memory. Returns None
+        in a MultiConnector, which would pass the handshake to other connectors; the scheduler then
+        asks for it in a step."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -199,8 +200,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns blocks of requests whose bytes in host memory were lost. Failed loads are
-        reported by `get_transfer_results` instead."""
+        """Returns the id of the first block of each request whose bytes in host memory were lost,
+        so that vLLM computes these requests anew. Failed loads are reported by
+        `get_transfer_results` instead."""
         return self._worker.sparse.take_lost()
 
     @hook(nothing)

@@ -54,7 +54,7 @@ OPENING_S = 10.0
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. That class documents the
+    """The part of `hotkv_client.Session` that the connector uses. `Session` documents the
     guarantees."""
 
     @property
@@ -154,7 +154,7 @@ def open_session(
     layout: memory to register with the server; None for a session without memory.
     fds: file descriptors of that memory, by name.
     order: how transfers wait for the device's own work.
-    fence: the page in which the scheduler revokes stores.
+    fence: the shared page by which the scheduler revokes stores.
     """
     from hotkv_client.session import Session
 

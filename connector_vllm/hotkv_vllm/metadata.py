@@ -31,8 +31,8 @@ from hotkv_vllm.sparse.rows import SparseRows
 class LoadJob:
     """Blocks of a request to load under a read lease.
 
-    representations: runs of representations (compact forms of keys, for sparse attention) to load
-        with the blocks.
+    representations: representations (compact forms of keys, for sparse attention) to load with the
+        blocks, as runs (blocks of a group).
     traceparent: names the load's trace span to the server; None if the request is not traced.
     """
 
@@ -50,9 +50,10 @@ class StoreJob:
     """Blocks to store that are complete at the end of the step. All ranks store their shard under
     the same lease.
 
-    representations: blocks whose representations are to be stored. These blocks are among `runs` or
-        were stored earlier.
-    fence_index: the word by which the scheduler revokes the store; 0 if only workers revoke it.
+    representations: blocks whose representations (compact forms of keys, for sparse attention) are
+        to be stored. These blocks are among `runs` or were stored earlier.
+    fence_index: the word of the fence (shared page) by which the scheduler revokes the store; 0 if
+        only workers revoke it.
     request_id: the resident request to which the store belongs, or empty. `options` name it to the
         server.
     """
@@ -77,16 +78,17 @@ class HotKVMetadata(KVConnectorMetadata):
         need not wait.
     asks_links: True if each rank must report whether it has a session.
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
-        stores and forget all representations.
-    sparse_rows: the rows that attend sparsely; all other rows attend to everything. None without
-        sparse decode.
+        stores and forget all representations (compact forms of keys).
+    sparse_rows: the rows (requests) that attend sparsely; all other rows attend to their whole
+        context. None without sparse decode.
     resident: the step's requests and where their blocks are; None unless contexts can live in host
         memory.
     allocated_blocks: blocks that are about to be filled.
-    last_reports_of: ended requests whose last selections the workers report.
+    last_reports_of: ended requests for which the workers report the last selections (blocks
+        attended to).
     wants_handshake: True while the scheduler has no handshake.
     settles_step, timed_step: numbers to report with this step's output; 0: report no number.
-    adapters: LoRA adapters to name, and ids to release.
+    adapters: LoRA adapters to identify, and ids to release.
     weights: the order to check weights that may have changed.
     """
 
@@ -117,7 +119,7 @@ class StoreReport:
     results: list[bytes]
 
     def join(self, other: "StoreReport") -> "StoreReport":
-        """Returns the entries of both."""
+        """Returns the report with the entries of both reports."""
         return StoreReport(sorted(self.results + other.results))
 
 
@@ -132,10 +134,12 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     cache.
 
     why_off: why the rank has no key space.
-    representations: kinds of representation that the rank stores and loads with blocks.
+    representations: kinds of representation (compact form of keys, for sparse attention) that the
+        rank stores and loads with blocks.
     sparse_layers: (layer, vLLM's group) of the rank's sparse layers.
-    fence: the page in which the scheduler revokes the rank's stores; None if it need not.
-    host: the rank's `hotkv_vllm.identity.ranks.this_host`.
+    fence: the shared page by which the scheduler revokes the rank's stores; None if only workers
+        revoke stores.
+    host: id of the rank's machine (`hotkv_vllm.identity.ranks.this_host`).
     absent: why the rank has no session yet; empty if it has a session.
     weights_in_doubt: True if the rank's weights may differ from the weights that the key space
         names.

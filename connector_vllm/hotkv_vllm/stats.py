@@ -30,7 +30,7 @@ OUTSIDE_STEPS = frozenset(
 
 
 class HotKVStats(KVConnectorStats):
-    """Growth of the counters over an interval."""
+    """The growth of the connector's counters over an interval."""
 
     data: dict[str, Any]
 

@@ -25,8 +25,8 @@ def why_off(door: str, allow_untested: bool) -> str:
     """Returns why a door (one of hotkv's two connectors) is off with this version of vLLM; empty if
     it is on.
 
-    With an untested version it is on with `allow_untested`, or if vLLM still has the whole API that
-    the door uses; this is then logged.
+    With an untested version the door is on if `allow_untested` is set, or if vLLM still has the
+    whole API that the door uses; the reason is then logged.
     """
     if allow_untested:
         return ""
@@ -39,7 +39,8 @@ def why_off(door: str, allow_untested: bool) -> str:
 
 
 def why_not_imported(error: ImportError, door: str = OWN) -> str:
-    """Returns the reason to log if vLLM lacks a name that a door imports."""
+    """Returns the reason to log if vLLM lacks a name that a door (one of hotkv's two connectors)
+    imports."""
     return f"hotkv works with vLLM {uses.span(door)}, and this is {VERSION}: {error}"
 
 
@@ -50,5 +51,6 @@ def _say_once(text: str) -> None:
 
 @functools.cache
 def _answer(door: str, version: str) -> uses.Answer:
-    """Returns `uses.answer`, which is computed once per process."""
+    """Returns whether a door (one of hotkv's two connectors) works with a version of vLLM. Computed
+    once per process."""
     return uses.answer(door, version)

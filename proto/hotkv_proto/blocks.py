@@ -193,8 +193,8 @@ class TransferResult:
     store that the engine has revoked.
 
     num_bytes: bytes that were copied.
-    results: for a store, a uint8 array of `BlockResult` values for each run, in the order of the
-        call; empty for a load, or if the engine revoked the store.
+    results: for a store, a uint8 array of `BlockResult` values for each run (consecutive blocks of
+        a group), in the order of the call; empty for a load, or if the engine revoked the store.
     message: why the transfer failed; empty for DONE.
     """
 

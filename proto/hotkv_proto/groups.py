@@ -23,7 +23,8 @@ Probe = Callable[[Int64s], BoolMask]
 """Returns which of the blocks at the given positions (int64 [k], ascending) are ready [k]."""
 
 PROBES_PER_ROUND = 32
-"""Blocks that `longest_prefix` probes in one call. In one call the CPU's cache misses overlap."""
+"""Number of blocks that `longest_prefix` probes in one call. In one call the CPU's cache misses
+overlap."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
@@ -101,11 +102,12 @@ class GroupSpec:
         )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """Returns an upper bound of this group's hits, in tokens: the first missing block if the
-        kind needs every block, otherwise the end of the prompt.
+        """Returns an upper bound of this group's hits, in tokens. A group whose kind of attention
+        needs every earlier block (`PREFIX_CLOSED`) reaches up to the first missing block; other
+        groups reach to the end of the prompt. The bound leaves room for `blocks_after`.
 
         ready: which blocks of the prompt are ready [blocks].
-        blocks_after: as in `serves`.
+        blocks_after: number of blocks behind the hit that must be ready too.
         """
         blocks = _leading(ready) if self.kind in PREFIX_CLOSED else len(ready)
         return max(0, blocks - blocks_after) * self.block_tokens
@@ -125,8 +127,10 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """Returns `serves` for the hits alignment, 2 * alignment, ... count * alignment as a mask
-        [count]. All must be at most `reach_tokens`."""
+        """Returns which of the hits alignment, 2 * alignment, ... count * alignment (in tokens) the
+        group can serve, as a mask [count]. All these hits must be at most `reach_tokens`.
+
+        blocks_after: number of blocks behind a hit that must be ready too."""
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
         step = alignment // self.block_tokens
@@ -207,8 +211,8 @@ def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
     """Merges groups that need the same blocks: in the merged mask a block is ready if it is ready
-    in all of these groups. Returns the spec, the mask and the `blocks_after` (see `serves`) of each
-    merged group."""
+    in all of these groups. Returns for each merged group its spec, its mask, and how many blocks
+    behind a hit must be ready too (`blocks_after`)."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)

@@ -101,7 +101,8 @@ class Action:
     """An action of an envelope that was read without an error.
 
     action_id: id that the router has chosen, or the action's place in the envelope, such as `#0`.
-    priority, ttl_s: for `retain` and `pin`, as in `Retention`; 0 for other kinds.
+    priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action asks for;
+        0 for other kinds.
     deadline_s: for `prefetch`: time, from reading on, after which it is given up; 0 for other
         kinds.
     clipped: text that names the values that were reduced to their bounds; empty if there are none.

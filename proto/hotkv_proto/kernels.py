@@ -202,7 +202,8 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
     """Looks up hashes by their tags (32 bits) only. Writes an entry word for each into `out`; 0 for
-    a miss. Arguments as for `BlockTable.probe`."""
+    a miss. `prefixes`: the first 8 bytes of each hash, uint64 [n]. `salt`: the salt of the key
+    space and group."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -268,7 +269,7 @@ def find(
     out_records: Any,
 ) -> None:
     """Looks up blocks by key space, group and whole hash. Writes an entry word for each into `out`;
-    0 for a miss. Arguments as for `BlockTable.find`.
+    0 for a miss.
 
     out_records: receives the record of each block that was found [n, RECORD_WORDS]; with 0 rows no
         records are copied.
@@ -313,7 +314,7 @@ def find(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
-    """Copies a run with memcpy or streaming stores.
+    """Copies a run (contiguous bytes) with memcpy or streaming stores.
 
     following: source address of the next run. Its first lines are prefetched while the last lines
         of this run are copied, because the hardware can't predict this address, and each short run
@@ -350,7 +351,7 @@ def copy_runs(
     end: Any,
     streaming: Any,
 ) -> None:
-    """Copies the runs `start` to `end` - 1 between two mappings.
+    """Copies the runs (contiguous byte ranges) `start` to `end` - 1 between two mappings.
 
     dst_offsets, src_offsets, num_bytes: place of each run in its mapping, and its length.
     streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
@@ -385,11 +386,11 @@ def copy_blocks(
     """Copies blocks between engine memory and arena slots, by a recipe (`hotkv_proto.layout`).
 
     block_ids, slot_offsets: for each block [n]: its id in engine memory, and the start of its slot.
-    bases, strides, places, num_bytes: for each run [r] of a block: its offset in engine memory for
-        block 0, the distance to the same run of the next block, its offset in the slot, and its
-        length.
+    bases, strides, places, num_bytes: for each run [r] (contiguous bytes) of a block: its offset in
+        engine memory for block 0, the distance to the same run of the next block, its offset in the
+        slot, and its length.
     to_engine: True copies from slots to engine memory, False from engine memory to slots.
-    streaming: as for `copy_runs`.
+    streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
 
     Runs that are adjacent on both sides are copied together.
     """
@@ -421,7 +422,7 @@ def extent_of_blocks(
 ) -> tuple[int, int, int, int]:
     """Returns the bounds of the memory that `copy_blocks` accesses with these arguments: the least
     block id, the end offset in engine memory, the least slot offset, and the end offset in the
-    arena. Needs at least one block and one run."""
+    arena. Needs at least one block and one run (contiguous bytes of a block)."""
     low_id, high_id = block_ids.min(), block_ids.max()
     end, slot_end = np.int64(0), np.int64(0)
     for run in range(bases.shape[0]):

@@ -18,9 +18,10 @@ from hotkv_proto.groups import GroupSpec
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
-"""Most groups of a key space. The server uses group numbers from here on for representations."""
+"""Most groups of a key space. The server uses group numbers from here on for representations
+(compact forms of blocks' keys, for sparse attention)."""
 MAX_NAME = 64
-"""Most characters of a representation's format."""
+"""Most characters in the name of a format of representations (compact forms of blocks' keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Representation:
     group_index: the KV cache group to whose blocks the representations belong.
     format, version: define the meaning of the bytes (`hotkv_sparse.formats`); `version` is a
         number of at most 63 bits.
-    shard_bytes: bytes of a block's representation in each shard, as in `GroupSpec.shard_bytes`.
+    shard_bytes: bytes of a block's representation in each shard (a rank's part); the slot holds the
+        shards in order.
 
     Raises ValueError if a number is out of range.
     """
@@ -131,8 +133,9 @@ class KeySpace:
         return int.from_bytes(digest[:8], "little")
 
     def representation_salt(self, representation: Representation) -> int:
-        """Returns the 64-bit salt that the block table mixes into the hashes of representations of
-        this kind. It differs for each group, format, version and size."""
+        """Returns the 64-bit salt that the block table mixes into the hashes of representations
+        (compact forms of blocks' keys) of this kind. It differs for each group, format, version and
+        size."""
         text = json.dumps(
             asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )

@@ -26,8 +26,8 @@ contain it."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
-"""Most runs of a block in all tensors of a layout. At 32 bytes per run, the recipes of a layout
-need at most 16 MiB."""
+"""Most runs (contiguous byte ranges) of a block in all tensors of a layout. At 32 bytes per run,
+the recipes of a layout need at most 16 MiB."""
 MAX_DIMS = 8
 """Most repetitions (`dims`) of a tensor."""
 
@@ -56,8 +56,8 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """The pages of one or several layers of a group (or of a kind of representation), for all
-    blocks.
+    """The pages of one or several layers of a group (or of a kind of representation, the compact
+    forms of blocks' keys), for all blocks.
 
     base_offset_bytes, block_stride_bytes: the page of block b starts at base + b * stride in the
         memory of `handle_id`.
@@ -81,8 +81,8 @@ class PageTensor:
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
-        """Returns the offsets of the runs inside the page in engine memory [runs], in slot
-        order."""
+        """Returns the offsets of the page's runs (contiguous bytes) from the start of the page in
+        engine memory [runs], in the order of the slot."""
         offsets = np.zeros(1, np.int64)
         for count, stride in self.dims:
             offsets = (
@@ -130,7 +130,7 @@ class Recipe:
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
-        """Returns the runs that copy blocks, block by block.
+        """Returns the runs (contiguous byte ranges) that copy blocks, block by block.
 
         block_ids: block ids in engine memory [n].
         slot_offsets: where each block's slot starts in the arena [n].
@@ -146,8 +146,8 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
-        """Makes the recipe of a group's tensors in one handle. `shard_start`: offset of the rank's
-        shard in the slot."""
+        """Makes the recipe (the byte ranges of a block on both sides) of a group's tensors in one
+        memory handle. `shard_start`: offset of the rank's shard in the slot."""
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
             inner = tensor.run_offsets()
@@ -209,8 +209,9 @@ class Layout:
         """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
         `representations` or its handles.
 
-        representations: kinds of representation, by group index. The layout must have tensors for
-            all groups, but may omit representations.
+        representations: kinds of representation (compact forms of blocks' keys, for sparse
+            attention), by group index. The layout must have tensors for all groups, but may omit
+            representations.
         """
         handles = {handle.handle_id: handle for handle in self.handles}
         if len(handles) != len(self.handles):
@@ -277,8 +278,9 @@ class Layout:
     def prepare(
         self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
     ) -> None:
-        """Validates the layout and makes all recipes, so that the first transfer is not slower than
-        later transfers. Raises ValueError as `validate`."""
+        """Validates the layout and makes all recipes (byte ranges of a block on both sides), so
+        that the first transfer is not slower than later transfers. Raises ValueError if the layout
+        is not valid."""
         self.validate(groups, representations)
         shapes: dict[int, GroupSpec | Representation] = {
             **dict(enumerate(groups)),
@@ -348,8 +350,9 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
-        """Returns the recipes of a group's blocks (or of a kind of representation), one for each
-        handle. They are computed once."""
+        """Returns the recipes (byte ranges of a block on both sides) of a group's blocks, or of a
+        kind of representation (compact form of keys), one for each memory handle. They are computed
+        once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])
@@ -367,8 +370,8 @@ class Layout:
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:
-        """Returns the runs that copy blocks of a group, one CopyRuns per handle; see
-        `Recipe.copy_runs`."""
+        """Returns the runs (contiguous byte ranges) that copy blocks of a group, one `CopyRuns` per
+        memory handle."""
         return [
             recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)
         ]

@@ -18,10 +18,11 @@ HALF_RANGE = 1 << 31
 
 
 class OrderKind(enum.IntEnum):
-    """How the server learns that the device has passed a mark; numbered as on the wire."""
+    """How the server learns that the device has passed a mark (a point in its queue of work);
+    numbered as on the wire."""
 
     HOST = 1
-    """The engine itself waits for the device before it sends a transfer."""
+    """No mark: the engine itself waits for the device before it sends a transfer."""
     EVENTS = 2
     """The engine records CUDA interprocess events; both containers must share an IPC namespace."""
     FLAGS = 3

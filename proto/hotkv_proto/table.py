@@ -224,7 +224,8 @@ def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """Returns the same keys as `mix`, from the first 8 bytes of each hash."""
+    """Returns the mixed 64-bit key of each hash [n], as `mix` does, from the first 8 bytes of each
+    hash."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 
@@ -252,7 +253,8 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
 
 
 def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Probes like `kernels.probe`, in numpy."""
+    """Looks up hashes by their tags (32 bits) only, in numpy, with the result of
+    `kernels.probe`."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -281,8 +283,9 @@ def find_reference(
     out: Words,
     out_records: Words,
 ) -> None:
-    """Finds like `kernels.find`, in numpy. Reads a bucket again if its sequence number changed
-    while the records were read."""
+    """Looks up blocks by key space, group and whole hash, in numpy, with the result of
+    `kernels.find`. Reads a bucket again if its sequence number changed while the records were
+    read."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))

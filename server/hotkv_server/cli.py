@@ -21,8 +21,8 @@ SHARED_KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
 
 
 def kernels() -> list[str]:
-    """Returns the names of all modules with kernels that a server loads. The server's modules are
-    called `kernels`."""
+    """Returns the names of all modules with kernels (functions that numba compiles) that a server
+    loads. The server's modules are called `kernels`."""
     top = Path(__file__).parent
     own = sorted(file.relative_to(top.parent) for file in top.rglob("kernels.py"))
     return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]

@@ -72,7 +72,8 @@ class Axes:
 
     into: float32 [H, D, D]. A key k of head h with the centre mu has the channels
         y = (k - mu) @ into[h], the coded channels first.
-    rms: float32 [H, R], rms of the channels of each run (4-bit and 2-bit codes) in the calibration.
+    rms: float32 [H, R], in the calibration: rms of the channels with 4-bit codes and of those with
+        2-bit codes.
     weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is how much the score changes if a
         coded channel changes by half a step of its quantisation. A key with codes c [C] and scale
         sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)), with `offsets` from
@@ -116,8 +117,8 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """Returns `into` and `rms` as bytes; the version of a representation is a hash that covers
-        them."""
+        """Returns `into` and `rms` as bytes; the version of a kind of representation (compact form
+        of keys) is a hash that covers them."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
         )
@@ -236,8 +237,8 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [D, D], that mixes the channels of each coded run, so
-    that they have about the same size."""
+    """Returns an orthonormal matrix, float64 [D, D], that mixes the channels with 4-bit codes, and
+    those with 2-bit codes, so that the mixed channels have about the same size."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)

@@ -204,8 +204,8 @@ def build_tokens(
     channels: Any,
     out: Any,
 ) -> None:
-    """Builds representations in the token format of `bits`: out uint8 [B, H, N] from keys
-    [B, T, H, D].
+    """Builds representations (compact forms of blocks' keys) in the token format of `bits`: out
+    uint8 [B, H, N] from keys [B, T, H, D].
 
     factors, starts, sizes: the passes of the rotation, from `rotation.factors` and
         `rotation.pass_arrays`.
@@ -326,7 +326,8 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """Builds representations in a summary format: out uint8 [B, H, N] from keys [B, T, H, D].
+    """Builds representations (compact forms of blocks' keys) in a summary format: out uint8 [B, H,
+    N] from keys [B, T, H, D].
 
     kind: the format, 0: quest; 1: mean (`Format.kind`).
     channels: number of channels, including padding.
@@ -429,7 +430,8 @@ def build_axes(
     lines of each run.
 
     y: [H, B, T, D], the keys' channels along the axes (`axes.channels_of`).
-    rms: [H, 2], as `Axes.rms`.
+    rms: [H, 2], usual rms of the channels with 4-bit codes and of those with 2-bit codes
+        (`Axes.rms`).
     half_steps: [H, C], from `axes.half_steps`.
     offsets: [C], from `axes.offsets_of`.
     num_fine, num_coded: number of channels with 4-bit codes, and with any code.
@@ -487,7 +489,8 @@ def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, 
 
     Sets sums [Q] to minus the sum over channels of code * offset.
 
-    weights: [H, D, C], as `Axes.weights`.
+    weights: [H, D, C], by how much half a quantisation step of each coded channel changes a query's
+        score (`Axes.weights`).
     offsets: [C], from `axes.offsets_of`.
     """
     num_heads, head_size = query.shape

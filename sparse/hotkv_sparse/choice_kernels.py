@@ -297,8 +297,8 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Computes each candidate's share of the attention mass from scores [Q, S], and chooses the
-    candidates with the largest shares.
+    """Computes the share of the attention mass that each candidate block has, from scores [Q, S],
+    and chooses the candidates with the largest shares.
 
     Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
     on. The blocks before and after them, up to `count`, are always kept and get the weight inf.

@@ -15,7 +15,8 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host", "auto")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
-"""Least number of tokens of a selection with `adaptive_p`, without the always kept tokens."""
+"""Least number of tokens of a selection with `adaptive_p`; the always kept tokens (sinks, recent
+window) do not count."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:

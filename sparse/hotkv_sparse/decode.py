@@ -34,7 +34,8 @@ _NO_PAGES, _NO_BLOCKS = np.empty((0, 1, 0), np.uint8), np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """A layer's representations in one format, checked and prepared for the kernel.
+    """A layer's representations (compact forms of blocks' keys) in one format, checked and prepared
+    for the kernel.
 
     source: the representations, with their centre and axes.
     arguments: the kernel's arguments that are the same in every step.
@@ -86,8 +87,8 @@ class Always:
 
     log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
         is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
-    pages: uint8 [pages, H, bytes], a layer's keys as in `score_kernels.page_log_mass`; may be
-        empty.
+    pages: uint8 [pages, H, bytes], a layer's keys in the order that `score_kernels.page_log_mass`
+        describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.
     packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, then `run`,
         `pair` and `kind` of `page_log_mass`.
@@ -115,7 +116,8 @@ class Decoded:
         must load them before it attends.
     num_adopted: number of candidate blocks that were prefetched after the previous step, and that
         this step added to `map`.
-    num_selected, num_resident: as in `hotset.Step`.
+    num_selected: number of selected candidates, without always kept blocks.
+    num_resident: number of selected candidates that were already in the map.
     """
 
     map: HotMap
@@ -138,16 +140,17 @@ def decode(
     arriving: I32,
     selected: Mask,
 ) -> Decoded:
-    """Selects among the candidates of `hot.span` with this step's query, and updates the hot set.
+    """Selects among the candidates of `hot.span` with this step's query, and updates the hot set
+    (the blocks of the layer that are on the device).
 
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
     the pages; then the hot set is unchanged.
 
     query_QD: float32 [Q, D], after positional encoding.
-    rows_C: int32, for each block of the context the row of its representation in the scorer's
-        pool; ignored for always kept blocks.
+    rows_C: int32, for each block of the context the row of its representation (compact form of its
+        keys) in the scorer's pool; ignored for always kept blocks.
     budget_blocks: number of blocks to select, including the always kept blocks.
-    max_loads: most candidates that the step may add to the map, as in `HotSet.step`.
+    max_loads: most candidates that the step may add to the map.
     arriving: int32, `Decoded.ahead` of the previous step. The caller has filled all these slots.
     selected: bool [>= C], output: True for each selected block.
     """

@@ -52,7 +52,8 @@ NO_TOKEN = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A representation format. Token formats have `bits` and `levels`, summary formats `parts`.
+    """A format of representations (compact forms of blocks' keys). Token formats have `bits` and
+    `levels`, summary formats `parts`.
 
     bits: bits of a code; 0 for summary formats.
     levels: for each code the integer that it means, ascending.
@@ -127,7 +128,8 @@ def needs_axes(name: str) -> bool:
 
 
 def num_lines(head_size: int) -> tuple[int, int]:
-    """Returns the numbers of fine and of coarse lines in a run of mix2."""
+    """Returns how many lines of 4-bit codes (fine) and of 2-bit codes (coarse) a run (16 tokens) of
+    mix2 has."""
     total = -(-head_size // COARSE_CHANNELS)
     return total // 2, total - total // 2
 
@@ -155,7 +157,7 @@ def run_bytes(form: Format, head_size: int) -> int:
 
 
 def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
-    """Returns the bytes of the representation of a block and KV head."""
+    """Returns the bytes of the representation (compact form of the keys) of a block and KV head."""
     form = format_named(name)
     if form.bits:
         return num_runs(block_tokens) * run_bytes(form, head_size)
@@ -163,7 +165,8 @@ def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
 
 
 def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of the representation of a block in a layer, for all KV heads."""
+    """Returns the bytes of the representation (compact form of the keys) of a block in a layer, for
+    all KV heads."""
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
 
@@ -173,7 +176,8 @@ def version(
     mu_HD: npt.NDArray[np.float32] | None,
     axes_bytes: bytes = b"",
 ) -> int:
-    """Returns a 63-bit hash of all inputs that define the meaning of a representation's bytes.
+    """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a representation
+    (compact form of a block's keys).
 
     Representations of different versions must never be scored together. The hash covers the layout,
     the format, its levels, the signs of the rotation, the centre `mu_HD` (None: 0) and

@@ -39,8 +39,8 @@ NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
 _FIRST_BLOCKS = 64
 USUAL_SETS = 2
-"""Usual ratio of the hot set's size to the size of a selection. With a ratio of 2 the results were
-better than with only the current selection (measured with SmolLM2)."""
+"""Usual ratio of the size of the hot set (blocks on the device) to the size of a selection. With a
+ratio of 2 the results were better than with only the current selection (measured with SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1
@@ -50,7 +50,7 @@ _PRESSURE_RATE = 0.1
 
 
 class SlotState(IntEnum):
-    """State of a hot slot."""
+    """State of a hot slot (place on the device for a block)."""
 
     FREE = 0
     MAPPED = 1
@@ -79,7 +79,7 @@ class HotMap:
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Blocks that get or lose hot slots. All arrays are int32.
+    """Blocks that get or lose hot slots (places on the device). All arrays are int32.
 
     blocks, slots: blocks (positions in the context) that get a slot, and the slot of each. The
         method that returns this value says whether the caller must copy them.
@@ -93,7 +93,7 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of a step of the hot set.
+    """The result of a step of the hot set (the blocks of a layer that are on the device).
 
     map: the blocks to which the caller must attend, after it has made the copies of `load`.
     load: blocks to copy from host memory into their slots, before the step attends.
@@ -127,7 +127,8 @@ class Growth:
 
 
 class HotSet:
-    """The hot set of a sequence and layer. A call that raises leaves it unchanged.
+    """The hot set of a sequence and layer: the blocks on the device, to which a step attends. A
+    call that raises leaves it unchanged.
 
     Methods raise INVALID_FIELD for invalid arguments.
 
@@ -188,7 +189,7 @@ class HotSet:
         return len(self.state)
 
     def map(self) -> HotMap:
-        """Returns the current map: the blocks to which a step may attend."""
+        """Returns the current map: the blocks to which a step may attend, with their slots."""
         if self._map.version != self.version:
             blocks = np.sort(self.block_of[self.state == MAPPED])
             self._set_map(np.stack([blocks, self.slot_of[blocks]]))
@@ -542,7 +543,8 @@ class HotSet:
 
 @dataclass(slots=True)
 class AdaptiveCapacity:
-    """Computes the capacity of a hot set from the sizes of recent selections.
+    """Computes the capacity of a hot set (the blocks of a layer on the device) from the sizes of
+    recent selections.
 
     With `adaptive_p` a selection is only as large as the attention mass requires, up to the budget.
     The capacity is twice the size of recent selections: it grows at once and shrinks slowly. It is
@@ -580,7 +582,7 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Returns the number of blocks that the hot set should hold; before the first step, twice
-        the budget."""
+        """Returns the number of blocks that the hot set (the blocks on the device) should hold;
+        before the first step, twice the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

@@ -268,8 +268,8 @@ def hot_step(
     block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """Makes a step of the hot set with the selection `blocks`, `weights` [n] over the map `old`
-    [M]; see `HotSet.step`.
+    """Makes a step of the hot set (the blocks on the device): adds missing blocks of the selection
+    `blocks`, `weights` [n] to the map `old` [M], and evicts blocks for them; see `HotSet.step`.
 
     capacity: most blocks of the map. clock: number of the step.
     keeps_unselected: True for the policy `lru`, False for `none`.

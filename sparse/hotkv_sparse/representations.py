@@ -64,7 +64,8 @@ def build(
     out: U8 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the representations uint8 [B, H, N] of keys float32 [B, T, H, D] in format `name`.
+    """Builds the representations uint8 [B, H, N] (compact forms) of keys float32 [B, T, H, D] in
+    format `name`.
 
     A token format subtracts the centre (x = k − mu), rotates x to y, stores for each channel the
     code whose level is nearest to y / rms(y), and the scale sigma = |y|² / (y · levels)

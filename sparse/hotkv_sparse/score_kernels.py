@@ -56,8 +56,9 @@ _AHEAD_BLOCKS = 2
 """Number of blocks by which kernels prefetch ahead, because the CPU's own prefetch stops at the end
 of a memory page."""
 _TRANSPOSED_RUNS = 2
-"""Blocks with at most this many runs are transposed, so that sums need no operation across lanes.
-Blocks with more runs are summed lane by lane and then across lanes, which is faster for them."""
+"""The scores of blocks with at most this many runs (of 16 tokens) are transposed, so that sums need
+no operation across lanes. Blocks with more runs are summed lane by lane and then across lanes,
+which is faster for them."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
@@ -681,8 +682,8 @@ def page_log_mass(
     """Computes the exact log mass of the blocks `rows`, out [Q]: the logsumexp of q . k over their
     first `num_tokens` > 0 tokens.
 
-    pages: [B, H, bytes], the keys of each block and head. They are in runs of `run` tokens; a run
-        has the order [D / pair][run][pair].
+    pages: [B, H, bytes], the keys of each block and head. They are in runs: `run` tokens side by
+        side, in the order [D / pair][run][pair].
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).
     """

@@ -58,7 +58,8 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """Prepares a float32 query [Q, D] (after RoPE) to score representations in format `name`.
+    """Prepares a float32 query [Q, D] (after RoPE) to score representations (compact forms of
+    blocks' keys) in format `name`.
 
     Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
     norm of a rotated query, far less than the codes of the keys lose.
@@ -175,7 +176,8 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Returns the scores float32 [Q, S] of blocks in a pool of representations.
+    """Returns the scores float32 [Q, S] of blocks in a pool of representations (compact forms of
+    their keys).
 
     In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
     over its tokens i, with the rotated query q~ and a token's levels z and scale sigma

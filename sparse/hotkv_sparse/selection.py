@@ -105,7 +105,7 @@ def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
 def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
-    """Combines the scores of several scorers to a weighted geometric mean.
+    """Combines the scores of several scorers (representation formats) to a weighted geometric mean.
 
     Each scorer's masses are first divided by their total, so that scorers with different units can
     be compared. Returns (scores, always_log_mass) for `choose`. Raises INVALID_FIELD if there is
@@ -227,7 +227,7 @@ def top(weights_S: F32, count: int) -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The representations of a layer in one format.
+    """The representations (compact forms of blocks' keys) of a layer in one format.
 
     pool: uint8 [B, H, N], a row for each block.
     mu: float32 [H, D], centre that the representations were made with; None: 0.
@@ -259,9 +259,10 @@ def select_layer(
     Raises INVALID_FIELD if a source is missing or the layer is dense.
 
     query_QD: float32 [Q, D], after positional encoding.
-    sources: the layer's representations, by the name of their scorer.
-    rows_C: int32, for each block of the context the row of its representation in the pools; ignored
-        for always kept blocks.
+    sources: the layer's representations (compact forms of blocks' keys), by the name of their
+        scorer.
+    rows_C: int32, for each block of the context the row of its representation in the sources'
+        pools; ignored for always kept blocks.
     always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks (`exact_log_mass`).
     """
     where = span(config, context_tokens, block_tokens)

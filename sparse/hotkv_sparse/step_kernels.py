@@ -31,7 +31,8 @@ from hotkv_sparse.hotset_kernels import (
 from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
 
 NO_PAGE = -2
-"""Returned instead of a count if an always kept block is outside the pages."""
+"""Returned instead of a count if an always kept block (sink, recent window) is outside the
+pages."""
 _LOG2_E = np.float32(1.4426950408889634)
 _F32_1, _F32_2, _F32_3 = (
     types.Array(types.float32, ndim, "C", readonly=True) for ndim in (1, 2, 3)
@@ -55,8 +56,8 @@ def _score(
     query: Any, rotation: Any, axes: Any, mu: Any, form: Any, units: Any, pool: Any, rows: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Computes the scores of blocks, out [Q, len(rows)], like `hotkv_sparse.scores.prepare`
-    followed by `score`."""
+    """Computes the scores of blocks, out [Q, len(rows)], with the result of
+    `hotkv_sparse.scores.prepare` followed by `score`."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
     num_heads = query.shape[0]
@@ -119,7 +120,7 @@ def decode_step(
     mu: [H, D], the centre; empty: 0.
     form: number of the format's kernel (0: a summary), P, kind of a summary, C, bytes of a run.
     units: scale of attention, `level_unit` of the format, bias.
-    pool: uint8 [B, H, N], the layer's representations.
+    pool: uint8 [B, H, N], the layer's representations (compact forms of blocks' keys).
     rows: for each block of the context its row in `pool`.
     pages: uint8 [blocks, H, bytes], the layer's keys.
     always: indices in `pages` of the always kept blocks.

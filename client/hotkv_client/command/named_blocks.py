@@ -50,7 +50,8 @@ def places(
 
 
 def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -> bytes:
-    """Returns the packed hashes of a prompt's blocks. Raises as `places`."""
+    """Returns the packed hashes of a prompt's blocks, named by whole hashes or by first digits.
+    Raises HotKVError, and ValueError for a prefix that fits no block or several."""
     words = list(map(checked, words))
     if all(len(word) == MAX_DIGITS for word in words):
         return b"".join(map(bytes.fromhex, words))

@@ -95,7 +95,8 @@ def _said(text: str) -> str:
 
 
 def _request(path: Path) -> Mapping[str, Any]:
-    """Returns the request in a file. Raises as `tokenized`."""
+    """Returns the request in a file. Raises OSError if the file can't be read, ValueError if it
+    holds no such request."""
     text = path.read_text()
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}

@@ -117,7 +117,8 @@ class FakeServer:
 
     def settle(self, kind: str = "") -> int:
         """Resolves the held calls; with `kind`, only the held calls of this name. Calls whose mark
-        has not passed stay held. Returns the number of resolved calls."""
+        (point in the queue of the engine's device) has not passed stay held. Returns the number of
+        resolved calls."""
         now = [
             entry
             for entry in self.held

@@ -17,8 +17,8 @@ from hotkv_proto.keys import Representation
 from hotkv_proto.layout import Layout
 
 Key = tuple[bytes, int, bytes]
-"""The key of a block or a representation: its key space, its group index (for a representation its
-salt), and the block hash."""
+"""The key of a block or of a representation (compact form of a block's keys): its key space, its
+group index (for a representation its salt), and the block hash."""
 LeaseName = tuple[str, str]
 """Engine id, lease id."""
 Shards = dict[int, bytes]
@@ -53,8 +53,8 @@ class FakeMemory:
 
     def number(self, group: int) -> int:
         """Returns the number that stands for `group` in the server's keys (`Key`): for a group of
-        KV blocks, its index; for a kind of representation, its salt, a number that differs for each
-        format, version and size."""
+        KV blocks, its index; for a kind of representation (compact form of keys), its salt, a
+        number that differs for each format, version and size."""
         shape = self.shape(group)
         return (
             self._config.key_space.representation_salt(shape)
@@ -249,7 +249,8 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """The blocks, or the representations, of a run of a store.
+    """The blocks, or the representations (compact forms of blocks' keys), of a run of a store
+    (consecutive blocks of a group).
 
     keys: key of each block or representation.
     blocks: for representations, the key of the block to which each belongs; None for blocks.
@@ -287,7 +288,7 @@ class FakeWriteLease:
 @dataclass(slots=True, eq=False)
 class FakeStore:
     """A store of one shard, in flight. A block that the store will write has the result RESERVED in
-    `results`, which has a list for each run."""
+    `results`, which has a list for each run (consecutive blocks of a group) of the store."""
 
     lease: FakeWriteLease
     shard: int
@@ -392,8 +393,9 @@ class FakeWrites:
         """Ends a store: replaces each result RESERVED by the final result. Returns the number of
         bytes written. A second call for the store does nothing and returns 0.
 
-        read: returns the bytes of a block, given the index of the run and the position in the run.
-            None: the store is revoked, and no block is committed.
+        read: returns the bytes of a block, given the index of the run (consecutive blocks of a
+            group) and the position in the run. None: the store is revoked, and no block is
+            committed.
         """
         if store.ended:
             return 0

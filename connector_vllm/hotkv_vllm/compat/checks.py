@@ -5,7 +5,7 @@ Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed
 `KVCacheConfig.kv_tp_replicas`, vLLM's process groups, `MultiModalConfig.mm_processor_cache_gb`,
 `CacheConfig.enable_prefix_caching`, `current_platform`, and functions on the call stack
 (`is_pausing`, `outer_configs`). Sets `KVTransferConfig.kv_load_failure_policy`, and registers the
-connector by name in `KVConnectorFactory._registry`, which also names vLLM's own connectors.
+connector by name in `KVConnectorFactory._registry`, which also lists vLLM's own connectors by name.
 """
 
 import itertools
@@ -75,8 +75,8 @@ def is_pausing() -> bool:
     False if a user asked for the reset.
 
     vLLM makes the same call for both, without arguments, and shows connectors no pause state. So
-    this looks for the caller on the stack. Source: in vLLM 0.32 and 0.33 only pauses go through
-    `EngineCore._reset_caches`. Without such a caller the call counts as a user's reset.
+    this function looks for the caller on the stack. Source: in vLLM 0.32 and 0.33 only pauses go
+    through `EngineCore._reset_caches`. Without such a caller the call counts as a user's reset.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -90,8 +90,8 @@ def is_pausing() -> bool:
 
 
 def is_device_empty(kv_cache_manager: Any) -> bool:
-    """Returns True if no block of the device is in use and none is known by a hash. A reset of
-    vLLM's prefix cache leaves it so if it succeeds. Returns False if that can't be told.
+    """Returns True if no block of the device is in use and no block has a hash in vLLM's prefix
+    cache, as after a successful reset of that cache. Returns False if this can't be determined.
 
     Source: `BlockPool.reset_prefix_cache`, for which only the null block may be in use.
     """
@@ -100,8 +100,8 @@ def is_device_empty(kv_cache_manager: Any) -> bool:
 
 
 def model_names(vllm_config: Any) -> tuple[str, ...]:
-    """Returns the names by which requests address the model, as far as an engine knows them: vLLM
-    hands it only the first of several.
+    """Returns the names by which requests address the model, as far as an engine knows them: if
+    there are several names, vLLM passes only the first to the engine.
 
     Source: `get_served_model_name` in vLLM 0.32.
     """
@@ -117,7 +117,7 @@ def engine_name(engine_id: str) -> str:
     """Returns the engine's name for people: its pod, or else `host:pid` of this process.
 
     The pod is named by POD_NAME (downward API), or in a pod by its host name, which is the node's
-    in a pod with `hostNetwork`. A data-parallel replica has its number behind the pod.
+    in a pod with `hostNetwork`. The name of a data-parallel replica ends with the replica's number.
 
     Source: vLLM 0.32 appends `_dp` and the replica's number to `engine_id`.
     """
@@ -138,8 +138,8 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def preferred_layout() -> str | None:
-    """Returns the KV cache layout to ask vLLM for. On CUDA the block dimension comes first, so that
-    a block of all layers is contiguous. None on other platforms."""
+    """Returns the KV cache layout for which hotkv asks vLLM. On CUDA the block dimension comes
+    first, so that a block of all layers is contiguous. None on other platforms."""
     from vllm.platforms import current_platform
 
     return "BLHNC" if current_platform.is_cuda() else None
@@ -275,7 +275,7 @@ MOVE_WITH_THE_CACHE = {
 def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the names of the connectors that register the KV cache before hotkv.
 
-    outer: of `outer_configs`, in the constructor of hotkv's connector.
+    outer: the result of `outer_configs` in the constructor of hotkv's connector.
     """
     found: list[str] = []
     path = "HotKVConnector"

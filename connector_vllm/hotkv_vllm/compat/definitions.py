@@ -103,7 +103,7 @@ Type = Instance | Items | Row | Scope | None
 
 def told(kind: Type) -> str:
     """Returns a type as text: `Request`, `[Request]`, `{Key: Request}`, `(Request, _)`; `_` for a
-    type that can't be told."""
+    type that can't be determined."""
     if isinstance(kind, Instance):
         assert isinstance(kind.cls.node, ast.ClassDef)
         return kind.cls.node.name
@@ -170,7 +170,7 @@ class Module:
     """One source file, parsed only as far as needed. Raises SyntaxError if it can't be parsed."""
 
     node = ast.Module([], [])
-    """Stands for a module in `Found`."""
+    """The node of a `Found` that is a module."""
 
     def __init__(self, text: str, *, is_package: bool, is_whole: bool) -> None:
         self.is_package = is_package
@@ -238,7 +238,7 @@ class Module:
 class Names:
     """Finds definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
 
-    is_whole: True to parse whole files. Otherwise only parts are parsed, which is faster but may
+    is_whole: True parses whole files. Otherwise only parts are parsed, which is faster but may
         overlook a definition in a file that is not formatted as a code formatter does it.
     """
 
@@ -276,8 +276,8 @@ class Names:
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Found | None:
         """Returns the definition of a name in a module's scope, also if the name is imported from
-        another module. None for names of other packages. `seen`: names passed on the way, which
-        stops loops."""
+        another module. None for names of other packages. `seen`: names that were looked up on the
+        way, so that a loop of imports ends."""
         if seen:
             return self._lookup(module, name, seen)
         if (module, name) not in self._found:
@@ -333,7 +333,7 @@ class Names:
     # -------------------------------------------------------------------------------------- classes
 
     def bases(self, cls: Found) -> list[Found]:
-        """Returns a class and its bases of vLLM's, nearest first."""
+        """Returns a class and those of its bases that are in vLLM, nearest first."""
         assert isinstance(cls.node, ast.ClassDef)
         found = [cls]
         for base in cls.node.bases:
@@ -346,7 +346,7 @@ class Names:
         return found
 
     def member(self, cls: Found, name: str) -> Found | None:
-        """Returns a class's method, field or attribute, its bases' included."""
+        """Returns a method, field or attribute of a class or of its bases."""
         bases = self.bases(cls)
         for members in (self._body_members, self._set_members):
             for one in bases:
@@ -525,7 +525,7 @@ def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
-    """Returns the assignment of an attribute; with the annotation of the parameter that it
+    """Returns the assignment of an attribute, with the annotation of the parameter whose value it
     keeps."""
     value = getattr(node, "value", None)
     argument = (
@@ -558,7 +558,7 @@ class Call:
     """How a function is called. As text: `a, b, c=, ...`.
 
     positional: names of the parameters that get positional arguments.
-    keywords: names of those passed by name, in order.
+    keywords: names of the arguments that are passed by name, in order.
     is_open: True if it also passes `*` or `**` arguments, whose number is not known.
     """
 
@@ -593,8 +593,8 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Returns why a function does not accept a call, or takes its positional arguments for others;
-    empty if it does."""
+    """Returns why a function does not accept a call, or would assign its positional arguments to
+    other parameters; empty if the call fits."""
     places = _places(parameters, has_self=has_self)
     keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
     required = places[: len(places) - len(parameters.defaults)]

@@ -1,8 +1,8 @@
 """Converts events of the shared cache to vLLM's event classes.
 
-Media are named as the server names them when it publishes itself: host memory is CPU; a tier is
-STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes share.
-`ownership` is the name of such a store.
+Media have the same names as in the events that the server publishes directly: host memory is CPU; a
+tier is STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes
+share. `ownership` is the name of that shared store.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Returns the event of a run of blocks that became ready."""
+    """Returns the event for consecutive blocks that became ready."""
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()
     return BlockStored(
@@ -50,7 +50,7 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Returns the event of blocks that were removed."""
+    """Returns the event for blocks that were removed."""
     medium, locality = MEDIA[gone.medium]
     return BlockRemoved(
         block_hashes=[_external(one) for one in gone.hashes],

@@ -174,8 +174,8 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
 """)
-"""Environment variables of vLLM that do not change KV. Any other that is set is part of the key
-space."""
+"""Environment variables of vLLM that do not change KV. Every other variable of vLLM that is set is
+part of the key space."""
 
 
 # ------------------------------------------------------------------------------ settings that count

@@ -32,9 +32,10 @@ def key_space(
     page_format: str,
 ) -> KeySpace:
     """Returns the identity of the engine's key space. Raises Unsupported if a part of the identity
-    can't be found out, OSError if the weights can't be read.
+    can't be determined, OSError if the weights can't be read.
 
-    shard_bytes: this rank's shard, per group. All ranks' shards have the same size.
+    shard_bytes: bytes of this rank's shard (part) of a block, per group. The shards of all ranks
+        have the same size.
     """
     model, cache, parallel = (
         vllm_config.model_config,

@@ -34,7 +34,7 @@ class CacheGroup:
     vllm_group: id of the group in vLLM.
     states_by_handoff: Mamba "align" mode: only blocks that vLLM hands over
         (`boundary_state_offloads`) hold a state that can be stored.
-    is_draft: layers of a drafter, whose last block may change while decoding.
+    is_draft: True for the layers of a drafter, whose last block may change while decoding.
     """
 
     vllm_group: int
@@ -114,8 +114,8 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
 
 
 def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
-    """Returns the unit of hit lengths: a multiple of vLLM's own granularity and of the block size
-    of every group."""
+    """Returns the unit of hit lengths, in tokens: a multiple of vLLM's own granularity and of the
+    block size of every group."""
     return math.lcm(
         kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups)
     )

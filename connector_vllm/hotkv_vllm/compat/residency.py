@@ -42,13 +42,13 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of hot slots beyond the capacity of a hot set. They receive blocks that are copied ahead,
-and that the next step adds to the hot set."""
+"""Number of hot slots (device blocks for selected blocks) beyond the capacity of a hot set. They
+receive blocks that are copied ahead, and that the next step adds to the hot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
-    """Full attention whose old blocks live in host memory.
+    """The spec of full attention whose old blocks are in host memory only.
 
     keeps_tokens: tokens that any request keeps on the device: the recent window, tokens in flight,
         and tokens whose store is under way.
@@ -94,7 +94,8 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def moved_blocks(self) -> int:
-        """Returns the most blocks that a request holds that is not on the device as a whole."""
+        """Returns the most blocks that a request holds on the device if it is not on the device as
+        a whole."""
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
@@ -116,8 +117,8 @@ class ResidentSpec(FullAttentionSpec):
 
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
-    """Returns the number of hot slots of a request: the most that the hot set of a layer can
-    use."""
+    """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
+    that the hot set of a layer can use."""
     endless = 1 << 40
     budget = config.budget_blocks(endless, block_tokens)
     return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
@@ -172,7 +173,8 @@ class ResidentManager(FullAttentionManager):
     # --------------------------------------------------------------------------------- hot slots
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many hot slots a request of `num_tokens` still needs: all of them or 0."""
+        """Returns how many hot slots (device blocks for selected blocks) a request of `num_tokens`
+        still needs: all of them or 0."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
@@ -211,7 +213,9 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Does the same as vLLM's method, for the blocks that stay on the device."""
+        """Returns how many blocks must be allocated, as vLLM's method does, but counts only the
+        blocks that stay on the device. Returns more than the pool has if the request may get no
+        block now."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -301,7 +305,7 @@ class ResidentManager(FullAttentionManager):
         self._take(blocks, _blocks(total, self.block_size) - len(blocks), record_for_zeroing)
 
     def _take(self, blocks: list[KVCacheBlock], count: int, record_for_zeroing: bool) -> None:
-        """Appends new blocks of the pool."""
+        """Appends `count` new blocks of the pool to `blocks`."""
         if count <= 0:
             return
         new = self.block_pool.get_new_blocks(count)
@@ -312,8 +316,8 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Does the same as vLLM's method. With a request's first blocks it also allocates the hot
-        slots."""
+        """Allocates blocks as vLLM's method does. With a request's first blocks it also allocates
+        the request's hot slots (device blocks for selected blocks)."""
         if request_id in self._begins_moved:
             self._begins_moved.discard(request_id)
             self.moved.add(request_id)
@@ -345,7 +349,7 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns how many blocks the pool gains if the request is moved."""
+        """Returns how many blocks the pool gains if the request is moved off the device."""
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
         return Relief(
             len(blocks) - self.spec.hot_blocks,
@@ -354,7 +358,7 @@ class ResidentManager(FullAttentionManager):
 
     def move(self, request_id: str, processed_tokens: int) -> None:
         """Moves a request off the device: frees the blocks that the server has pinned, and
-        allocates its hot slots."""
+        allocates its hot slots (device blocks for selected blocks)."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -395,7 +399,8 @@ class ResidentManager(FullAttentionManager):
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Does the same as vLLM's method, and includes the hot slots."""
+        """Removes and returns the blocks of a request, as vLLM's method does, including its hot
+        slots (device blocks for selected blocks)."""
         self.lost.discard(request_id)
         self.freed_blocks.pop(request_id, None)
         self.hot_ids.pop(request_id, None)
@@ -496,7 +501,8 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Connects to vLLM's manager. vLLM's scheduler calls it from its constructor.
+        """Connects this object to vLLM's block manager. vLLM's scheduler calls it from its
+        constructor.
 
         stored_tokens: returns the leading tokens of a request that need not stay on the device.
         has_room: returns True if a request that outgrows the device may begin.
@@ -634,8 +640,8 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns how many blocks the pool gains if the request is moved; None if it has no blocks
-        or was moved already."""
+        """Returns how many blocks the pool gains if the request is moved off the device; None if it
+        has no blocks or was moved already."""
         manager = self._manager
         if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
             return None
@@ -643,7 +649,8 @@ class DevicePool:
         return manager.relief(request_id, _processed(request), stored_tokens)
 
     def move(self, request_id: str) -> None:
-        """Moves a running request: only its sinks, its recent window and its hot slots stay."""
+        """Moves a running request off the device: only its sinks (first blocks), its recent window
+        and its hot slots (device blocks for selected blocks) stay."""
         assert self._manager is not None
         self._manager.move(request_id, _processed(self._scheduler.requests[request_id]))
 
@@ -655,7 +662,7 @@ class DevicePool:
     # ------------------------------------------------------------------------- what requests hold
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
-        """Returns the ids of the request's hot slots."""
+        """Returns the ids of the request's hot slots (device blocks for selected blocks)."""
         return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
 
     def has_blocks(self, request_id: str) -> bool:
@@ -692,7 +699,8 @@ class DevicePool:
             request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests that hold one of these blocks. Independent of `lose`."""
+        """Makes vLLM preempt the requests that hold one of these blocks. Does not call `lose`,
+        because a fault of `lose` may be the reason of this call."""
         if self._manager is not None:
             for request_id, blocks in self._manager.req_to_blocks.items():
                 if not first_blocks.isdisjoint(block.block_id for block in blocks):

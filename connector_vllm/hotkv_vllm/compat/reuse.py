@@ -42,7 +42,8 @@ def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def why_forbidden(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns why vLLM itself forbids prefix caching in this engine; empty if it does not."""
+    """Returns the reason for which vLLM itself forbids prefix caching in this engine; empty if it
+    does not forbid it."""
     why = (
         _of_platform(vllm_config)
         or _of_model(vllm_config)

@@ -24,8 +24,8 @@ from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError, flat
 
 
 def override_cpu_attention(class_path: str) -> None:
-    """Puts `class_path` in place of vLLM's CPU attention backend, unless another plugin has
-    replaced it."""
+    """Registers the class `class_path` in place of vLLM's CPU attention backend, unless another
+    plugin has replaced that backend."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.CPU_ATTN.is_overridden():
@@ -33,9 +33,9 @@ def override_cpu_attention(class_path: str) -> None:
 
 
 def override_cuda_attention(class_path: str) -> None:
-    """Puts `class_path` in place of vLLM's FlashAttention, unless another plugin has replaced it.
-    For engines that don't ask for hotkv's attention it returns vLLM's classes
-    (`residency.cuda_backend`)."""
+    """Registers the class `class_path` in place of vLLM's FlashAttention, unless another plugin has
+    replaced that backend. For engines that don't ask for hotkv's attention the class returns vLLM's
+    classes (`residency.cuda_backend`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
@@ -208,8 +208,8 @@ def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
     rotates with channel i + F.
 
     None if the rotation is not known: no rotary module has this size, several differ, or the
-    channels have another order. It is read from the tables of the model's rotary modules, which
-    hold for any scaling of RoPE.
+    channels have another order. The rotation is read from the tables of the model's rotary modules,
+    which hold for any scaling of RoPE.
     """
     from vllm.model_executor.layers import rotary_embedding
 

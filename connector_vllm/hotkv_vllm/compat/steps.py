@@ -67,7 +67,7 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
     """Returns the blocks that this step may write for the first time. Blocks of a local prefix hit
     are not among them. Source: `SchedulerOutput` in vLLM 0.32.
 
-    tokens_per_block: per vLLM group; 0 selects all blocks of the group.
+    tokens_per_block: tokens of a block, per vLLM group; 0 selects all blocks of the group.
     """
     fresh: set[int] = set()
     for new in scheduler_output.scheduled_new_reqs:

@@ -51,25 +51,27 @@ TESTED: Mapping[str, tuple[Line, Line]] = {
     OWN: ((0, 32), (0, 33)),
     OFFLOADING: ((0, 32), (0, 33)),
 }
-"""By door: the first and the last tested release line (major, minor), both included. A line
-includes its patch releases."""
+"""By door (one of the two connectors): the first and the last tested release line (major, minor),
+both included. A line includes its patch releases."""
 
 LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
     OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
     OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
 }
-"""By door: older release lines that `make check` compares too, each with the reason why the door
-can't work with it."""
+"""By door (one of the two connectors): older release lines that `make check` compares too, each
+with the reason why the door can't work with it."""
 
 
 def span(door: str) -> str:
-    """Returns the tested release lines of a door as text, such as `0.32 to 0.33`."""
+    """Returns the tested release lines of a door (one of the two connectors) as text, such as `0.32
+    to 0.33`."""
     first, last = TESTED[door]
     return f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
 
 
 def is_tested(door: str, version: str) -> bool:
-    """Returns True if a version's release line is tested with this door."""
+    """Returns True if a version's release line is tested with this door (one of the two
+    connectors)."""
     release = re.match(r"(\d+)\.(\d+)", version)
     first, last = TESTED[door]
     return release is not None and first <= (int(release[1]), int(release[2])) <= last
@@ -280,7 +282,7 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Says whether a door (one of the two connectors) works with a version of vLLM.
+    """Whether a door (one of the two connectors) works with a version of vLLM.
 
     changed: a line per difference; None if the version is tested, so that no comparison was made.
     num_uses: number of compared uses.
@@ -322,8 +324,9 @@ def installed() -> Readable | None:
 
 
 def answer(door: str, version: str, source: Readable | None = None) -> Answer:
-    """Returns whether a door works with a version. Compares sources only if the version is not
-    tested. `source`: the version's sources; None for the installed vLLM."""
+    """Returns whether a door (one of the two connectors) works with a version of vLLM. Compares
+    sources only if the version is not tested. `source`: the version's sources; None for the
+    installed vLLM."""
     if is_tested(door, version):
         return Answer(door, version)
     started_s = perf_counter()
@@ -349,7 +352,7 @@ def answer(door: str, version: str, source: Readable | None = None) -> Answer:
 
 
 def main(version: str) -> None:
-    """Prints the answers of all doors for the installed vLLM, as JSON."""
+    """Prints, as JSON, whether each door (of the two connectors) works with the installed vLLM."""
     doors = Uses.read(LIST.read_text(encoding="utf-8")).doors
     answers = [answer(door, version) for door in DOORS if door in doors]
     last = TESTED[OWN][1]

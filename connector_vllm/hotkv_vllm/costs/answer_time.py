@@ -1,7 +1,7 @@
 """Measures how long the server takes to answer a call.
 
 The engine reads an answer only between its steps, possibly long after it has arrived. So the time
-is taken when the answer arrives. Any thread.
+is taken when the answer arrives. Any thread may use this module.
 """
 
 import time
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AnswerTime:
     """Seconds from the construction until `answer` has a result.
 
-    span: the span of the call; it ends with the answer.
+    span: the trace span of the call; it ends with the answer.
     """
 
     __slots__ = ("_asked_s", "_came_s")
@@ -46,7 +46,8 @@ class AnswerTime:
 
 
 def end_call(span: "Span", answer: "Future[Any]") -> None:
-    """Ends the span of a lookup or lease, whether it was answered or failed. Any thread."""
+    """Ends the trace span of a lookup or lease, whether the call was answered or failed. Any thread
+    may call it."""
     if answer.cancelled():
         span.end("CANCELLED")
         return

@@ -35,16 +35,16 @@ times are forgotten."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
-"""A call that was given up counts as this multiple of the time that it had taken."""
+"""A call that was given up counts as if it had taken this multiple of its time so far."""
 USUAL_TRIALS = 5
-"""The usual time of a trial is the median of this many. Before there were so many trials, the
-missing ones count as in time."""
+"""The usual time of a trial is the median over this many trials. Before there were so many, the
+missing trials count as having ended in time."""
 DEBT_TRIALS = 3
-"""Bounds the debt of trials to this many usual trials."""
+"""The debt of trials is at most the usual time of this many trials."""
 DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
-"""A load that is slower than prefill by no more than this is still taken: it frees the device for
-other work."""
+"""A hit is still loaded if that is slower than prefill by no more than this: it frees the device
+for other work."""
 LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
 """The shortest time limits: of a hit that is worth loading, and of the load of any hit. Timers are
 coarse, and so short a wait does no harm."""
@@ -101,7 +101,8 @@ def _is_like(predicted_s: float, seconds: float) -> bool:
 
 
 class LoadChoice:
-    """Decides whether a hit is loaded or computed. Without `prefill` every hit is taken."""
+    """Decides whether a hit is loaded or computed. Without `prefill` (measured prefill speed) every
+    hit is loaded."""
 
     def __init__(self, prefill: PrefillSpeed | None, stats: HotKVStats) -> None:
         self.costs = ServerCosts()
@@ -119,7 +120,8 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """Returns the finder's answer if loading is faster than computing; else no hit."""
+        """Returns the hit finder's answer if loading the hit is faster than computing it; otherwise
+        the answer "no hit"."""
         self._let_debt_fade(now_s)
         if not self._may_ask(state, computed_tokens):
             return _left(finder, state)
@@ -154,7 +156,7 @@ class LoadChoice:
         return False
 
     def _missed(self, state: RequestState, spent_s: float, was_late: bool) -> None:
-        """Ends the choice: there is no hit, or the answer exceeded the time limit that every
+        """Ends the choice, because there is no hit or the answer exceeded the time limit that every
         request has."""
         choice, state.choice = state.choice, None
         if choice is not None and was_late:
@@ -232,7 +234,7 @@ class LoadChoice:
 
     def end(self, state: RequestState, has_failed: bool) -> bool:
         """Ends the choice of a request whose load has ended in all ranks. Returns True if the load
-        failed because its time was up."""
+        failed because it reached its time limit."""
         choice, state.choice = state.choice, None
         if choice is None:
             return False
@@ -292,8 +294,8 @@ class LoadChoice:
         self._stats.add("left_requests")
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
-        """Counts a hit whose time was up; it ended after `seconds`. Returns True if `seconds` tells
-        the hit's cost; a trial had too little time for that."""
+        """Counts a hit whose load was ended at its time limit, after `seconds`. Returns True if
+        `seconds` shows the cost of the load; the limit of a trial is too short for that."""
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)
         self._stats.add("late_requests")
@@ -305,7 +307,7 @@ class LoadChoice:
         return was_taken
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
-        """Adds a lost trial to the debt: the time that it took beyond its limit."""
+        """Adds to the debt the time that a failed trial took beyond its limit."""
         self._trials_s.append(seconds)
         in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
         usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))
@@ -318,7 +320,7 @@ class LoadChoice:
         self._seen_s = now_s
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
-        """Counts whether the choice about a hit proved right."""
+        """Counts whether the choice about a hit (to load or to compute) proved right."""
         if choice.prefill_s:
             self._stats.add("judged_choices")
             if (choice.verdict is Verdict.TAKE) == is_sooner:

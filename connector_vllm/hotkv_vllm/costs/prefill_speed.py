@@ -18,7 +18,7 @@ drafts."""
 LEAST_STEP_TOKENS = 256
 """Smaller steps are not measured: the fixed cost of a step dominates there."""
 RECENT = 15
-"""The speed is the median of this many steps, since some steps wait for stores or for a compiler.
+"""The speed is the median over this many steps, since some steps wait for stores or for a compiler.
 """
 LEAST_SPREAD_TOKENS = 2048
 """The cost of context is learnt only from steps whose contexts differ by at least this."""

@@ -103,11 +103,13 @@ class HintReader:
         return RequestHints(together.retention(), session or "", together)
 
     def read(self, params: Any, now_s: float) -> Retention:
-        """Returns the retention of the short form; NO_RETENTION without hints."""
+        """Returns the retention that the short form (keys `hotkv.*` of `kv_transfer_params`) asks
+        for; NO_RETENTION without hints."""
         return self._short(params, now_s)[0]
 
     def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
-        """Returns the retention, and all valid hints of the short form."""
+        """Returns the retention, and all valid hints of the short form (keys `hotkv.*` of
+        `kv_transfer_params`)."""
         if not isinstance(params, dict):
             return NO_RETENTION, {}
         given = {

@@ -31,7 +31,7 @@ limit."""
 class AdapterWatch:
     """Watches the LoRA manager of a vLLM worker.
 
-    manager: None without LoRA; then every adapter is UNKNOWN.
+    manager: vLLM's LoRA manager; None without LoRA: then the identity of every adapter is UNKNOWN.
     settings: digest of the settings that decide an adapter's KV in addition to its bytes.
     max_ahead: most adapters that are read ahead.
     """
@@ -61,7 +61,7 @@ class AdapterWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Returns True if there is a manager."""
+        """Returns True if the engine has a manager of adapters, whose loads this object watches."""
         return self._manager is not None
 
     @property
@@ -71,7 +71,8 @@ class AdapterWatch:
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:
-        """Carries out the work in a step's metadata. Postponed questions come first."""
+        """Carries out the work on adapters that a step's metadata asks for. Postponed questions
+        come first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)

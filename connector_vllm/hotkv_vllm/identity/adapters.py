@@ -26,8 +26,8 @@ WAIT_S = 2.0
 """How long a request waits for the workers' answer. After that it is computed without the shared
 cache."""
 ASK_AGAIN_S = 5.0
-"""A question that ranks have not answered is asked again after this time: it was lost on the
-way."""
+"""A question that ranks have not answered is asked again after this time, because the question or
+the answer was lost."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
@@ -87,12 +87,11 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 
 
 class Standing(enum.Enum):
-    """Says whether a request of an adapter may use the shared cache.
+    """Whether a request of an adapter may use the shared cache.
 
-    WAIT: the answer is still to come.
-    NOT_YET: the request has waited long enough, or a rank has postponed its answer. The request is
-        computed without the cache.
-    NEVER: the request may never use the cache.
+    WAIT: the ranks have not answered yet. NOT_YET: the request has waited long enough, or a rank
+    has postponed its answer. The request is computed without the cache. NEVER: the request may
+    never use the cache.
     """
 
     KNOWN = "known"
@@ -177,7 +176,8 @@ class Adapters:
     def arrived(self, request: Any, now_s: float) -> None:
         """Registers a new request of an adapter.
 
-        Asks the workers if no other request of the id lives, or if the id has a new name.
+        If no other live request uses the adapter's id, or the id has a new name, asks the workers
+        which bytes the adapter has.
         """
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
@@ -320,7 +320,8 @@ class Adapters:
         one.is_put_off = False
 
     def _settle(self, one: _Id) -> None:
-        """Sets the identity of the id's adapters, or refuses them: all ranks have answered."""
+        """Sets the identity of the id's adapters, or excludes them from the cache, once all ranks
+        have answered."""
         self._forget_question(one)
         said = sorted(one.answers.items())
         if any(identity == UNKNOWN for _, identity in said):

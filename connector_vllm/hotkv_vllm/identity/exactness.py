@@ -26,12 +26,13 @@ class Exactness:
     """
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
-        """`tokens_per_block`: per vLLM group; 0 if the group's blocks do not follow token order."""
+        """`tokens_per_block`: tokens of a block, per vLLM group; 0 if the group's blocks do not
+        follow token order."""
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
         self.is_watching = False
-        """Set before the first step of an engine that decodes sparsely."""
+        """True in an engine that decodes sparsely; set before its first step."""
 
     def __repr__(self) -> str:
         watching = "watching" if self.is_watching else "nothing to watch"
@@ -46,15 +47,16 @@ class Exactness:
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
-        """Marks all blocks on the device, and all that running requests compute from now on."""
+        """Marks as inexact all blocks on the device, and all KV that running requests compute from
+        now on."""
         self.is_watching = True
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
         self._exact_tokens.clear()
 
     def step_was_lost(self) -> None:
-        """Marks everything, after a step that vLLM planned was not processed. Does nothing while
-        all blocks are exact."""
+        """Marks all blocks and running requests as inexact, because a step that vLLM has planned
+        was not processed. Does nothing while all blocks are exact."""
         if self.is_watching:
             self.distrust_all()
 
@@ -124,12 +126,12 @@ class Exactness:
             self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. Its blocks retain their marks."""
+        """Forgets a request that has ended. Its inexact blocks stay marked."""
         self._exact_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Returns the number of tokens before the first marked block, among the blocks of the first
-        `computed` tokens; EVERYTHING if no block is marked."""
+        """Returns the number of tokens before the first block that is marked as inexact, among the
+        blocks of the first `computed` tokens; EVERYTHING if no block is marked."""
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             marked = np.flatnonzero(

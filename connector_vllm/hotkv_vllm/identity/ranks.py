@@ -131,7 +131,7 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """Returns the key space that these notes make, and the place of `rank` in it.
+    """Returns the key space that the ranks' notes describe together, and the place of `rank` in it.
 
     The order of the notes does not matter. Raises Unsupported."""
     notes = sorted(notes, key=lambda note: note.place.rank)

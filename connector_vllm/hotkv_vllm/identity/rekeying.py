@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ASK_AGAIN_S = 5.0
-"""A check is asked again after this time: a missing answer was lost with a step that broke."""
+"""A check of the weights is repeated after this time, because a missing answer was lost with a step
+that broke."""
 PATIENCE_S = 2.0
 """How long requests wait for the ranks' answers. After that they are computed without the shared
 cache."""
@@ -37,7 +38,7 @@ class WeightsOrder:
     """The scheduler's order to the ranks.
 
     question: number of the check, which every rank answers once.
-    identity: identity of the weights with which the ranks go on; empty until it is settled.
+    identity: identity of the weights with which the ranks go on; empty until the check has ended.
     """
 
     question: int
@@ -51,7 +52,7 @@ class WeightsReport:
     question: number of the check that it answers; 0 if the rank has noticed a change unasked and
         has no digest yet.
     is_original: the rank has the weights that it started with.
-    was_written: the weights were written since the last check that was settled.
+    was_written: the weights were written since the last check that has ended.
     """
 
     question: int
@@ -88,8 +89,8 @@ class Rekeying:
         self.identity = original
         """Identity of the weights that the present key space stands for."""
         self.were_written = False
-        """True if a rank has reported a write to its weights since the last check that was
-        settled."""
+        """True if a rank has reported a write to its weights since the last check that has
+        ended."""
 
     def __repr__(self) -> str:
         return (
@@ -99,16 +100,18 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """Returns True while stores and loads are forbidden."""
+        """Returns True while a check of the weights is open, during which stores and loads are
+        forbidden."""
         return self._is_due or self._is_asking
 
     def suspect(self) -> None:
-        """Makes a check due for the time when the engine next runs a request. Called when it
-        pauses, or its caches were reset."""
+        """Makes a check of the weights due when the engine next runs a request. Called when the
+        engine pauses, or its caches were reset."""
         self._is_due = True
 
     def ask(self, now_s: float) -> None:
-        """Begins a check, because the weights may have changed."""
+        """Begins a check (asks all ranks which weights they have), because the weights may have
+        changed."""
         if not self._is_asking:
             self._since_s = now_s
         self._question = next(_questions)
@@ -137,8 +140,8 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """Returns the identity of the weights to go on with, once all ranks have answered; None
-        before.
+        """Returns the identity of the weights with which the engine goes on, once all ranks have
+        answered; None before.
 
         Called for every planned step. Begins a check that is due, and repeats a check whose answers
         are late.
@@ -173,7 +176,8 @@ class Rekeying:
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """Returns the order for the ranks in this step; None until the first check.
+        """Returns the order about weights that this step carries to the ranks; None until the first
+        check.
 
         Every step carries it, since a step may break."""
         if not self._question:
@@ -224,8 +228,8 @@ class RankWeights:
         self._report = WeightsReport(question, digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
-        """Returns the report for the scheduler in this step, and clears it; None without a
-        report."""
+        """Returns the report about this rank's weights for the scheduler, and clears it; None
+        without a report."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0, was_written=True)
         report, self._report = self._report, None

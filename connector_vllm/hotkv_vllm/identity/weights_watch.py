@@ -27,8 +27,8 @@ NUM_SAMPLES = 64
 """Number of evenly spread pieces of a larger tensor that are samples. A step of training changes a
 share of all elements, never a single element."""
 ROW_WORDS = 4096
-"""Words in a row of a larger tensor, which is summed over rows and over columns. Only deliberate
-changes cancel in both sums."""
+"""Number of words in a row of a larger tensor, which is summed over rows and over columns. Only
+deliberate changes cancel in both sums."""
 
 WRITERS = (
     "reload_weights",

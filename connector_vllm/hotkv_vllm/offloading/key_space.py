@@ -24,15 +24,17 @@ from hotkv_vllm.compat.kv_groups import cache_groups, layer_specs
 from hotkv_vllm.config import ConnectorConfig
 
 FORM = "vllm-offload-rows-1"
-"""Version of the row format as described here. Must change if rows of the same engine change."""
+"""Version of the format of rows (a chunk of one group with the shards of all ranks). Must change if
+the rows of the same engine change."""
 
 
 def is_portable(config: Any) -> bool:
-    """Returns True if rows of this engine have the same bytes for all tensor-parallel sizes.
+    """Returns True if the rows (each a chunk of one group) of this engine have the same bytes for
+    all tensor-parallel sizes.
 
     Source: `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker refuses
-    to start if a layer can't keep the promise. Without the canonical layout each rank's pages
-    follow each other, so rows depend on the size.
+    to start if a layer can't be written in this layout. Without the canonical layout each rank's
+    pages follow each other, so rows depend on the size.
     """
     return bool(config.canonical_layout and config.parallel.is_parallelism_agnostic)
 
@@ -48,7 +50,7 @@ def full_key_space(
     """Returns the key space of an engine whose whole configuration is known.
 
     config: vLLM's `OffloadingConfig`.
-    row_bytes: bytes of a row, padding included.
+    row_bytes: bytes of a row (a chunk of one group with the shards of all ranks), padding included.
     page_format: how the ranks pack K and V in a page (`messages.PageFormat`).
 
     Raises Unsupported if an identity can't be determined, OSError if the weights can't be read.
@@ -101,7 +103,8 @@ def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> 
 
 
 def _row_factors(config: Any) -> tuple[str, ...]:
-    """Returns the settings that decide where bytes lie in a row."""
+    """Returns the settings that decide where bytes lie in a row (a chunk of one group with the
+    shards of all ranks)."""
     parallel = config.parallel
     if is_portable(config):
         shape = "any"

@@ -37,7 +37,7 @@ class PageFormat(KVConnectorHandshakeMetadata):
 
 @dataclass
 class DoorMetadata(OffloadingConnectorMetadata):
-    """A step's orders: vLLM's own, and hotkv's.
+    """The orders of a step to the workers: those of vLLM's own offloading, and those of hotkv.
 
     weights: the order to check weights that may have changed.
     wants_formats: True while the scheduler does not know the ranks' page formats.
@@ -74,7 +74,7 @@ class DoorReport(OffloadingWorkerMetadata):
     timed_step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "DoorReport":
-        """Returns the reports of two ranks joined. Changes neither."""
+        """Returns the joined report of two ranks. Changes neither report."""
         theirs = super().aggregate(other)
         joined = DoorReport(
             weights=dict(self.weights), formats=dict(self.formats), timed_step=self.timed_step

@@ -13,12 +13,14 @@ import numpy as np
 
 
 class NoRegion(ValueError):
-    """The primary tier is not one shared file that this process has open."""
+    """Raised if the primary tier does not lie in a single shared file that this process has
+    open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The rows of the primary tier. Row r begins at byte `offset` + r * `row_bytes` of the file.
+    """The rows (each a chunk of one KV cache group) of the primary tier. Row r begins at byte
+    `offset` + r * `row_bytes` of the file.
 
     fd: a duplicate of vLLM's descriptor. The owner of the region closes it.
     """
@@ -38,7 +40,8 @@ class Region:
 
 
 def region_of(view: memoryview) -> Region:
-    """Returns the region of a view with shape [rows, bytes]. Raises NoRegion, OSError."""
+    """Returns the file and the place of the rows that a view with shape [rows, bytes] shows. Raises
+    NoRegion, OSError."""
     rows = np.asarray(view)
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
         raise NoRegion(f"the primary tier has shape {rows.shape} and strides {rows.strides}")

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 MAX_WAVES = 3
 SHARE_ALONE = 0.9
-"""Largest share of the rows that promotions take while one request promotes."""
+"""Largest share of the primary tier's rows that promotions may use while a single request
+promotes."""
 SHARE_TOGETHER = 0.5
-"""Largest share of the rows that promotions take while several requests promote, so that the next
-request need not wait for all of them."""
+"""Largest share of the primary tier's rows that promotions may use while several requests promote,
+so that the next request need not wait for all of them."""
 
 Key = bytes
 """vLLM's `OffloadKey`: the hash of a chunk's last block, and four bytes that number the group."""
@@ -36,7 +37,7 @@ def group_of(key: Key) -> bytes:
 
 @dataclass(slots=True)
 class Promotions:
-    """The promotions of one request.
+    """The promotions (copies from the server into vLLM's primary tier) of one request.
 
     promoted: keys that were submitted.
     failed: keys whose load failed.
@@ -50,8 +51,8 @@ class Promotions:
     reach: dict[bytes, int] = field(default_factory=dict)
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
-        """Returns True if vLLM may be told that the server has this chunk. `end_tokens`: the end of
-        the chunk in the prompt."""
+        """Returns True if vLLM may learn that the server has this chunk, and so may promote it.
+        `end_tokens`: the end of the chunk in the prompt."""
         if key in self.failed:
             return False
         if self.waves == 0:
@@ -59,7 +60,8 @@ class Promotions:
         return self.waves < MAX_WAVES and end_tokens <= self.reach.get(group_of(key), 0)
 
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
-        """Notes one promotion: its keys, with the end of each chunk in the prompt."""
+        """Records a promotion. `ends_tokens`: for each of its keys, the end of the chunk in the
+        prompt."""
         self.waves += 1
         self.promoted.update(ends_tokens)
         for key, end_tokens in ends_tokens.items():
@@ -67,13 +69,13 @@ class Promotions:
             self.reach[group] = max(end_tokens, self.reach.get(group, 0))
 
     def ended(self, keys: Iterable[Key], loaded: Collection[Key]) -> None:
-        """Notes the end of a promotion: keys that are not in `loaded` have failed."""
+        """Records the end of a promotion: the keys that are not in `loaded` have failed."""
         self.failed.update(set(keys).difference(loaded))
 
 
 class Room:
-    """Counts the rows that promotions take: rows offered in this step, and rows of promotions under
-    way."""
+    """Counts the rows of the primary tier that promotions use: rows offered in this step, and rows
+    of promotions under way."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -96,8 +98,8 @@ class Room:
         return bool(self._offered)
 
     def offer(self, request_id: str) -> bool:
-        """Takes a row for a chunk that vLLM is about to promote. Returns False if there is no
-        room."""
+        """Counts a row for a chunk that vLLM is about to promote. Returns False, and counts
+        nothing, if there is no room."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):
@@ -106,12 +108,12 @@ class Room:
         return True
 
     def begin(self, request_id: str, num_rows: int) -> None:
-        """Notes that a promotion of `num_rows` rows begins. vLLM submits all offers of a step at
+        """Records that a promotion of `num_rows` rows begins. vLLM submits all offers of a step at
         the step's end."""
         self._under_way[request_id] = self._under_way.get(request_id, 0) + num_rows
 
     def end(self, request_id: str, num_rows: int) -> None:
-        """Notes the end of a promotion."""
+        """Records the end of a promotion."""
         left = self._under_way.pop(request_id, 0) - num_rows
         if left > 0:
             self._under_way[request_id] = left

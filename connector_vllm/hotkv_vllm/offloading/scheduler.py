@@ -44,7 +44,7 @@ that the promotion needs, and makes a hit a third slower."""
 
 
 class DoorScheduler:
-    """The scheduler's side, beside one `HotKVTier`. Idle until `connect`."""
+    """The scheduler's side, beside one `HotKVTier`. Does nothing until `connect` is called."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def arrived(self, request: Any) -> None:
-        """Tells the tier of a new request."""
+        """Notifies the tier of a new request."""
         now_s = time.monotonic()
         state = RequestState(request, StoreState([], 0), arrived_s=now_s)
         state.ask(self._hints.asked(request, now_s))
@@ -160,7 +160,7 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
-        """Notes vLLM's own hit and the answer that vLLM's offloading gave."""
+        """Records vLLM's own hit and the answer that vLLM's offloading gave."""
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return
@@ -190,11 +190,12 @@ class DoorScheduler:
 
     @property
     def order(self) -> WeightsOrder | None:
-        """Returns the order to the ranks about weights in this step; None without an order."""
+        """Returns the order about weights that this step carries to the ranks; None without an
+        order."""
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
-        """Holds the tier until the ranks have answered."""
+        """Stops all lookups and stores of the tier until the ranks have answered."""
         self._tier.is_held = True
         self._weights.suspect()
         return 0
@@ -281,7 +282,7 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Notes that blocks of other weights are cached. Logs it once until the next reset."""
+        """Records that blocks of other weights are cached. Logs it once until the next reset."""
         self._is_clean = False
         if not self._said_unclean:
             self._said_unclean = True
@@ -294,7 +295,7 @@ class DoorScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
-        """Holds the tier until a later reset succeeds."""
+        """Stops all lookups and stores of the tier until a later reset succeeds."""
         self._tier.is_held = True
         self._is_clean = False
         if self._reset is not None:
@@ -303,10 +304,11 @@ class DoorScheduler:
 
     @hook(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
-        """Follows a reset of vLLM's offloading: the primary tier is empty, and no job is under way.
+        """Called after a reset of vLLM's offloading: the primary tier is empty, and no job is under
+        way.
 
         Empties the server's cache of this key space too, unless the engine only pauses. Returns
-        False if a connected server did not do so.
+        False if a connected server did not empty it.
         """
         self._weights.suspect()
         self._tier.is_held = self._space is not None

@@ -58,18 +58,19 @@ from hotkv_vllm.stats import HookClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
 BY_CONNECTOR = "opened_by_connector"
-"""Setting of a tier whose session the connector opens."""
+"""Name of the setting by which the connector says that it opens the tier's session itself."""
 HANDLE = "primary"
 PROBE_AGAIN_S = 0.25
-"""How long the answer of the block table is remembered for a request. A lease decides later."""
+"""Time for which the answer of the block table is remembered for a request. The lease, which is
+acquired later, decides."""
 ROOM_PATIENCE_S = 2.0
 """How long a request waits until other promotions make room in the primary tier."""
 HELD_STEPS = 3
 """Number of steps after a reset in which no promotion begins. The workers may still copy into rows
 that the reset has freed; vLLM 0.33 holds promotions for the same reason."""
 OWED_S = 600.0
-"""How long after a failed store requests offer all their chunks again. vLLM offers a chunk to its
-tiers only once, so otherwise the server would never get chunks stored while it was away."""
+"""Time after a failed store in which requests offer all their chunks again. vLLM offers a chunk to
+its tiers only once, so otherwise the server would never get chunks stored while it was away."""
 
 
 @dataclass(slots=True)
@@ -172,7 +173,8 @@ class HotKVTier(SecondaryTierManager):
         return self._transfers
 
     def _open_stated(self) -> None:
-        """Opens the session of a tier that no connector has made."""
+        """Opens the session of a tier that an operator has configured in `secondary_tiers` of vLLM,
+        without `HotKVOffloadingConnector`."""
         why = versions.why_off(versions.OFFLOADING, self.settings.allow_untested_vllm)
         if not why and not self.settings.weights_identity:
             why = (
@@ -251,7 +253,7 @@ class HotKVTier(SecondaryTierManager):
             link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
-        """Closes the session in the background. Its jobs have ended."""
+        """Closes the session in the background. All jobs over it have ended."""
         session, self._session = self._session, None
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
@@ -273,17 +275,18 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------- what a connector says
 
     def tell(self, request: Any, retention: Retention, *, is_excluded: bool) -> None:
-        """Tells the tier of a request of vLLM's, before `on_new_request`.
+        """Passes a request of vLLM to the tier, before `on_new_request`.
 
-        is_excluded: the request's hashes do not cover all that decides its KV. Nothing of it is
-            looked up or stored.
+        is_excluded: True if the request's hashes do not cover all that decides its KV. Then none of
+            its chunks is looked up or stored.
         """
         self._told[request.request_id] = RequestInTier(
             request=request, retention=retention, is_excluded=is_excluded
         )
 
     def exclude(self, request_ids: Iterable[str]) -> None:
-        """Excludes requests from now on."""
+        """Excludes these requests: none of their chunks is looked up or stored from this call
+        on."""
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True
@@ -480,7 +483,8 @@ class HotKVTier(SecondaryTierManager):
         at: Mapping[tuple[int, int], OffloadKey],
         known: RequestInTier,
     ) -> BlockRun:
-        """Returns one chain of neighbours as a run to store."""
+        """Returns one chain of neighbouring chunks as a run (consecutive blocks of a group) to
+        store."""
         size = self._chunk_tokens[group]
         start_tokens = max(0, ends.get(chain[0], 0) - size)
         parent = at.get((get_offload_group_idx(chain[0]), start_tokens))
@@ -552,8 +556,9 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Reports the chunks that the request used and did not get from the server. Otherwise
-        chunks that hit on the device would go cold in the server."""
+        """Reports the chunks that the request used and did not get from the server. Otherwise the
+        server would not know of the use of chunks that hit on the device, and would evict them
+        early."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # A connector reports whole requests.
@@ -593,8 +598,8 @@ class HotKVTier(SecondaryTierManager):
 
 
 def settings_of(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Returns the settings `hotkv.…`. Raises ConfigError for one that is wrong, or that can't be
-    served behind vLLM's offloading."""
+    """Returns the settings `hotkv.…`. Raises ConfigError for a setting that is wrong, or that can't
+    be used behind vLLM's offloading."""
     config = ConnectorConfig.from_extra_config(extra)
     if config.sparse is not None:
         raise ConfigError(

@@ -78,7 +78,7 @@ class Ended:
 
 
 class Transfers:
-    """Runs the loads and stores (vLLM's jobs) over one session.
+    """Executes the loads and stores (vLLM's jobs) over one session.
 
     is_hung: True while the server has left a call unanswered for too long.
     is_held: True while nothing may be stored, because a reset is under way.
@@ -113,13 +113,14 @@ class Transfers:
         return not self._num_loads and not self._num_stores
 
     def _new_name(self) -> str:
-        """Returns a name for a lease or a transfer. Any thread may call it."""
+        """Returns an unused id for a lease or a transfer. Any thread may call it."""
         return f"{self._prefix}-{next(self._numbers)}"
 
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Acquires a lease over the chunks, then loads those that it pins. Does not wait."""
+        """Acquires a lease on the chunks, then loads the chunks that the lease pins. Does not
+        wait."""
         name, session, settings = self._new_name(), self._session, self._settings
         begun, over = _Once(), _Once()
 

@@ -17,7 +17,8 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 
 
 class DoorWorker:
-    """The worker's side of one rank.
+    """The worker's side of one rank: reports how the rank packs pages, and whether its weights have
+    changed.
 
     is_child: True if the connector is in a MultiConnector, so that vLLM forwards no handshake.
     """

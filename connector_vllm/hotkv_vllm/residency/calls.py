@@ -32,11 +32,13 @@ OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons of refusals that hold only for the present session; after a reconnect the call is
 repeated."""
 CLOSED = -1
-"""Stands in place of a stream's number while no stream has the residency open."""
+"""Used in place of the number of the connection (stream) while the residency is not open over any
+connection."""
 
 
 class ResidencyCalls:
-    """See the module. Scheduler thread only, except for callbacks of a call's future."""
+    """Sends the calls of resident requests; see the module. Scheduler thread only, except for
+    callbacks of a call's future."""
 
     def __init__(self, session: link.CacheSession, streams: StreamCount, stats: HotKVStats) -> None:
         self._session = session
@@ -55,16 +57,18 @@ class ResidencyCalls:
         return self._session.connected
 
     def is_open(self, one: Resident) -> bool:
-        """Returns True if the server of the present stream has reserved room for the request."""
+        """Returns True if the server of the present connection (stream) has reserved room for the
+        request."""
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:
-        """Returns True if the residency is open and its server can be reached."""
+        """Returns True if the residency (the room reserved for the request, with its pinned blocks)
+        is open and its server can be reached."""
         return self.is_connected and self.is_open(one)
 
     @property
     def can_grow(self) -> bool:
-        """Returns True if the server reserves more room for an open residency."""
+        """Returns True if the server can reserve more room for an open residency."""
         return self._session.grows_residencies
 
     def open(self, one: Resident, now_s: float) -> None:
@@ -86,7 +90,8 @@ class ResidencyCalls:
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident) -> None:
-        """Closes the request's residency, if it is open or being opened."""
+        """Closes the request's residency (the room reserved for it, with its pinned blocks), if it
+        is open or being opened."""
         if one.opening is not None or one.opened is not None:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened, one.room, one.is_held = None, None, 0, False
@@ -130,7 +135,7 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Notes that the server has reserved room for the request. If the server was away, or has
+        """Records that the server has reserved room for the request. If the server was away, or has
         opened the residency anew, asks it to pin the known blocks again."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
@@ -153,7 +158,7 @@ class ResidencyCalls:
         known: Int64s,
         done: "Future[ResidentBlocks]",
     ) -> None:
-        """Notes an answer for the next step. The client's thread calls it."""
+        """Records an answer for the next step. The client's thread calls it."""
         is_same = (
             not done.cancelled()
             and done.exception() is None
@@ -178,7 +183,7 @@ class ResidencyCalls:
             one.asked = answer, blocks
 
     def take_answer(self, one: Resident, now_s: float) -> None:
-        """Notes at which offsets the server has pinned blocks, if it has answered `ask`."""
+        """Records at which offsets the server has pinned blocks, if it has answered `ask`."""
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None

@@ -72,8 +72,8 @@ class HotFlashBackend(FlashAttentionBackend):
 
 @dataclass
 class HotFlashMetadata(FlashAttentionMetadata):
-    """vLLM's metadata, with the worker that has planned the batch. `worker` is None for a batch
-    that vLLM's own attention serves alone."""
+    """vLLM's metadata of a batch, with hotkv's worker that has planned the batch. `worker` is None
+    for a batch that vLLM's own attention serves alone."""
 
     worker: CudaWorker | None = None
 
@@ -117,8 +117,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> HotFlashMetadata:
-        """Does the same for a graph that is captured. Afterwards the worker resets the state that
-        the capture leaves behind."""
+        """Builds vLLM's metadata and begins the worker's step for a graph that is captured.
+        Afterwards the worker resets the state that the capture leaves behind."""
         worker = self._worker()
         if worker is not None:
             worker.will_capture()
@@ -139,7 +139,8 @@ class HotFlashImpl(FlashAttentionImpl):
     attached: tuple[CudaWorker, CudaLayer] | None = None
 
     def attach(self, worker: CudaWorker, layer: CudaLayer) -> None:
-        """Makes the layer resident. Called once, before graphs are captured."""
+        """Lets the layer attend to contexts whose old blocks are in host memory. Called once,
+        before graphs are captured."""
         self.attached = (worker, layer)
 
     def forward(
@@ -208,8 +209,8 @@ def _part(
     given: tuple[torch.Tensor, ...],
     metadata: FlashAttentionMetadata,
 ) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
-    """Returns the slices of the tensors `given` for a run's tokens, and the metadata for the run's
-    rows alone."""
+    """Returns the slices of the tensors `given` for the tokens of a run (rows that one call of
+    attention serves), and the metadata for these rows alone."""
     starts = worker.starts
     begin, end = int(starts[run.first]), int(starts[run.last])
     rows = slice(run.first, run.last)

@@ -102,8 +102,9 @@ class CudaSequence:
 
 
 class CudaSequences:
-    """Manages the requests' data in device memory: states, representation rows, hot slots and arena
-    addresses. Allocates states and rows. One thread.
+    """Manages the requests' data in device memory: states, rows of representations (compact forms
+    of keys), hot slots (device blocks for selected blocks) and arena addresses. Allocates states
+    and rows. One thread.
 
     slot_bytes: bytes of a block in the arena.
     """
@@ -131,11 +132,13 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the request that has this state index; None if it is free."""
+        """Returns the request that has this state (index in the device's tables); None if the index
+        is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
-        """Returns the request with this id; None if it has no state."""
+        """Returns the request with this id; None if it has no state (index in the device's
+        tables)."""
         return self._sequences.get(request_id)
 
     def is_lost(self, request_id: str) -> bool:
@@ -192,7 +195,8 @@ class CudaSequences:
         self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Reports all requests with these first blocks as lost, also those without a state."""
+        """Reports all requests with these first blocks as lost, including requests that the worker
+        does not know."""
         found = set(first_blocks)
         for sequence in self:
             if sequence.first_block in found:
@@ -206,7 +210,7 @@ class CudaSequences:
                 self.lose(sequence, why)
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of the requests that were lost since the last call."""
+        """Returns the id of the first block of each request that was lost since the last call."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -244,7 +248,8 @@ class CudaSequences:
             self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
 
     def _give_rows(self, sequence: CudaSequence) -> None:
-        """Allocates a representation row for each block of the context."""
+        """Allocates, for each block of the context, a row for its representation (compact form of
+        its keys)."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -326,7 +331,8 @@ class HostBatch:
 
 
 class CudaWorker:
-    """See the module.
+    """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
+    in the server's arena; see the module.
 
     plans_in_build: True if vLLM calls the connector for a step before it builds the step's
         metadata. Its model runner V1 does; V2 builds the metadata first.
@@ -439,8 +445,8 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds representations of blocks that were complete before this step and were not built
-        by an earlier step: the blocks of a prefix hit."""
+        """Builds representations (compact forms of keys) of blocks that were complete before this
+        step and whose representations no earlier step has built: the blocks of a prefix hit."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -475,8 +481,9 @@ class CudaWorker:
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
-        """Builds representations of blocks that the step has completed, and updates the hot sets.
-        Afterwards `table` and `lengths` say what this layer attends to.
+        """Builds representations (compact forms of keys) of blocks that the step has completed, and
+        updates the hot sets (the blocks on the device). Afterwards `table` and `lengths` say what
+        this layer attends to.
 
         query: [tokens, Q, D], after RoPE. The step's keys must be in the pages already.
         """
@@ -509,8 +516,8 @@ class CudaWorker:
         return self._residents.lengths
 
     def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
-        """Copies the pages of the run's row into the staging area, and writes their page numbers
-        there into `staged_table`."""
+        """Copies the pages of the single row of `run` (rows that one call of attention serves) into
+        the staging area, and writes the numbers that the pages have there into `staged_table`."""
         self._residents.stage(
             run.first,
             run.staged_blocks,
@@ -546,8 +553,9 @@ class CudaWorker:
         self.sequences.lose_away(self.sequences, "a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Finds lost requests, as `ResidentSequences.find_lost`. Waits for the device if a request
-        of the step has blocks away: only then is it known which bytes were read."""
+        """Marks requests as lost whose bytes were read while the server did not pin them. Waits for
+        the device if a request of the step has blocks in host memory only, because only then it is
+        known which bytes were read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -562,16 +570,17 @@ class CudaWorker:
         self._step = []
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of the requests that were lost since the last call."""
+        """Returns the id of the first block of each request that was lost since the last call."""
         self.find_lost()
         return self.sequences.take_lost()
 
     def all_away(self) -> set[int]:
-        """Returns the first blocks of all requests that have blocks in host memory only."""
+        """Returns the block id of the first block of each request that has blocks in host memory
+        only."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
 
     def will_capture(self) -> None:
-        """Notes that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
+        """Records that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
         model runner V2 notifies connectors when it has captured all graphs."""
         self._has_captured = True
 

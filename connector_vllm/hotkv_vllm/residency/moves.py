@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The blocks that a step needs from the pool.
+    """The blocks that a step needs from the device's pool.
 
     free: blocks that no request holds.
     promised: blocks that admitted requests still need for their prompts.
@@ -39,9 +39,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """The blocks that the pool gains if a request is moved.
+    """The blocks that the device's pool gains if a request is moved off the device.
 
-    freed: blocks that the move frees, less the hot slots that it allocates; may be negative.
+    freed: blocks that the move frees, less the hot slots (device blocks for selected blocks) that
+        it allocates; may be negative.
     unpromised: blocks that the request no longer needs for its prompt.
     """
 
@@ -55,8 +56,8 @@ class Relief:
 
 
 def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
-    """Returns the requests to move, in order. `reliefs`: the requests that can be moved, in the
-    order in which they came."""
+    """Returns the requests to move off the device, in order. `reliefs`: the requests that can be
+    moved, in the order in which they came."""
     free, unpromised, left, chosen = demand.free, -demand.promised, dict(reliefs), []
 
     def move(request_id: str) -> None:

@@ -37,7 +37,7 @@ I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 AREAS = 2
-"""Staging areas."""
+"""Number of staging areas."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
 """A copy uses one more thread for every so many bytes, up to the number of threads."""
@@ -48,11 +48,11 @@ BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Offsets of a rank's bytes in slots.
+    """Where the bytes of a rank are in slots (a block's place in the server's arena).
 
     pages: by layer index, bytes from the start of a block's slot to the layer's page.
-    representations: by layer index and format, bytes from the start of a representation's slot to
-        the layer's representation in that format.
+    representations: by layer index and format, bytes from the start of the slot of a block's
+        representation (compact form of its keys) to the layer's representation in that format.
     """
 
     pages: dict[int, int] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """Returns the places of a rank. `layer_names`: the layers of the group, all of them among
-    `layers`."""
+    """Returns where the bytes of a rank are in slots. `layer_names`: the layers of the group, all
+    of them among `layers`."""
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
     places = SlotPlaces()
@@ -193,7 +193,7 @@ class PageStaging:
         self._thread = ThreadPoolExecutor(1, "hotkv-staging") if has_free_core else None
         self._thread_copier = PageCopier(num_threads=1)
         self.num_ahead = 0
-        """Pages that were copied ahead and used."""
+        """Number of pages that were copied ahead of attention and then used."""
 
     def __repr__(self) -> str:
         sizes = " + ".join(str(area.numel() >> 20) for area in self._areas)
@@ -267,7 +267,8 @@ class LostBytesError(Exception):
 
 
 class ResidentPages:
-    """See the module.
+    """Copies, for a step, pages that only the server's arena has into hot slots and staging areas;
+    see the module.
 
     counted: copied pages, by names of `counter_help.COUNTERS`.
     """
@@ -295,8 +296,8 @@ class ResidentPages:
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the server's slots of blocks that only the server has.
-        `positions` must ascend. Raises LostBytesError."""
+        """Returns the addresses of the arena slots of blocks that only the server has. `positions`
+        must ascend. Raises LostBytesError."""
         if sequence.is_lost:
             raise LostBytesError("it was lost before")
         known = sequence.addresses
@@ -308,7 +309,7 @@ class ResidentPages:
         return slots
 
     def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the layer's pages in the server's slots of these blocks. Raises
+        """Returns the addresses of the layer's pages in the arena slots of these blocks. Raises
         LostBytesError."""
         addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
         return addresses
@@ -320,7 +321,8 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies representations of a format from their slots into rows of `pool`."""
+        """Copies representations (compact forms of keys) in a format from their arena slots into
+        rows of `pool`."""
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.representations[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes

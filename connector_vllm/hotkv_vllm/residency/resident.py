@@ -101,7 +101,8 @@ class Resident:
 
     @property
     def offsets(self) -> Int64s:
-        """Returns the arena offsets of the kept blocks, int64 [kept]."""
+        """Returns the arena offsets of the blocks that the server is known to hold, int64
+        [kept]."""
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
@@ -131,7 +132,7 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Notes where the server holds the blocks from position `first` on, up to the first block
+        """Records where the server holds the blocks from position `first` on, up to the first block
         that it lacks. Returns the number of noted blocks. Blocks from the missing block on are
         stored anew."""
         missing = np.flatnonzero(found.offsets < 0)
@@ -145,7 +146,7 @@ class Resident:
         return count
 
     def store_from(self, block: int) -> None:
-        """Makes the blocks from this block on due for storing again."""
+        """Makes all blocks from this position on due for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
         mine.due_tokens = 0
@@ -159,8 +160,8 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's row of a step, including everything that was not sent to the
-        workers yet."""
+        """Returns the request's row of a step (its entry in the message to the workers), with
+        everything that was not sent yet."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -177,9 +178,9 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the request after vLLM has freed its blocks. Voids its private blocks. The server
-        still holds the first `kept` of the other blocks. Everything must be sent to the workers
-        again."""
+        """Resets the request after vLLM has freed its blocks. Its blocks with private names become
+        unusable. The server still holds the first `kept` of the other blocks. Everything must be
+        sent to the workers again."""
         self.kept = min(kept, self.private_from)
         self.told, self.told_pin, self.told_hot = 0, None, ()
         self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]
@@ -210,8 +211,8 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Returns the hot slots of these requests that the workers do not know yet. The coming step
-        may write them for the first time."""
+        """Returns the hot slots (device blocks for selected blocks) of these requests that the
+        workers do not know yet. The coming step may write them for the first time."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)

@@ -46,7 +46,8 @@ QUANTUM_TOKENS = 512
 more room is asked for."""
 PARK_S = 1.0
 MAX_LOSSES = 8
-"""A request whose bytes are lost this often without a new token in between ends with an error."""
+"""A request ends with an error if its bytes in the server are lost this many times without a new
+token in between."""
 
 
 class ResidentRequests:
@@ -111,7 +112,8 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """Returns the residency that pins stores of the request; empty without a residency."""
+        """Returns the id of the residency that pins the blocks of the request's stores; empty
+        without a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
@@ -177,8 +179,8 @@ class ResidentRequests:
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets how much room the request asks for. If the server can't add room later, this is all
-        that the request may ever need."""
+        """Sets how much room the request asks the server for. If the server can't add room later,
+        that is the most room that the request can ever need."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:
@@ -283,8 +285,8 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """Makes further stores of the request private. If more blocks were stored than are known to
-        be kept, the request is computed anew."""
+        """Makes further stores of the request private (no other request can find the blocks). If
+        more blocks were stored than the server is known to hold, the request is computed anew."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             self._pool.lose(request_id)
@@ -302,22 +304,22 @@ class ResidentRequests:
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """Notes that `job` stores blocks of the request, so that the server is not asked for these
-        blocks before the store ends."""
+        """Records that `job` stores blocks of the request, so that the server is not asked for
+        these blocks before the store ends."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
     def stored(self, store: StoreInFlight) -> None:
-        """Notes that a store has ended, whatever its result."""
+        """Records that a store has ended, whatever its result."""
         one = self._residents.get(store.request_id)
         if one is not None:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of the request need not stay on the device. vLLM's
-        manager calls it."""
+        """Returns how many leading tokens of the request the server holds for it, so that they need
+        not stay on the device. vLLM's manager calls it."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -325,7 +327,8 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Returns True if blocks will be freed soon, so that no request need be preempted."""
+        """Returns True if resident requests will soon free device blocks, so that vLLM need not
+        preempt a request."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -384,7 +387,8 @@ class ResidentRequests:
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
-        """Asks where newly stored blocks are, and checks how long the request has waited."""
+        """Asks the server where newly stored blocks of the request are, and checks how long the
+        request has waited."""
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)

@@ -32,8 +32,8 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Upper limit on the rows that a request allocates for the representations of blocks that it does
-not have yet."""
+"""Upper limit on the rows that a request allocates for the representations (compact forms of keys)
+of blocks that it does not have yet."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
@@ -45,7 +45,8 @@ STEPS_IN_FLIGHT = 2
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Returns how many rows `KeptRows` allocates when requests need `num_taken` of them."""
+    """Returns how many rows (places for representations, the compact forms of keys) `KeptRows`
+    allocates when requests need `num_taken` of them."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -53,7 +54,8 @@ def num_rows_for(num_taken: int) -> int:
 
 
 class KeptRows:
-    """Representations of all complete blocks of resident contexts, by layer and row. One thread.
+    """Representations (compact forms of keys) of all complete blocks of resident contexts, by layer
+    and row. One thread.
 
     When a block is freed, its row in the pool of the device's blocks (`pool`) is lost. So each
     resident request has its own rows here, one per block, for as long as it runs. Memory grows with
@@ -73,11 +75,13 @@ class KeptRows:
 
     @property
     def num_taken(self) -> int:
-        """Returns how many rows belong to requests."""
+        """Returns how many rows (each for a block's representations, the compact forms of its keys)
+        belong to requests."""
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations by format. They are valid until the next `take`."""
+        """Returns a layer's representations (compact forms of keys) by format. They are valid until
+        the next `take`."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
@@ -101,8 +105,8 @@ class KeptRows:
         self._free.extend(sorted(rows.tolist(), reverse=True))
 
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
-        """Copies the representations of `blocks` [n] from the pool of the device's blocks into
-        `rows`."""
+        """Copies the representations (compact forms of keys) of `blocks` [n] from the pool of the
+        device's blocks into `rows`."""
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
@@ -154,8 +158,8 @@ class ResidentSequence:
     has_read: bool = False
 
     def kept(self, first: int, slots: I64, representations: I64) -> None:
-        """Sets the addresses int64 [n] of blocks from `first` on, and of their representations; -1
-        for a missing representation."""
+        """Sets the addresses int64 [n] of blocks from `first` on, and of their representations
+        (compact forms of keys); -1 for a missing representation."""
         stop = first + len(slots)
         if stop > len(self.addresses):
             more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)
@@ -166,8 +170,8 @@ class ResidentSequence:
         self.representations[first:stop] = representations
 
     def hot_content(self, layer_idx: int) -> I32:
-        """Returns the position that each hot slot of a layer holds; -1 for an empty slot. The
-        caller may write it."""
+        """Returns, for each hot slot (device block for a selected block) of a layer, the position
+        of the block that it holds; -1 for an empty slot. The caller may write it."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
@@ -281,9 +285,10 @@ class ResidentSequences:
                 self.lose(sequence, why)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """Handles a row that the scheduler has not named: marks the request with this first block
-        as lost, if it has freed blocks. `has_gaps`: some blocks of the row are not on the device.
-        Then the block is reported as lost even if no request is known for it."""
+        """Handles a row (request of a step) that the scheduler has not named: marks the request
+        with this first block as lost, if it has freed blocks. `has_gaps`: some blocks of the row
+        are not on the device. Then the block is reported as lost even if no request is known for
+        it."""
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
                 self.lose(sequence, "the step's plan does not name it")
@@ -305,8 +310,8 @@ class ResidentSequences:
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of the requests that were lost since the last call. Call it
-        after a step's last layer."""
+        """Returns the block id of the first block of each request that was lost since the last
+        call. Call it after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False
@@ -314,6 +319,6 @@ class ResidentSequences:
         return lost
 
     def all_away(self) -> set[int]:
-        """Returns the first blocks of all requests that have blocks in host memory only. Shares no
-        code with `take_lost`."""
+        """Returns the block id of the first block of each request that has blocks in host memory
+        only. Shares no code with `take_lost`, because it gives the answer if `take_lost` raises."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -17,7 +17,8 @@ from hotkv_vllm.scheduler.sharing import Sharing
 
 
 class ResidentSide:
-    """See the module. Scheduler thread only."""
+    """Answers the questions of vLLM's block manager about resident requests; see the module.
+    Scheduler thread only."""
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
         self.edge = edge
@@ -35,7 +36,8 @@ class ResidentSide:
 
     @hook(lambda *_: 0, last=0, is_part=True)
     def _kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of a request need not stay on the device."""
+        """Returns how many leading tokens of a request the server keeps in host memory, so that
+        their blocks need not stay on the device."""
         return 0 if self._residencies is None else self._residencies.kept_tokens(request_id)
 
     @hook(lambda *_: False, last=False, is_part=True)
@@ -54,7 +56,8 @@ class ResidentSide:
             residencies.make_room()
 
     def is_freeing(self) -> bool:
-        """Returns True if blocks will be freed soon, so that no request need be preempted."""
+        """Returns True if resident requests will soon free device blocks, so that vLLM need not
+        preempt a request."""
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:
@@ -68,7 +71,8 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """Does the same as `lost`, after a hook has raised. Shares no code with it."""
+        """Makes vLLM preempt and compute anew the requests that have one of these blocks, after a
+        hook has raised. Shares no code with `lost`, because `lost` may have raised."""
         self._pool.lose_blocks(first_blocks)
 
     @property

@@ -29,7 +29,7 @@ class KeptBlocks:
     file_id: FileId
 
     def up_to(self, stop: int) -> "KeptBlocks":
-        """Returns the part before block `stop`."""
+        """Returns the blocks before position `stop`."""
         count = max(0, stop - self.first)
         return replace(
             self, offsets=self.offsets[:count], representations=self.representations[:count]

@@ -39,7 +39,7 @@ class Totals:
 
     @property
     def total(self) -> int:
-        """Returns the sum."""
+        """Returns the sum of all purposes."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def __str__(self) -> str:

@@ -41,7 +41,8 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""Number of blocks per batch when representations are built from pages that only the server has."""
+"""Number of blocks at a time when representations (compact forms of keys) are built from pages that
+only the server has."""
 
 
 @dataclass(slots=True)
@@ -77,7 +78,8 @@ class ResidentPlan(StepPlan):
 
 
 class ResidentWorker(SparseWorker):
-    """See the module. One thread."""
+    """Decides which blocks each row of a batch attends to, and copies blocks that are not on the
+    device from the server's arena; see the module. One thread."""
 
     def __init__(
         self,
@@ -135,9 +137,9 @@ class ResidentWorker(SparseWorker):
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Chooses the blocks that the rows attend to, as `SparseWorker.attend`. The answer may name
-        a staging area to use in place of the layer's pages. None: all rows attend to everything, in
-        the layer's pages."""
+        """Returns the blocks to which the rows attend in this layer; None if all rows attend to
+        everything, in the layer's pages. The answer may name a staging area to use in place of the
+        layer's pages."""
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:
             plan = self._plans[layer.group] = self._resident_plan(layer, key, batch())
@@ -179,7 +181,8 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ representations
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates a representation row for each block of a context that may become sparse."""
+        """Allocates, for each block of a context that may become sparse, a row for its
+        representation (compact form of its keys)."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             ahead = max(16, min(len(sequence.rows), MORE_ROWS))
@@ -190,8 +193,8 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Copies the representations of blocks that have become complete into the request's
-        rows."""
+        """Copies the representations (compact forms of keys) of blocks that have become complete
+        into the request's rows."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
@@ -212,8 +215,8 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Fills the request's rows for blocks that only the server has. Copies their
-        representations from the server, or builds them from the keys."""
+        """Fills the request's rows of representations (compact forms of keys) for blocks that only
+        the server has: copies them from the server, or builds them from the keys."""
         sources = self._kept.sources(layer.index)
         has_own = sequence.representations[positions] >= 0
         there, missing = positions[has_own], positions[~has_own]
@@ -236,14 +239,15 @@ class ResidentWorker(SparseWorker):
         return self._kept.sources(layer.index)
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns False: most keys of the context are not on the device."""
+        """Returns False: no recall is measured, because most keys of the context are not on the
+        device."""
         return False
 
     # ------------------------------------------------------------------------------------ rewriting
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the hot slots hold the row's whole context, so that no choice is
-        needed."""
+        """Returns True if the hot slots (device blocks for selected blocks) hold the row's whole
+        context, so that no choice is needed."""
         return row.attends_to_all
 
     def _chosen(

@@ -67,8 +67,8 @@ class Admission:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
     def cancel_loads(self, *, of_refused: bool = False) -> None:
-        """Cancels all loads with the next step. `of_refused`: cancels only loads of adapters whose
-        bytes have changed."""
+        """Cancels all loads with the next step. `of_refused`: True cancels only the loads of
+        requests with adapters whose bytes have changed."""
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)
@@ -123,7 +123,8 @@ class Admission:
         )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Returns the answer for vLLM, whose own hit is `num_computed_tokens` long."""
+        """Returns the answer to vLLM's question for the request's hit. vLLM's own hit is
+        `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
         self.room.comes(request)
         now_s = time.monotonic()
@@ -349,7 +350,8 @@ class WrittenBlocks:
     """
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
-        """tokens_per_block: per vLLM group. 0: all blocks of the group count as written."""
+        """tokens_per_block: tokens of a block, per vLLM group. 0: all blocks of the group count as
+        written."""
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
         self._blocks: set[int] = set()
@@ -359,7 +361,7 @@ class WrittenBlocks:
         return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
-        """Notes that vLLM's own prefix cache holds the first `num_tokens` of the request."""
+        """Records that vLLM's own prefix cache holds the first `num_tokens` of the request."""
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
@@ -380,7 +382,7 @@ class WrittenBlocks:
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Notes the schedule of a step. Its blocks are computed only if `of_step` is called."""
+        """Records the schedule of a step. Its blocks are computed only if `of_step` is called."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:

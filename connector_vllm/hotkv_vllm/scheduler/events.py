@@ -124,7 +124,8 @@ class SharedEvents:
 
 
 def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """Returns the unbroken runs of True: pairs of the first position and the position behind."""
+    """Returns the unbroken sequences of True: for each, its first position and the position behind
+    its last."""
     edges = [
         at
         for at, (one, before) in enumerate(zip([*mask, False], [False, *mask], strict=True))

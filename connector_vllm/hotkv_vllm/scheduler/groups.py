@@ -111,7 +111,8 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Returns how many leading blocks of a group decide about hits of up to `limit_tokens`."""
+        """Returns how many leading blocks of a group must be known to decide about hits of up to
+        `limit_tokens`."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
@@ -168,8 +169,8 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the entries by which a lease over the blocks in `groups` also asks for their
-        representations."""
+        """Returns the entries by which a lease on the blocks in `groups` also asks for their
+        representations (compact forms of keys)."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -177,14 +178,15 @@ class RepresentationPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """Returns by group which leased blocks have a pinned representation. `pinned` is the
-        grant's answer to `asked`."""
+        """Returns by group which leased blocks have a pinned representation (compact form of keys).
+        `pinned` is the grant's answer to `asked`."""
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """Returns the representations to load with the blocks of `runs`."""
+        """Returns the representations (compact forms of keys) to load with the blocks of `runs`
+        (blocks of a group each)."""
         found = []
         for run in runs:
             mask = granted.get(run.group_index)
@@ -201,8 +203,8 @@ class RepresentationPlanner:
     def lacking(
         self, session: CacheSession, group: int, hashes: Sequence[bytes]
     ) -> BoolMask | None:
-        """Returns which blocks of a group have no representation in the server, as a hint. Returns
-        None for a group without representations."""
+        """Returns which blocks of a group have no representation (compact form of keys) in the
+        server, as a hint. Returns None for a group without representations."""
         kind = self._of_group.get(group)
         if kind is None:
             return None
@@ -210,12 +212,14 @@ class RepresentationPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """Returns a run that stores the representations of the blocks in `run`."""
+        """Returns a run that stores the representations (compact forms of keys) of the blocks in
+        `run` (consecutive blocks of a group)."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Splits runs into runs of blocks and runs of representations."""
+        """Splits runs (consecutive blocks of a group) into runs of blocks and runs of
+        representations (compact forms of keys)."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

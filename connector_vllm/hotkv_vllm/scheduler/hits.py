@@ -49,14 +49,14 @@ from hotkv_vllm.stats import HotKVStats
 # --------------------------------------------------------------------------- keys whose load failed
 
 MAX_HIDDEN_KEYS = 1 << 16
-"""Beyond this number the oldest keys are forgotten."""
+"""Most hidden keys (keys whose load failed). Beyond this number the oldest are forgotten."""
 
 
 class HiddenKeys:
     """Keys whose load failed. A key is (group, block hash).
 
     Hidden keys are not offered, and are stored again, until the server has answered for them or has
-    a new epoch.
+    lost its cache (a new epoch).
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,8 @@ class HiddenKeys:
         return f"HiddenKeys({len(self._keys)})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Notes the server's epoch. A new epoch clears all keys."""
+        """Records the server's epoch (number that changes when the server loses the cache's
+        contents). A new epoch clears all keys."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._keys.clear()
@@ -91,7 +92,7 @@ class HiddenKeys:
         self._keys.clear()
 
     def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
-        """Returns `ready` without the hidden keys."""
+        """Returns the mask `ready` without the blocks whose keys are hidden (their load failed)."""
         if not self._keys:
             return ready
         return ready & np.fromiter(
@@ -104,7 +105,7 @@ class HiddenKeys:
 
 class TableProbe:
     """Probes the mapped block table for the blocks that a request could hit. The answer is a hint;
-    a lease settles it.
+    only a lease shows which blocks are there.
 
     Probes group by group, beginning with groups whose ready blocks bound every hit.
     """
@@ -320,7 +321,7 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""How long a request that missed is not looked up again."""
+"""Time after a miss in which the request is not looked up again."""
 HINT_MEMORY_S = 0.02
 """How long a hint from the request's arrival stays usable."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
@@ -377,14 +378,15 @@ class HitFinder:
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Returns the answer for vLLM, whose own hit is `computed_tokens` long."""
+        """Returns the answer to vLLM's question for the request's hit. vLLM's own hit is
+        `computed_tokens` long."""
         answer = self._match(state, computed_tokens, now_s)
         while answer == ASK_AGAIN and state.hit.answer and self.patience.awaits(state.hit.answer):
             answer = self._match(state, computed_tokens, now_s)
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Does the same as `match`, without waiting."""
+        """Returns the answer to vLLM's question for the request's hit, without waiting."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
@@ -463,7 +465,7 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        """Counts a failed load of the request: vLLM has heard of the failure, or will."""
+        """Counts a failed load of the request, which vLLM knows or will know."""
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 

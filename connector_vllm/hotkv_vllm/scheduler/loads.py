@@ -21,8 +21,8 @@ from hotkv_vllm.metadata import LoadJob
 
 
 class LoadOrders:
-    """Orders to the workers about loads for the next step, and the loads whose end vLLM awaits.
-    Scheduler thread only.
+    """The orders about loads that the next step carries to the workers, and the loads whose end
+    vLLM awaits. Scheduler thread only.
 
     Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and its end
     is handled once. Ends of other connectors' loads are ignored.
@@ -136,7 +136,7 @@ class Quarantine:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Returns the transfers whose blocks are held."""
+        """Returns the transfers whose blocks are kept out of vLLM's pool."""
         return tuple(self._held)
 
     @property
@@ -144,7 +144,7 @@ class Quarantine:
         return sum(len(blocks) for blocks in self._held.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """Notes a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
+        """Records a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -155,7 +155,8 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Holds the blocks of these transfers. Returns how many transfers were not held before."""
+        """Keeps the blocks of these transfers out of vLLM's pool. Returns how many of the transfers
+        were not held before."""
         if self.pool is None:
             return 0
         wanted = set(transfer_ids) - self._held.keys()
@@ -176,8 +177,9 @@ class Quarantine:
         return num_new
 
     def settled(self, num_ranks_of: Mapping[str, int]) -> None:
-        """Frees the blocks of transfers that are over in all ranks. `num_ranks_of`: by transfer,
-        the number of ranks in which the server can't write any more."""
+        """Returns to vLLM's pool the blocks of transfers that are over in all ranks.
+        `num_ranks_of`: by transfer, the number of ranks in which the server can't write any
+        more."""
         for transfer_id, num_ranks in num_ranks_of.items():
             if num_ranks >= self._num_ranks and transfer_id in self._held:
                 blocks = self._held.pop(transfer_id)
@@ -223,7 +225,8 @@ class FailedLoads:
 
     @property
     def is_empty(self) -> bool:
-        """Returns True if no request is known."""
+        """Returns True if there is no request whose load failed and that vLLM has not scheduled
+        since."""
         return not self._waiting and not self._in_the_way
 
     def add(self, request_id: str) -> None:
@@ -309,8 +312,8 @@ class LoadRoom:
             self._manager = manager
 
     def comes(self, request: Any) -> None:
-        """Computes the need of a request that vLLM asks about. It has no blocks: it is new, was
-        preempted, or its load has failed."""
+        """Computes how many blocks a request needs for which vLLM asks. The request has no blocks:
+        it is new, was preempted, or its load has failed."""
         self.ended(request.request_id)
         if self._manager is None:
             return
@@ -344,7 +347,7 @@ class LoadRoom:
         return has_room
 
     def admitted(self, request_id: str, blocks: Any) -> None:
-        """Notes that vLLM has allocated blocks to the request, possibly for a load."""
+        """Records that vLLM has allocated blocks to the request, possibly for a load."""
         need = self._needs.pop(request_id, None)
         if need is not None:
             held = sum(not one.is_null for group in blocks.blocks for one in group)
@@ -385,7 +388,7 @@ class OtherLoads:
         self._distrusted: set[str] = set()
         self._last_step = 0
         self.held: set[str] = set()
-        """Requests that run, but whose blocks must not be stored."""
+        """Ids of requests that run, but whose blocks must not be stored."""
 
     def __repr__(self) -> str:
         return (
@@ -394,7 +397,7 @@ class OtherLoads:
         )
 
     def admitted(self, request_id: str) -> None:
-        """Notes that vLLM has allocated blocks to the request. A load may be filling them."""
+        """Records that vLLM has allocated blocks to the request. A load may be filling them."""
         self._admitted.add(request_id)
 
     def ended(self, request_id: str) -> None:
@@ -407,7 +410,7 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Notes a planned step. Returns the number under which its end must be reported; 0 if its
+        """Records a planned step. Returns the number under which its end must be reported; 0 if its
         end does not matter."""
         if not self._admitted and not has_sync_loads and not self._unsettled:
             return 0

@@ -49,7 +49,7 @@ class PrefillWait:
     def goes_on(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> bool:
-        """Returns True while the request waits for blocks."""
+        """Returns True while the request waits for blocks that another engine computes."""
         if state.wait is None:
             state.wait = self._begin(finder, state, computed_tokens, now_s)
         wait = state.wait

@@ -49,11 +49,11 @@ class UseReports:
         self._loads: list[LoadEnd] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
-        """Notes the hit that vLLM has in its own cache for the request."""
+        """Records the hit that vLLM has in its own cache for the request."""
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
-        """Notes the answer to vLLM about the request's hit.
+        """Records the answer to vLLM about the request's hit.
 
         waits: True if the request has to ask again.
         may_read: False if hotkv is not asked for this request.
@@ -70,8 +70,8 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """Notes that the engine has allocated the request's blocks; `external_tokens` are to come
-        from hotkv."""
+        """Records that the engine has allocated the request's blocks; `external_tokens`: number of
+        tokens that are to be loaded from hotkv."""
         if external_tokens:
             state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
@@ -83,8 +83,8 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """Notes the end of a reported request. The server hears of it if the request has a session,
-        or hints that apply at its end."""
+        """Records the end of a reported request. The end is reported to the server if the request
+        has a session, or hints that apply at its end."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.trace is not None:
@@ -101,7 +101,7 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool) -> None:
-        """Notes the end of the request's load."""
+        """Records the end of the request's load."""
         if state.trace is not None:
             state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:

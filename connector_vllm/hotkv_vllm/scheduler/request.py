@@ -19,7 +19,7 @@ from hotkv_vllm.link import BoolMask
 from hotkv_vllm.tracing.requests import RequestTrace
 
 Masks = tuple[BoolMask, ...]
-"""By group: which blocks are ready."""
+"""By group, a mask of the blocks that are ready."""
 Answer = tuple[int | None, bool]
 """The answer to vLLM about a request: how many tokens can be loaded beyond the hit in vLLM's own
 prefix cache (None: not known yet), and whether the request waits while they are loaded."""
@@ -196,12 +196,12 @@ class RequestState:
     trace: RequestTrace | None = None
 
     def ask(self, asked: RequestHints) -> None:
-        """Notes the hints that came with the request."""
+        """Records the hints that came with the request."""
         self.asked = asked
         self.retention = asked.retention
 
     def leave(self) -> None:
-        """Ends the request's trace; the request goes on without hotkv."""
+        """Ends the request's trace, because the request goes on without hotkv."""
         if self.trace is not None:
             self.trace.left()
             self.trace = None

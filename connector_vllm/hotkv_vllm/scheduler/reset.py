@@ -44,8 +44,8 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Flushes and waits for the answer, at most `timeout_s`. Returns False if a connected
-        server did not flush.
+        """Flushes the key space in the server and waits for the answer, at most `timeout_s`.
+        Returns False if a connected server did not flush.
 
         Returns True without a server: loads are impossible then, and the flush is sent when the
         server is back.

@@ -83,8 +83,8 @@ class WorkerLinks:
         return f"WorkerLinks(absent: {self._absent})"
 
     def will_say(self, stream: int) -> bool:
-        """Returns True if a worker without a session has not reported since the scheduler's present
-        connection began. It may have a session by now."""
+        """Returns True if a worker that had no session has not reported since the scheduler's
+        present connection (number `stream`) began. The worker may have a session by now."""
         return any(self._news.get(rank, NO_NEWS)[0] != stream for rank in self._absent)
 
     def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
@@ -264,7 +264,8 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
 
 
 def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revocations:
-    """Returns the mapped fences of all ranks. Raises OSError or ValueError."""
+    """Returns the mapped fences (pages by which stores are revoked) of all ranks. Raises OSError or
+    ValueError."""
     places = [h.fence for h in handshakes if h.fence is not None]
     if len(places) != num_ranks:
         raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
@@ -591,13 +592,13 @@ class Sharing:
         self._has_said_on = is_on
 
     def is_other(self, identity: str) -> bool:
-        """Returns True if weights with this identity need another key space, which `adopt` would
-        begin."""
+        """Returns True if weights with this identity need another key space; `adopt` would then
+        change to that key space."""
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:
-        """Adopts the weights that all ranks have reported. If they differ, makes all parts anew for
-        their key space."""
+        """Adopts the weights that all ranks have reported. If the weights differ from the present
+        weights, makes all parts anew for the key space of the new weights."""
         is_other, agreement = self.is_other(identity), self._agreement
         self.weights.adopt(identity)
         if not is_other or agreement is None or self.cache is None:

@@ -32,8 +32,8 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class HotKVScheduler:
-    """The connector's scheduler side. Idle until `connect` receives the workers' key space. The
-    methods `*_broke` are the fallbacks of hooks that raised."""
+    """The connector's scheduler side. Does nothing until `connect` receives the workers' key space.
+    The methods `*_broke` are the fallbacks of hooks that raised."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
@@ -175,8 +175,8 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines, and voids this side's
-        knowledge of it.
+        """Empties the shared cache of this key space, for all engines, and discards what this side
+        knows of it.
 
         Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
         most.
@@ -204,7 +204,7 @@ class HotKVScheduler:
 
     def update_broke(self, output: Any) -> None:
         """Counts the loads of a step as failed and its stores as ended, if `update` raised before
-        it handled them. Shares no code with `update`."""
+        it handled them. Shares no code with `update`, because the same fault could raise again."""
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache

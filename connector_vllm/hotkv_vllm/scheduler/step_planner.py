@@ -63,7 +63,8 @@ class StepPlanner:
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns the step's work without rows, and without the orders that are sent once."""
+        """Returns the step's work without rows (which requests attend sparsely), and without the
+        orders that are sent once."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -169,8 +170,9 @@ class StepPlanner:
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Sends the server the sequences of the step's sparse rows. Adds the ended requests whose
-        last selections are awaited."""
+        """Reports to the server the sequences of the step's sparse rows (requests). Adds to the
+        step the ended requests for whose last selections (blocks attended to) the scheduler
+        waits."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()

@@ -132,7 +132,8 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 
 
 class MissingBlocks:
-    """Finds which of a request's full blocks the server lacks, as runs of neighbours.
+    """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
+    group).
 
     Always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact blocks
     (`exactness`), and no block twice at a time. The same holds for a block whose representation (a
@@ -177,8 +178,9 @@ class MissingBlocks:
         ids: Int32s,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the runs of one group's blocks that are to be stored. A representation is stored
-        with its block, or after it if the server lacks it.
+        """Returns the blocks of one group that are to be stored, as runs (consecutive blocks). A
+        representation (compact form of a block's keys) is stored with its block, or after the block
+        if the server lacks the representation.
 
         hashes: the hashes of all blocks of the group.
         begin: position of the first block of `ids`.
@@ -222,8 +224,9 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the runs of the states `entries` that are to be stored. Skips states behind the
-        request's `exact_tokens`. `planned` is as in `runs`."""
+        """Returns the recurrent states among `entries` that are to be stored, as runs (consecutive
+        blocks). Skips states behind the request's `exact_tokens`. `planned`: blocks that are about
+        to be stored. Adds the blocks of the returned runs."""
         found: list[BlockRun] = []
         groups = self._cache_groups
         for vllm_group, block, boundary in entries:
@@ -286,8 +289,8 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Groups runs, in their order, into stores of at most STORE_BLOCKS blocks. Each run must fit
-    into a store."""
+    """Groups runs (consecutive blocks of a group), in their order, into stores of at most
+    STORE_BLOCKS blocks. Each run must fit into a store."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -325,22 +328,23 @@ class Tails:
     def add(
         self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
     ) -> None:
-        """Adds a request's tail for the next step."""
+        """Adds the last blocks (tail) of an ended request, to be stored with the next step."""
         if runs:
             self.waiting.append((retention, trace, tuple(runs)))
 
     def cut_before(self, written: Collection[int]) -> None:
-        """Cuts tails before these blocks."""
+        """Removes from each tail (last blocks of an ended request) the first of these blocks and
+        all blocks behind it."""
         cut = ((by, trace, _before(tail, written)) for by, trace, tail in self.waiting)
         self.waiting = [one for one in cut if one[2]]
 
     def take(self) -> list[Tail]:
-        """Returns the tails and forgets them."""
+        """Returns the tails (last blocks of ended requests) and forgets them."""
         taken, self.waiting, self.blocks = self.waiting, [], set()
         return taken
 
     def forget(self) -> None:
-        """Drops all tails."""
+        """Drops all tails (last blocks of ended requests)."""
         self.waiting = []
         self.blocks = set()
 
@@ -424,8 +428,8 @@ class StorePlanner:
         self.is_held = False
         """True while no new store may begin and every step must wait for the stores in flight."""
         self.is_rekeying = False
-        """True while stores are held as with `is_held`, because it is not known which key space
-        belongs to the engine's weights."""
+        """True while no new store may begin and every step must wait for the stores in flight,
+        because it is not known which key space belongs to the engine's weights."""
 
     def __repr__(self) -> str:
         return f"StorePlanner({self.in_flight}, {self.tails})"
@@ -438,7 +442,7 @@ class StorePlanner:
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
-        """Notes a successful load: per group, the server has this many leading blocks."""
+        """Records a successful load: per group, the server has this many leading blocks."""
         for index, num_blocks in enumerate(stored_blocks):
             mine = state.store.stored_blocks
             mine[index] = max(mine[index], num_blocks)
@@ -535,7 +539,7 @@ class StorePlanner:
 
     def plan_broke(self) -> None:
         """Handles a step whose planning raised: drops the tails and the stores that no worker has
-        received, and revokes all other stores by their words."""
+        received, and revokes all other stores by their words in the fence (shared page)."""
         self.tails.forget()
         self.in_flight.plan_broke()
 
@@ -568,7 +572,7 @@ class StorePlanner:
         last: bool = False,
     ) -> list[BlockRun]:
         """Returns a request's full blocks that are not stored yet, as chains of neighbours. Adds
-        them to `planned` and advances the request's marks."""
+        them to `planned` and records in the request's state how far it is stored."""
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
         exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
@@ -613,7 +617,8 @@ class StorePlanner:
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
-        """Returns the store of these runs; None if it could not be revoked."""
+        """Returns the store of these runs (consecutive blocks of a group); None if the store could
+        not be revoked later, because all words of the fence are in use."""
         (retention, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)

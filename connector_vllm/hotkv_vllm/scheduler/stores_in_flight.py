@@ -49,8 +49,9 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Allocates a word for a new store and returns its index; 0 if stores need no word. Returns
-        None if all words are in use. Then the store could not be revoked and must not be sent."""
+        """Allocates a word of the fence (page shared with the ranks) for a new store and returns
+        the word's index; 0 if stores need no word. Returns None if all words are in use. Then the
+        store could not be revoked and must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
@@ -66,8 +67,8 @@ class StoreFence:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees a word. Also revokes it: a rank may have stopped waiting for a server that is still
-        working on the store."""
+        """Frees a word of the fence (page shared with the ranks). Also revokes the word's store,
+        because a rank may have stopped waiting for a server that is still working on the store."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -76,8 +77,8 @@ class StoreFence:
 
 
 _store_ids = itertools.count(1)
-"""Shared by all planners of this process, because workers may report stores of an earlier
-planner."""
+"""Numbers of stores, shared by all planners of this process, because workers may report stores of
+an earlier planner."""
 UNREPORTED_S = 60.0
 """A store that no rank has reported for this long was lost on the way. It is revoked and
 forgotten."""
@@ -153,7 +154,7 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """Notes that a step is planned: all earlier plans have reached the workers.
+        """Records that a step is planned: all earlier plans have reached the workers.
 
         Removes and returns the stores whose reports never came, and ended stores that were not
         removed. A worker may still have them, so the step must list them.
@@ -182,7 +183,9 @@ class StoresInFlight:
         request_id: str = "",
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
-        """Begins a store of these runs. Returns None if it could not be revoked.
+        """Begins a store of these runs (consecutive blocks of a group). Returns None if the store
+        could not be revoked later, because all words of the fence (page shared with the ranks) are
+        in use.
 
         request_id: the resident request to which the store belongs, or empty.
         trace: the trace of the request that owns the blocks; None if the request is not traced.
@@ -269,7 +272,7 @@ class StoresInFlight:
 
     def plan_broke(self) -> None:
         """Handles a step whose planning raised: removes stores that no worker has received, and
-        revokes all other stores by their words."""
+        revokes all other stores by their words in the fence (shared page)."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -293,7 +296,8 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts the results of a store, and offers again the keys that it has stored."""
+    """Counts the results of a store. If a failed load had hidden stored keys from hits, requests
+    may hit these keys again."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (

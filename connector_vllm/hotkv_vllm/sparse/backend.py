@@ -29,7 +29,8 @@ from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):
-    """Registered in place of vLLM's; keeps its name, page packing and metadata."""
+    """Registered in place of vLLM's CPU attention backend; keeps that backend's name, page packing
+    and metadata."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -75,8 +76,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention as vLLM does, but decode rows with a long context attend to their hot
-        set."""
+        """Computes attention as vLLM does, but decode rows with a long context attend only to their
+        hot set (the blocks on the device)."""
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
@@ -204,7 +205,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """vLLM's metadata over the block tables and lengths of a rewrite.
+    """vLLM's metadata, made over the block tables and lengths of a `Rewrite` (those that sparse
+    decode uses).
 
     key: the state for which vLLM's schedule (plan of work) in it was made.
     """

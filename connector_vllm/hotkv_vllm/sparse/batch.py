@@ -91,7 +91,7 @@ class SparseRow:
 
     @property
     def positions_C(self) -> I32:
-        """Returns the positions of all blocks."""
+        """Returns the positions of all blocks of the context."""
         return np.arange(len(self.blocks_C), dtype=np.int32)
 
     @staticmethod
@@ -101,7 +101,8 @@ class SparseRow:
         """Returns the row.
 
         table_C: the row's block table.
-        rows_C: the rows of the blocks' representations in their pool.
+        rows_C: for each block, the row of its representation (compact form of its keys) in the
+            pool.
         """
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)
@@ -157,8 +158,8 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the rewrite with these block tables by row. All other rows keep the batch's
-        tables.
+        """Returns the batch's block tables with these tables in place of some rows' tables
+        (`Rewrite`). All other rows keep the batch's tables.
 
         A table that is the same object as in the layer before is not written again.
         """

@@ -35,7 +35,7 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query is recorded for every so many tokens. The queries serve to measure biases."""
+"""One query is recorded for this many tokens. The queries serve to measure biases."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Recorder:
 def recorders(worker: Any) -> dict[int, Recorder]:
     """Puts a recorder before every layer that may be sparse. Returns the recorders by layer index.
 
-    worker: vLLM's.
+    worker: vLLM's worker.
     """
     from hotkv_vllm.compat.sparse_layers import full_attention_layers
 

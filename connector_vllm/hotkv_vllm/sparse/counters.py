@@ -35,7 +35,7 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """Counters of the layers with these `indices`. Their names are those of
+    """The counters of sparse decode of the layers with these `indices`. Their names are those of
     `hotkv_proto.reports.SPARSE_COUNTERS`."""
 
     def __init__(self, indices: Iterable[int]) -> None:

@@ -22,7 +22,8 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
-"""Function that receives a calibrated layer: its index, its centre float32 [H, D], its axes."""
+"""A function that receives the calibration of a layer: its index, its centre float32 [H, D], its
+axes."""
 ENOUGH_TOKENS = 2048
 
 

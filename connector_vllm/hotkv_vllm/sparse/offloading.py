@@ -55,8 +55,8 @@ class LoadSpec:
 
 
 class SparseOffloadingManager:
-    """Manages host blocks by hash. `representations` holds the representation of each host block.
-    One thread."""
+    """Manages blocks of host memory by hash. `representations` holds the representation (compact
+    form of the keys) of each of these blocks. One thread."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class SparseOffloadingManager:
         D].
 
         `selected_blocks` int32 are host blocks in the context's order. `scores` float32 are their
-        shares of the attention mass; inf for a block that is always attended. The mass of those
-        blocks is estimated too, because their keys are not available here.
+        shares of the attention mass; inf for a block that is always attended. The attention mass of
+        blocks that are always attended is estimated too, because their keys are not available here.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -181,7 +181,7 @@ class SparseOffloadingManager:
 
 
 class HostPages(Protocol):
-    """Pages by layer and host block. One thread at a time."""
+    """Pages in host memory, by layer and block. One thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
         """Returns the pages uint8 [n, page bytes] of blocks that are stored."""
@@ -200,9 +200,9 @@ class ArrayPages:
     """Host memory of this process.
 
     pages: uint8 [L, blocks, page bytes], contiguous.
-    copy_method: as `SparseConfig.copy_method`. `memcpy` copies each run of blocks that is
-        contiguous on both sides, `batch` passes all blocks in a single call, `kernel` and `auto`
-        run the compiled loop of `PageCopier`.
+    copy_method: how blocks are copied. `memcpy` copies each sequence of blocks that is contiguous
+        on both sides, `batch` passes all blocks in a single call, `kernel` and `auto` run the
+        compiled loop of `PageCopier`.
     """
 
     def __init__(self, pages: U8, copy_method: str = "auto") -> None:
@@ -450,13 +450,13 @@ class _LayerState:
 
 
 class SparseOffloadingHandler:
-    """Hot slots of every layer, cut into one region per sequence, and the copies between them and
-    host memory.
+    """The hot slots (device blocks for attended blocks) of every layer, cut into one region per
+    sequence, and the copies between them and host memory.
 
     host: pages of all blocks.
     hot: uint8 [layers, slots, page bytes].
     keys_of: returns unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
-    slots_per_sequence: capacity of a hot set.
+    slots_per_sequence: most blocks of a hot set (the blocks of a sequence and layer on the device).
 
     Decides in the caller's thread. Copies run in a thread of the handler, in the order in which
     they were submitted.

@@ -2,13 +2,14 @@
 blocks, by layer and block id, in memory that the server may map.
 
 Always true:
-- A block that is marked built holds the representation of the keys in its page. Before a page is
-  written, `forget` must be called. `update` builds missing representations from the pages;
-  `mark_built` says that another writer has provided them. So the source of the keys does not
+- Each block has a row in the pool, which has room for the block's representation. If a block is
+  marked as built, its row holds the representation of the keys in the block's page. Before a page
+  is written, `forget` must be called. `update` builds missing representations from the pages;
+  `mark_built` says that another writer has written the rows. So the source of the keys does not
   matter: prefill, decode, a local prefix hit, or a load.
-- A row (a block's representation) is written only while its block is not marked built. A mark is
-  cleared only when the block's page is written anew. A step that writes a page waits for the stores
-  that read the block, so a row never changes while a store reads it.
+- A row is written only while its block is not marked as built. The mark is cleared only when the
+  block's page is written anew. A step that writes a page waits for the stores that read the block,
+  so a row never changes while a store reads it.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -36,13 +37,13 @@ KeysOf = Callable[[I32], F32]
 """Unpacked keys float32 [B, T, H, D] of the blocks int32 [B]."""
 
 BUILD_BLOCKS = 64
-"""Number of blocks whose representations are built at a time, which bounds the memory of unpacked
-keys."""
+"""Number of blocks for which representations (compact forms of keys) are built at a time. It bounds
+the memory of unpacked keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape and formats of a layer's representations.
+    """Shape and formats of a layer's representations (compact forms of blocks' keys).
 
     formats: names of the formats in which each block is represented.
     mu: float32 [H, D], the mean key of each head (the centre), which the token formats subtract
@@ -64,11 +65,11 @@ class LayerShape:
 
     @property
     def is_calibrated(self) -> bool:
-        """Returns True if representations of all formats can be built."""
+        """Returns True if representations (compact forms of keys) of all formats can be built."""
         return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
-        """Returns the bytes of a block's representation in a format."""
+        """Returns the bytes of a block's representation (compact form of its keys) in a format."""
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
@@ -79,8 +80,8 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """The place of a layer's representations of one format in the pool: block b is at byte `offset`
-    + b * `row_bytes`."""
+    """The place, in the pool, of a layer's representations (compact forms of blocks' keys) in one
+    format: block b is at byte `offset` + b * `row_bytes`."""
 
     layer: int
     name: str
@@ -89,13 +90,13 @@ class PoolRows:
 
 
 class BlockReprManager:
-    """Owns the representations of all sparse layers, in one pool. One thread. Memory is allocated
-    as blocks are built.
+    """Owns the representations (compact forms of blocks' keys) of all sparse layers, in one pool.
+    One thread. Memory is allocated as blocks are built.
 
     fd: the pool as a file that another process can map, open as long as this object lives; None
         without such a file.
     rows: the pool's parts, layers ascending, each layer's formats in their order.
-    num_forgets: how often marks of built blocks were cleared.
+    num_forgets: how many times blocks that were marked as built have lost the mark.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
@@ -128,7 +129,8 @@ class BlockReprManager:
         )
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations by format; row b is block b."""
+        """Returns a layer's representations (compact forms of keys) by format; row b belongs to
+        block b."""
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
@@ -136,12 +138,13 @@ class BlockReprManager:
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
-        """Returns True if the layer's representations can be built and scored."""
+        """Returns True if the layer's representations (compact forms of keys) can be built and
+        scored."""
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Sets a layer's centre and axes, and forgets the representations that were built without
-        them."""
+        """Sets a layer's centre and axes, and forgets the representations (compact forms of keys)
+        that were built without them."""
         shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)
         self._layers[layer_idx] = shape
         self._uncalibrated.discard(layer_idx)
@@ -151,12 +154,13 @@ class BlockReprManager:
         self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Returns which of a layer's blocks are marked built, bool by block id. The array is a
-        copy."""
+        """Returns for which of a layer's blocks the representation (compact form of the keys) is
+        built, bool by block id. The array is a copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
-        """Clears the marks of blocks whose pages are about to change, or have changed.
+        """Marks the representations (compact forms of keys) of these blocks as not built, because
+        the blocks' pages are about to change, or have changed.
 
         layers: None for all layers.
         """
@@ -165,22 +169,25 @@ class BlockReprManager:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
-        """Clears all marks. Call it if it is not known which pages change."""
+        """Marks all representations (compact forms of keys) as not built. Call it if it is not
+        known which pages change."""
         self.num_forgets += 1
         self._marks[:] = False
 
     def lacking(self, blocks: I32) -> set[int]:
-        """Returns the layers that lack a representation of any of `blocks`."""
+        """Returns the layers that lack a representation (compact form of the keys) of any of
+        `blocks`."""
         is_built: npt.NDArray[np.bool_] = np.logical_and.reduce(self._marks[:, blocks], axis=1)
         return {index for index, has_all in zip(self._built, is_built, strict=True) if not has_all}
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
-        """Marks blocks as built whose pages and matching rows another writer has written."""
+        """Marks the representations (compact forms of keys) of blocks as built: another writer has
+        written both the blocks' pages and the rows with their representations."""
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:
-        """Builds the missing representations of `new_blocks`, which must be complete. Returns the
-        number of blocks built; 0 before the layer is calibrated."""
+        """Builds the missing representations (compact forms of keys) of `new_blocks`, which must be
+        complete. Returns the number of blocks built; 0 before the layer is calibrated."""
         built = self._built[layer_idx]
         if not self.is_calibrated(layer_idx):
             return 0

@@ -33,8 +33,8 @@ logger = link.logger
 
 
 class SparseRank:
-    """Drives a rank's sparse worker. Idle without `hotkv.sparse`, and until `install` has found
-    layers."""
+    """Drives a rank's sparse worker. Does nothing without `hotkv.sparse`, and before `install` has
+    found layers."""
 
     def __init__(
         self,
@@ -123,12 +123,14 @@ class SparseRank:
     # ---------------------------------------------------------------------------------------- steps
 
     def will_write(self, blocks: Int32s) -> None:
-        """Forgets the representations of blocks that are about to be written."""
+        """Forgets the representations (compact forms of keys) of blocks that are about to be
+        written."""
         if self.worker is not None:
             self.worker.will_write(blocks)
 
     def will_write_all(self) -> None:
-        """Forgets all representations: the whole KV memory is about to be discarded."""
+        """Forgets all representations (compact forms of keys), because the whole KV memory is about
+        to be discarded."""
         self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
 
     def begin_step(self, meta: HotKVMetadata) -> None:
@@ -156,15 +158,16 @@ class SparseRank:
         return set()
 
     def take_lost(self) -> set[int]:
-        """Returns the first blocks of requests whose bytes in host memory were lost."""
+        """Returns the block id of the first block of each request whose bytes in host memory were
+        lost."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
         return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
-        """Returns the first blocks of all requests with blocks in host memory: it is not known
-        which bytes were lost."""
+        """Returns the block id of the first block of each request that has blocks in host memory
+        only, because it is not known which bytes were lost."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker
@@ -176,7 +179,8 @@ class SparseRank:
             self.reporter.before_step(meta.last_reports_of)
 
     def distrust(self) -> bool:
-        """Forgets all representations, because it is not known which blocks a step overwrites.
+        """Forgets all representations (compact forms of keys), because it is not known which blocks
+        a step overwrites.
 
         Returns False if they could not be forgotten; then sparse decode is off from now on."""
         if self.cuda is not None:
@@ -210,9 +214,10 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds the representations of these runs, for a store. Returns the runs. Returns None if
-        they can't be built; their blocks are then stored without representations. `group_of`:
-        returns vLLM's group of a run."""
+        """Builds, for a store, the representations (compact forms of keys) of the blocks in `runs`
+        (consecutive blocks of a group). Returns the runs; None if the representations can't be
+        built: the blocks are then stored without them. `group_of`: returns vLLM's group of a
+        run."""
         try:
             for run in runs:
                 shared.build(group_of(run.group_index), run.block_ids)

@@ -25,10 +25,10 @@ Positions = dict[str, I32]
 class SparseReport:
     """The activity of sparse decode since the last report.
 
-    positions: by request, the blocks that any layer has selected.
+    positions: by request, the positions of the blocks that any layer has selected.
     layers: growth of counters by layer index and the names of `SPARSE_COUNTERS`.
-    ended: requests for which the scheduler has asked, whose last selections are in this report or
-        an earlier one.
+    ended: requests that have ended and for which the scheduler has asked; their last selections
+        (blocks attended to) are in this report or an earlier one.
     """
 
     positions: Positions = field(default_factory=dict)
@@ -54,7 +54,8 @@ class SparseReport:
 
 
 class SparseReporter:
-    """Between a rank's sparse worker and the metadata of its steps."""
+    """Collects a rank's selections and counters of sparse decode, and makes the reports that go
+    with its steps."""
 
     def __init__(self, worker: SparseWorker) -> None:
         self._worker = worker
@@ -65,15 +66,18 @@ class SparseReporter:
         return f"SparseReporter({len(self._report.ended)} ended)"
 
     def before_step(self, last_reports_of: Sequence[str]) -> None:
-        """Notes the ended requests whose last selections the scheduler awaits.
+        """Moves the selections that the worker has not reported yet into the next report, if the
+        scheduler waits for the last selections of ended requests (`last_reports_of`). That report
+        then names these requests.
 
-        Call it before the worker's own `begin_step`, which drops ended requests."""
+        Call it before the worker's own `begin_step`, which drops ended requests. A selection: the
+        blocks to which a step attended."""
         if last_reports_of:
             last = SparseReport(self._worker.take_steps(), {}, frozenset(last_reports_of))
             self._report = self._report.join(last)
 
     def after_step(self, now_s: float) -> SparseReport | None:
-        """Returns the report if it is due; None otherwise."""
+        """Returns the report about sparse decode if it is due; None otherwise."""
         if now_s < self._due_s and not self._report.ended:
             return None
         self._due_s = now_s + REPORT_INTERVAL_S

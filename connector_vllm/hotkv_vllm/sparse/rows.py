@@ -1,14 +1,15 @@
-"""Decides which rows of a step attend sparsely, and names them to the workers.
+"""Decides which rows (requests) of a step attend sparsely, and names these rows to the workers.
 
 Always true: the scheduler side decides alone, once per step (`RowNames.of_step`). Attention, the
-kernels on CUDA and `identity.exactness` read that decision and never decide themselves. A row
-without a name attends to its whole context. A named row may do so too, for instance after a fault,
-and counts as inexact all the same.
+kernels on CUDA and `identity.exactness` read that decision and never decide themselves. A row that
+is not named attends to its whole context. A named row may do so too, for instance after a fault,
+and its KV counts as inexact all the same.
 
-A worker's attention sees block tables, not requests. The block that a decode step writes belongs to
-a single request: shared blocks are complete, and complete blocks are not written. So the pair
-(block being written, request) identifies rows, in whatever order the runner passes them, and also
-after preemption, which changes all block ids.
+A row's name is the pair (id of the block that the row writes, request id). A worker's attention
+sees the rows' block tables, not their requests, so it finds a row by the block. The block
+identifies the row: a decode step writes only to an incomplete block, and requests share only
+complete blocks. So the order in which the runner passes rows does not matter. The request id tells
+the worker to which request the row belongs, also after a preemption, which changes all block ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The rows of a step that attend sparsely: request `request_ids[i]` writes block
+    """The rows (requests) of a step that attend sparsely: request `request_ids[i]` writes block
     `block_ids[i]`, one pair per group.
 
     ended: requests that have ended.
@@ -58,7 +59,7 @@ class RowNames:
         limits: ResidentOnly | None = None,
     ) -> None:
         """groups: (vLLM's group, its block tokens) of each full attention group.
-        limits: None in a CPU engine, where every row can attend either way.
+        limits: None in a CPU engine, where every row can attend sparsely or to its whole context.
         """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)

@@ -49,7 +49,8 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set of a sequence and layer, shared by the layer's KV heads."""
+    """The hot set (the blocks on the device) of a sequence and layer, shared by the layer's KV
+    heads."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -64,7 +65,8 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Returns the hot slots of blocks that the last step attended to."""
+        """Returns the hot slots (places on the device) of blocks to which the last step
+        attended."""
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
 
@@ -77,8 +79,8 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """Selects with the query and brings the hot set up to date; arguments as in
-        `hotkv_sparse.selection.select_layer`."""
+        """Selects blocks with the step's query and brings the hot set (the blocks on the device) up
+        to date. The arguments are those of `hotkv_sparse.selection.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)
@@ -123,7 +125,8 @@ class LayerSequence:
         budget_blocks: int,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Does the same as `step` in one compiled call, without fusion and `adaptive_p`.
+        """Selects blocks with the step's query and brings the hot set (the blocks on the device) up
+        to date, in one compiled call. Supports neither fusion nor `adaptive_p`.
 
         where, budget_blocks: of the context, the same in all layers.
         The other arguments are those of `hotkv_sparse.decode.decode`.
@@ -156,7 +159,7 @@ class LayerSequence:
         )
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
-        """Returns the hot set, grown to the present context."""
+        """Returns the hot set (the blocks on the device), extended to the present context."""
         capacity = USUAL_SETS * max(budget_blocks, where.num_always)
         hot = self._hot
         if hot is None:
@@ -187,14 +190,16 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set can hold the whole context, so that no choice is needed."""
+    """Returns True if a hot set (the blocks on the device) can hold the whole context, so that no
+    choice is needed."""
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
     return sets * max(budget_blocks, where.num_always) >= where.count
 
 
 def _filling(config: SparseConfig) -> SparseConfig:
-    """Returns a configuration whose selections are as large as a hot set."""
+    """Returns a configuration whose selections are as large as a hot set (the blocks on the
+    device)."""
     topk = config.sparse_topk
     return replace(
         config,

@@ -28,7 +28,7 @@ MAX_FOLLOWED = 1024
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""How long a sequence waits for the last selections of its request."""
+"""How long a sequence waits for the last selections (blocks attended to) of its request."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
 """Hashes of a request's complete blocks in a group."""
@@ -82,7 +82,7 @@ class _Followed:
 
 
 class SparseSequences:
-    """See the module. Scheduler thread only."""
+    """Reports sequences to the server; see the module. Scheduler thread only."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class SparseSequences:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Notes that a request has ended or was aborted."""
+        """Records that a request has ended or was aborted."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -155,8 +155,8 @@ class SparseSequences:
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
-        """Processes the planned step. Returns ended requests whose last selections the workers must
-        report.
+        """Processes the planned step. Returns the ended requests for which the workers must report
+        the last selections (blocks attended to).
 
         rows: the step's sparse rows.
         requests: requests whose KV may be shared.
@@ -206,7 +206,7 @@ class SparseSequences:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """Starts over after a reconnect: the server knows no sequence then."""
+        """Starts over after a reconnect, because the server then knows no sequence."""
         if self._stream == self._streams.number:
             return
         self._stream = self._streams.number
@@ -278,7 +278,8 @@ class SparseSequences:
             self._unanswered.append(self._session.delete_sequence(sequence_id))
 
     def _end_overdue(self, now_s: float) -> None:
-        """Ends the sequences whose last selections did not come in time, oldest first."""
+        """Ends the sequences for which the last selections (blocks attended to) did not come in
+        time, oldest first."""
         while self._ending:
             request_id, one = next(iter(self._ending.items()))
             if now_s < one.end_by_s:

@@ -29,7 +29,8 @@ HANDLE = "representations"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool of a rank's representations, as the server may map it.
+    """The pool of a rank's representations (compact forms of blocks' keys), in a form that the
+    server may map.
 
     kinds: one per group with sparse layers, in the order of the groups. `tensors` refers to a kind
         by its index in this order.
@@ -41,8 +42,8 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """Returns the engine's memory with the pool, whose kinds come after `num_groups` groups;
-        takes over the descriptors of `memory`."""
+        """Returns the engine's memory together with the pool. The pool's kinds are numbered after
+        `num_groups` groups. Takes ownership of the descriptors of `memory`."""
         tensors = tuple(
             replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors
         )
@@ -61,7 +62,8 @@ def shared_pool(
     num_shards: int,
     centres: Centres | None,
 ) -> SharedPool:
-    """Describes the pool of the sparse `layers`. Raises Unsupported if it can't be shared."""
+    """Describes to the server the pool of representations (compact forms of blocks' keys) of the
+    sparse `layers`. Raises Unsupported if it can't be shared."""
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
     if not all(layer.shape.is_calibrated for layer in layers):

@@ -71,7 +71,8 @@ class LayerFaults:
         return f"LayerFaults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
-        """Returns True if the layer attends to everything in this step."""
+        """Returns True if sparse attention is off for the layer in this step, so that it attends to
+        everything."""
         trouble = self._troubles.get(layer_name)
         return trouble is not None and step < trouble.until_step
 
@@ -128,8 +129,8 @@ class _Sequence:
 
 
 class SparseWorker:
-    """Owns the representations, the hot sets of all sequences and the counters of this rank. One
-    thread."""
+    """Owns the representations (compact forms of blocks' keys), the hot sets (blocks on the device)
+    of all sequences and the counters of this rank. One thread."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class SparseWorker:
         self._scorers: dict[int, Scorer] = {}
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
-        """True once all layers attend to everything, for good."""
+        """True once sparse decode is off for good: all layers attend to everything."""
 
     def __repr__(self) -> str:
         return (
@@ -174,7 +175,8 @@ class SparseWorker:
         self._num_steps += bool(rows.request_ids)
 
     def start_over(self) -> None:
-        """Makes the step attend to everything, and makes hot sets and representations anew.
+        """Makes the step attend to everything, and makes hot sets (blocks on the device) and
+        representations (compact forms of keys) anew.
 
         For a step whose rows and written blocks are not known.
         """
@@ -182,18 +184,19 @@ class SparseWorker:
         self.representations.forget_all()
 
     def will_write(self, blocks: I32) -> None:
-        """Forgets the representations of blocks that another writer, such as a load, is about to
-        write."""
+        """Forgets the representations (compact forms of keys) of blocks that another writer, such
+        as a load, is about to write."""
         self.representations.forget(blocks)
 
     def build(self, group: int, blocks: I32) -> None:
-        """Builds the missing representations of these complete blocks of a KV cache group."""
+        """Builds the missing representations (compact forms of keys) of these complete blocks of a
+        KV cache group."""
         for index in self._layers_of(group):
             self._update(index, [blocks])
 
     def loaded(self, group: int, blocks: I32) -> None:
-        """Marks blocks as built that were loaded with their representations, in all layers of the
-        group."""
+        """Marks the representations (compact forms of keys) of these blocks as built in all layers
+        of the group, because the blocks were loaded with them."""
         for index in self._layers_of(group):
             self.representations.mark_built(index, blocks)
             self._counters.add(index, "loaded_blocks", len(blocks))
@@ -239,8 +242,8 @@ class SparseWorker:
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """Notes that the layer attends to everything in this step, because it could not be
-        rewritten. If an exception is being handled, it counts as the layer's fault."""
+        """Records that the layer attends to everything in this step, because its block tables could
+        not be rewritten. If an exception is being handled, it counts as the layer's fault."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -291,8 +294,8 @@ class SparseWorker:
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Builds the representations of complete blocks that are new to a layer, or were
-        overwritten."""
+        """Builds the representations (compact forms of keys) of complete blocks that are new to a
+        layer, or were overwritten."""
         began_s = time.perf_counter()
         num_built = sum(self.representations.update(index, part) for part in blocks)
         if num_built:
@@ -363,8 +366,8 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects for a sequence in a layer and updates its hot set. Sets `selected` (bool by
-        position) for the selected blocks."""
+        """Selects blocks for a sequence in a layer and updates the sequence's hot set (the blocks
+        on the device). Sets `selected` (bool by position) for the selected blocks."""
         sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
         scorer = self._scorer(layer, sources, query_QD.shape)
         if scorer is not None:

@@ -43,7 +43,7 @@ class RequestTrace:
         return f"RequestTrace({self._root.traceparent})"
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Span":
-        """Begins the span of a lookup by call."""
+        """Begins the span of a lookup that asks the server."""
         self._num_lookups += 1
         return self._call("hotkv.lookup", groups)
 

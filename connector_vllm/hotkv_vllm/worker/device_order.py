@@ -35,14 +35,15 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Most marks in use at a time. A step makes at most two, and only if it loads or stores."""
+"""Most marks (points in the device's queue) in use at a time. A step makes at most two, and only if
+it loads or stores."""
 NUM_WORDS = 4
 """Most streams on which hooks may run. vLLM 0.32 uses one."""
 WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """A point on a stream; `torch.cuda.Event`."""
+    """An event that marks a point in a stream: the used part of `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...
@@ -60,7 +61,8 @@ class Words(Protocol):
 
 
 class MarkedDevice(Protocol):
-    """The calls that `Marks` makes to the engine's device."""
+    """The calls that `Marks` (the maker of marks, points in the device's queue) makes to the
+    engine's device."""
 
     @property
     def uuid(self) -> bytes: ...
@@ -91,7 +93,8 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Returns True if the device has passed the mark. Does not wait."""
+        """Returns True if the device has passed the mark (has done all work queued before it). Does
+        not wait."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed
@@ -102,14 +105,15 @@ class Mark:
 
 
 class Marks:
-    """Makes marks and reuses their events. On a CPU (`device` None) all marks have passed.
+    """Makes marks (points in the device's queue for which transfers wait) and reuses their events.
+    On a CPU (`device` None) all marks have passed.
 
-    order: the kinds of marks (events, words) that are offered to the server.
+    order: the kinds of marks (events, words) that this rank offers to the server.
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
-        """wanted: `auto`, `events`, `flags` or `host`. A kind that the device does not support is
-        not offered, and the log says why; nothing is raised."""
+        """wanted: the kinds of marks to offer: `auto`, `events`, `flags` or `host`. A kind that the
+        device does not support is not offered, and the log says why; nothing is raised."""
         self.order = NO_ORDER
         self._device = device
         self._ring: list[MarkEvent] = []
@@ -155,8 +159,8 @@ class Marks:
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Returns a mark at the end of the current stream. The caller holds one use of it, and must
-        end it with `done`.
+        """Returns a mark at the end of the current stream. The caller holds one use of the mark,
+        and must end this use with `done`.
 
         kind: the kind of mark that the session uses. If no event or word is free, only this process
             can test the mark.
@@ -182,12 +186,12 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """Adds a use: one more transfer waits for the mark."""
+        """Counts one more use of the mark: a transfer that waits for it."""
         mark.uses += 1
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends a use. After the last use, the mark's event may be recorded again."""
+        """Ends a use of the mark. After the last use, the mark's event may be recorded again."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return
@@ -243,7 +247,8 @@ class CudaWords:
 
 
 def marks_for(device: torch.device, wanted: str) -> Marks:
-    """Returns the marks for the device that holds the engine's KV cache. Raises Unsupported."""
+    """Returns the maker of marks for the device that holds the engine's KV cache. Raises
+    Unsupported."""
     if device.type != "cuda":
         return Marks()
     try:

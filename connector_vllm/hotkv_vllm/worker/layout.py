@@ -31,8 +31,8 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 
 @dataclass(slots=True)
 class ExportedMemory:
-    """The layout for the server, and the descriptors of the file mappings in it. The owner closes
-    them."""
+    """The layout of the engine's memory for the server, and the descriptors of the files in it. The
+    owner closes them."""
 
     layout: Layout
     fds: dict[str, int]
@@ -121,7 +121,8 @@ Dims = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True)
 class LayerPages:
     """The pages of a layer: block b's page starts at byte `base` + b * `block_stride` of storage
-    `handle_id`. `dims` and `run` (bytes) have the same meaning as in PageTensor."""
+    `handle_id`. A page consists of pieces of `run` contiguous bytes; `dims` says how often and at
+    which distances the piece repeats, as in PageTensor."""
 
     name: str
     handle_id: str
@@ -337,9 +338,9 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 class KeyPacking:
     """How vLLM's CPU kernels arrange one head's keys of a block.
 
-    The keys are in runs of `run` tokens, each run as [head_size / pair][run][pair]. If the kernels
-    use another arrangement, `order` int64 [tokens * head_size] holds the place of each channel of
-    each key.
+    The keys are in runs: `run` tokens side by side, in the order [head_size / pair][run][pair]. If
+    the kernels use another arrangement, `order` int64 [tokens * head_size] holds the place of each
+    channel of each key.
     """
 
     run: int

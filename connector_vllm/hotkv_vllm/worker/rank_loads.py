@@ -24,15 +24,15 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""How long a server may take to answer a cancel: it first finishes the pieces that its threads are
-copying."""
+"""Time that a server may take to answer a cancel: it first finishes the pieces (parts of transfers)
+that its threads are copying."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
     """A load of this rank.
 
-    after: the mark that the load waits for.
+    after: the mark (point in the device's queue) for which the load waits.
     deadline_s: None until the device is seen to have passed `after`.
     answer: None until the load is sent.
     time: times the answer from the moment at which the device was seen to have passed `after`; None
@@ -81,7 +81,7 @@ class Ended:
 
 
 class RankLoads:
-    """The loads under way, the loads in which the server hangs, and the failures to report.
+    """Follows the loads under way, the loads in which the server hangs, and the failures to report.
 
     send: begins a transfer. Does not raise.
     cancel: asks the server to end the transfer with this id.
@@ -134,7 +134,7 @@ class RankLoads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends the loads whose mark has passed."""
+        """Sends the loads for which the device has passed the mark (a point in its queue)."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 self._send_now(load)
@@ -218,8 +218,8 @@ class RankLoads:
             return Ended(load, None)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose deadline has passed. Sets the deadlines of loads whose mark has
-        passed."""
+        """Cancels the loads whose deadline has passed. Sets the deadlines of loads for which the
+        device has passed the mark (a point in its queue)."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -245,8 +245,8 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Reports these loads as failed before the server has ended them. The scheduler holds their
-        blocks, so their requests need not wait any more."""
+        """Reports these loads as failed before the server has ended them. The scheduler keeps their
+        blocks out of vLLM's pool, so their requests need not wait any more."""
         wanted = set(transfer_ids)
         for load in [
             load
@@ -261,8 +261,9 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns which of these transfers can't write here any more, and the hung loads that are
-        over. `transfer_ids`: transfers whose blocks the scheduler holds."""
+        """Returns which of these transfers can't write to this rank's memory any more, and the hung
+        loads that are over. `transfer_ids`: transfers whose blocks the scheduler keeps out of
+        vLLM's pool."""
         for load in self._active.values():
             # A load that was never sent and whose blocks are held has failed; `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:

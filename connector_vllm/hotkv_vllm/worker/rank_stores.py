@@ -37,8 +37,8 @@ FENCE_GRACE_S = 0.5
 class ActiveStore:
     """A store of this rank.
 
-    representations: runs of blocks whose representations (compact forms of keys, for sparse
-        attention) are built.
+    representations: runs (consecutive blocks of a group) whose representations (compact forms of
+        keys, for sparse attention) are built.
     answer: None until the store is sent.
     """
 
@@ -76,8 +76,8 @@ class RankStores:
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
-        """Begins a store behind a mark: at once if possible, otherwise when the device has passed
-        the mark."""
+        """Begins a store behind a mark (point in the device's queue): sends it at once if the
+        server can wait for the mark, otherwise when the device has passed the mark."""
         store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), representations)
         self.active[job.store_id] = store
         if after.lets_send():
@@ -93,7 +93,7 @@ class RankStores:
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:
-        """Sends the stores whose mark has passed."""
+        """Sends the stores for which the device has passed the mark (a point in its queue)."""
         for store in self.active.values():
             if store.answer is None and store.after.passed():
                 self._submit(store)
@@ -220,7 +220,7 @@ class RankStores:
     # -------------------------------------------------------------------------------------- results
 
     def take_reports(self) -> dict[int, StoreReport]:
-        """Returns by store how it ended, for stores that ended since the last call."""
+        """Returns, for each store that has ended since the last call, how it ended."""
         lost, self._lost = self._lost, []
         for store in lost:
             self._rank.marks.done(store.after)

@@ -19,7 +19,7 @@ class RankReport:
     """The report that goes out with the next step.
 
     rank_number: vLLM's number of the rank.
-    asked: the scheduler's last orders about loads; they name the states to report.
+    asked: the scheduler's last orders about loads, which name the states to report.
     """
 
     def __init__(
@@ -41,17 +41,18 @@ class RankReport:
         return f"RankReport({'empty' if self._next.is_empty() else 'to send'})"
 
     def count(self, name: str, value: float = 1) -> None:
-        """Adds to a counter of `counter_help.COUNTERS`."""
+        """Adds `value` to a counter of `counter_help.COUNTERS`."""
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:
-        """Notes the server's time for the loads of requests, seconds; 0 if not known."""
+        """Records the server's time for the loads of requests, seconds; 0 if not known."""
         self._next.load_seconds.update(
             (name, load_s) for name, load_s in load_seconds.items() if load_s
         )
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
-        """Notes loads that are over. Their marks are released when the next report is taken."""
+        """Records loads that are over. Their marks (points in the device's queue) are released when
+        the next report is taken."""
         self._over += loads
 
     def take(

@@ -129,7 +129,8 @@ class RankSession:
         self._space = replace(space, weights_identity=self.weights.identity)
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
-        """Adds the pool of representations to the exported memory. Returns the kinds in it."""
+        """Adds the pool of representations (compact forms of keys, for sparse attention) to the
+        exported memory. Returns the kinds of representations in it."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
             sparse.representations,
@@ -157,8 +158,8 @@ class RankSession:
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns vLLM's group of the blocks whose representations have this index in the
-        session."""
+        """Returns vLLM's group of the blocks whose representations (compact forms of keys) have
+        this group index in the session."""
         assert self._session_config is not None
         config = self._session_config
         kind = config.representations[group_index - len(config.key_space.groups)]
@@ -167,10 +168,11 @@ class RankSession:
     # -------------------------------------------------------------------------------------- session
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
-        """Opens the session over the exported memory, with the representations of `sparse`. Does
-        nothing if no memory was exported.
+        """Opens the session over the exported memory, with the representations (compact forms of
+        keys) of `sparse`. Does nothing if no memory was exported.
 
-        If the representations can't be shared, blocks travel without them, and this is logged once.
+        If the representations can't be shared, blocks are stored and loaded without them, and this
+        is logged once.
         """
         if self.memory is None or self._space is None:
             return
@@ -266,7 +268,8 @@ class RankSession:
         """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most. A
         load that has not ended by then writes to memory that is not used any more.
 
-        keeps_fence: keep the page that the scheduler knows, for the next session.
+        keeps_fence: True keeps the fence (the page by which the scheduler revokes stores) for the
+            next session.
         """
         session, self.session = self.session, None
         memory, self.memory = self.memory, None
@@ -288,7 +291,7 @@ class RankSession:
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
-        """Begins a load behind the mark. Never raises."""
+        """Begins a load that waits for the mark (a point in the device's queue). Never raises."""
         runs = job.runs if self.shared is None else (*job.runs, *job.representations)
         return self._begun(
             lambda session: session.load(
@@ -304,7 +307,8 @@ class RankSession:
     def store(
         self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
     ) -> "Future[TransferResult]":
-        """Begins a store of `runs` behind the mark. Never raises."""
+        """Begins a store of `runs` (consecutive blocks of a group each) that waits for the mark (a
+        point in the device's queue). Never raises."""
         return self._begun(
             lambda session: session.store(
                 self._name(job.lease_id),
@@ -342,7 +346,8 @@ class RankSession:
     # ---------------------------------------------------------------------------------------- state
 
     def mark(self) -> Mark:
-        """Makes the mark for all transfers that this hook begins."""
+        """Makes the mark (a point in the device's queue) for all transfers that this hook
+        begins."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:

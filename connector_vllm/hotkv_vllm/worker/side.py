@@ -144,8 +144,8 @@ class HotKVWorker:
 
     def before_step(self, meta: HotKVMetadata) -> None:
         """Prepares for the step, before it writes blocks. Ends or revokes the stores that read
-        these blocks, forgets their representations, and carries out the orders about adapters and
-        weights."""
+        these blocks, forgets the blocks' representations (compact forms of keys), and carries out
+        the orders about adapters and weights."""
         if meta.lost_track:
             self.distrust()
         self.rank.adapters.before_step(meta.adapters)
@@ -160,8 +160,8 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """Revokes all stores and forgets all representations, because it is not known which blocks
-        the step overwrites."""
+        """Revokes all stores and forgets all representations (compact forms of keys), because it is
+        not known which blocks the step overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
@@ -218,8 +218,14 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations of the runs and returns the runs. Returns an empty tuple if
-        building fails, or if the server could not receive them."""
+        """Builds the representations (compact forms of keys, by which sparse attention selects
+        blocks) that a store sends beside its blocks, and returns the runs.
+
+        Returns an empty tuple if building fails, if this worker has no connection, or if the server
+        does not map its representations.
+
+        runs: consecutive blocks of a group, whose representations are to be stored.
+        """
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
         built = self.sparse.build(self.rank.shared, runs, self.rank.shared_group)
@@ -270,6 +276,7 @@ class HotKVWorker:
         return self.report.take(meta, self.loads, self.stores, self.handshake)
 
     def _send_waiting(self) -> None:
-        """Sends transfers that could not be sent before and whose mark has passed."""
+        """Sends transfers that could not be sent before, and for which the device has now passed
+        the mark (a point in its queue)."""
         self.loads.send_waiting()
         self.stores.send_waiting()

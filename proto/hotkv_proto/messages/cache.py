@@ -109,7 +109,7 @@ def read_groups(
 
 
 def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
-    """Makes the messages of runs to store. Raises INVALID_HASH."""
+    """Makes the messages of runs (consecutive blocks of a group) to store. Raises INVALID_HASH."""
     return [
         cache_pb2.BlockRun(
             group_index=run.group_index,
@@ -128,8 +128,8 @@ def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.Bl
 def read_runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words, Words | None, int]]:
-    """Yields the group index, hashes, parent and depth of each run. Raises TOO_LARGE or
-    INVALID_HASH.
+    """Yields the group index, hashes, parent and depth (number of blocks before it) of each run,
+    that is consecutive blocks of a group. Raises TOO_LARGE or INVALID_HASH.
 
     The hashes are words [n, 8]; the parent is words [8], None at the root.
     """
@@ -162,10 +162,13 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Reads the token ids and extra keys of a run, whose group and hashes the caller has already
-    checked. For representations the result is empty.
+    """Reads the token ids and extra keys of a run (consecutive blocks of one group). If the run
+    consists of representations (compact forms of blocks' keys), which have no token ids, the result
+    is empty.
 
-    Raises INVALID_FIELD if a count does not match the run's blocks, or a group or key is wrong.
+    The caller has already checked the run's hashes, and that its group index is not too high.
+    Raises INVALID_FIELD if a count does not match the run's blocks, if the group index is negative,
+    or if the LoRA name or an extra key is wrong.
     """
     if message.group_index < 0:
         raise HotKVError(
@@ -274,7 +277,7 @@ def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
 
 
 def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
-    """Makes the messages of runs to load."""
+    """Makes the messages of runs (blocks of a group) to load."""
     return [
         cache_pb2.LoadRun(
             group_index=run.group_index,
@@ -288,7 +291,7 @@ def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
 def read_load_runs(
     messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
 ) -> tuple[list[tuple[int, Int64s]], list[Int64s]]:
-    """Reads runs to load. Raises TOO_LARGE or INVALID_FIELD.
+    """Reads runs (blocks of a group) to load. Raises TOO_LARGE or INVALID_FIELD.
 
     Returns the group index and the positions in the lease of each run, and the block ids of each
     run.
@@ -355,7 +358,7 @@ def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> 
 def result_messages(
     group_indexes: Sequence[int], results: Sequence[Uint8s]
 ) -> list[cache_pb2.RunResults]:
-    """Makes the messages of each run's BlockResult values.
+    """Makes the messages of the BlockResult values of each run (consecutive blocks of a group).
 
     group_indexes: groups of the runs, as the session numbers them.
     """
@@ -366,7 +369,8 @@ def result_messages(
 
 
 def read_results(messages: Iterable[cache_pb2.RunResults]) -> tuple[Uint8s, ...]:
-    """Reads the BlockResult values of each run, in the order of the request."""
+    """Reads the BlockResult values of each run (consecutive blocks of a group), in the order of the
+    request."""
     return tuple(np.frombuffer(run.results, np.uint8) for run in messages)
 
 

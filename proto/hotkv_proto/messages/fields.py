@@ -13,7 +13,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
-"""Most runs, or hash lists, in a call: each costs the server's event loop about 20 us."""
+"""Most runs (consecutive blocks of a group), or hash lists, in a call: each costs the server's
+event loop about 20 us."""
 
 
 def identifier(field: str, text: str) -> str:

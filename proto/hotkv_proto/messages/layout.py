@@ -122,7 +122,8 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
 def read_representations(
     messages: Iterable[layout_pb2.Representation],
 ) -> tuple[Representation, ...]:
-    """Reads kinds of representations. Raises INVALID_FIELD if a number is out of range."""
+    """Reads kinds of representations (compact forms of blocks' keys, for sparse attention). Raises
+    INVALID_FIELD if a number is out of range."""
     kinds = []
     for index, m in enumerate(messages):
         fields.check_printable(f"representations[{index}].format", m.format)
@@ -136,7 +137,8 @@ def read_representations(
 
 
 def representation_message(value: Representation) -> layout_pb2.Representation:
-    """Makes the message of a kind of representation."""
+    """Makes the message of a kind of representation (compact form of blocks' keys, for sparse
+    attention)."""
     return layout_pb2.Representation(
         group_index=value.group_index,
         format=value.format,
@@ -239,7 +241,7 @@ def read_layout(message: layout_pb2.Layout) -> Layout:
 
 
 def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
-    """Makes the message of a device order."""
+    """Makes the message of a device order (the kinds of marks that an engine offers)."""
     return layout_pb2.DeviceOrder(
         device_uuid=value.device_uuid,
         event_handles=value.event_handles,
@@ -249,7 +251,7 @@ def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
 
 
 def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
-    """Reads a device order. Raises TOO_LARGE."""
+    """Reads a device order (the kinds of marks that an engine offers). Raises TOO_LARGE."""
     if len(message.event_handles) > MAX_MARKS:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -265,18 +267,20 @@ def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
 
 
 def device_mark_message(value: DeviceMark | None) -> layout_pb2.DeviceMark | None:
-    """Makes the message of a mark; None for no mark."""
+    """Makes the message of a mark (a point in the queue of the engine's device); None for no
+    mark."""
     return None if value is None else layout_pb2.DeviceMark(index=value.index, value=value.value)
 
 
 def read_device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
-    """Reads the mark after which a transfer may begin; None if it may begin at once. Does not check
-    that the session has such a mark; the start of the transfer does."""
+    """Reads the mark (point in the queue of the engine's device) after which a transfer may begin;
+    None if it may begin at once. Does not check that the session has such a mark; the start of the
+    transfer does."""
     return (
         DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
     )
 
 
 def order_kind(kind: OrderKind) -> layout_pb2.DeviceOrderKind.ValueType:
-    """Returns the wire's number of a kind of mark."""
+    """Returns the number on the wire of a kind of mark (point in the queue of a device)."""
     return layout_pb2.DeviceOrderKind.ValueType(int(kind))

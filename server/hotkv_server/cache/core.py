@@ -48,9 +48,11 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Work of one part, in blocks: `_portions` adds leases to a part until it has reached this."""
+"""Work of one part (step of a long operation), in blocks: `_portions` adds leases to a part until
+the part has this much work."""
 LEASE_BLOCKS = 1 << 10
-"""Fixed work of ending a lease, in blocks; the blocks that the lease lists come on top."""
+"""Fixed work of ending a lease, as a number of blocks. The number of blocks that the lease lists is
+added."""
 BLOCKS = 1 << 12
 """Most blocks that one part evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
@@ -99,7 +101,8 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and representations when they are seen first."""
+        """Opens a session. Registers its key space and its kinds of representations (compact forms
+        of keys, for sparse attention) when they are seen first."""
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
@@ -161,7 +164,7 @@ class CacheCore(CacheBooks):
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
         """Makes room, in parts, in host memory for blocks that are about to be promoted to it from
-        a lower tier. Evicts no block that the runs name."""
+        a lower tier. Evicts no block that `runs` (consecutive blocks of a group each) name."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -178,8 +181,9 @@ class CacheCore(CacheBooks):
 
         The first call under a lease id decides which blocks the lease owns; later calls join it. A
         call that joins and names other blocks is refused. Blocks are reserved before
-        representations, whatever the order of runs. A representation is reserved only if its block
-        is ready or reserved under this lease.
+        representations (compact forms of keys, for sparse attention), whatever the order of the
+        runs (consecutive blocks of a group). A representation is reserved only if its block is
+        ready or reserved under this lease.
 
         retention: how long to retain the blocks; only the value of the first call under the lease
             id applies. It takes effect at once for blocks that are ready, and for other blocks when
@@ -272,7 +276,8 @@ class CacheCore(CacheBooks):
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
         written. Returns BlockResult values, an array per run.
 
-        A representation whose block is not ready by now is dropped; its result is ABORTED.
+        A representation (compact form of a block's keys, for sparse attention) whose block is not
+        ready by now is dropped; its result is ABORTED.
 
         sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
@@ -484,7 +489,8 @@ class CacheCore(CacheBooks):
         return self.space.removal.take_effects()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if any book disagrees with another. Linear in capacity."""
+        """Raises AssertionError if any book disagrees with another. Takes time linear in the
+        capacity."""
         self.space.check_invariants()
         self.catalog.check_invariants([s.key_space_id for s in self.sessions.records.values()])
         _check_copies(self)
@@ -532,7 +538,7 @@ def _check_kinds(core: CacheCore) -> None:
 
 
 def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
-    """Splits leases into parts of about equal work."""
+    """Splits leases into parts (steps of a long operation) of about equal work."""
     first, weight = 0, 0
     for at, lease in enumerate(leases):
         weight += LEASE_BLOCKS + num_listed(lease)

@@ -36,7 +36,8 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations in any state.
+    representation_bytes: bytes of the slots of representations (compact forms of keys, for sparse
+        attention) in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
     blocks, representations: number of ready blocks and of ready representations, int64 by row of
         the key space, see KEY_SPACE_ROWS.
@@ -94,7 +95,8 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the core. `max_entries`: blocks and representations together."""
+    """Limits of the core. `max_entries`: most blocks and representations (compact forms of keys)
+    together."""
 
     max_entries: int
     max_blocks_per_call: int
@@ -119,7 +121,12 @@ class RoomFigures:
     capacity_bytes: bytes of the tier's storage that have memory.
     full_capacity_bytes: bytes of the tier's storage once all of it has memory.
     used_bytes: bytes of slots that are reserved, ready or detached.
-    pinned_bytes, representation_bytes, num_blocks, num_unverified: as in `Census`.
+    pinned_bytes: bytes of the slots of pinned entries.
+    representation_bytes: bytes of the slots of representations (compact forms of keys, for sparse
+        attention).
+    num_blocks: number of ready blocks.
+    num_unverified: number of entries whose bytes must be compared with the check value before a
+        load.
     """
 
     capacity_bytes: int
@@ -137,8 +144,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations, and its numbers of ready blocks and
-    representations."""
+    """A key space, its kinds of representations (compact forms of keys, for sparse attention), and
+    its numbers of ready blocks and representations."""
 
     number: int
     key_space: KeySpace
@@ -152,9 +159,10 @@ class BlockFigures:
     """State of a block.
 
     hash_words: uint32 [8].
-    state: as in `hotkv_proto.table`.
+    state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     last_used_s: in seconds of the core's `now_s`; 0 if never used.
-    representation_bytes: slot size of its representation; 0 without a representation.
+    representation_bytes: slot size of its representation (compact form of its keys, for sparse
+        attention); 0 without a representation.
     parent_words: hash of the block before it in its chain. None at the root, and if that block is
         not in the index.
     """
@@ -429,7 +437,7 @@ F64s = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """Cells [n] from the arena's start.
+    """A map of host memory: the arena is cut into n cells of equal size, in order from its start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
     slot_bytes: slot size of the cell's first lent slab; FREE if no slab is lent, ABSENT if no slab

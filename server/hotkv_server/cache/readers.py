@@ -46,7 +46,8 @@ def no_readers(capacity: int) -> ReaderMemory:
 
 
 class ReaderWords:
-    """Writes the validity words, one for each session that has residencies.
+    """Writes the validity words, one for each session that has residencies. By the word, a client
+    checks whether the blocks that it reads are still pinned.
 
     generation: number that this server gives to the residencies that it opens; higher than the
         number of any earlier server.
@@ -180,13 +181,15 @@ class Grace:
         self.num_bytes = int(self._index.slot_bytes(entries).sum())
 
     def revoke(self) -> None:
-        """Revokes the words of earlier servers' readers, if there are any."""
+        """Revokes the validity words of earlier servers' readers, if there are any: they no longer
+        trust what they read."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Ends the grace, in parts, if its time is over. `is_read`: tells which entries [n] this
-        server's own readers may read; they stay marked."""
+        """Ends the grace (time after a restart in which entries are retained for readers of an
+        earlier server), in parts, if it is over. `is_read`: tells which entries [n] this server's
+        own readers may read; they stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()
@@ -200,7 +203,7 @@ class Grace:
             yield
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Linear in capacity."""
+        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
         assert np.array_equal(np.sort(self.entries), np.flatnonzero(self._held)), (
             "kept entries miscounted"
         )

@@ -100,7 +100,7 @@ class Restorable(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The key spaces, with their representations."""
+        """The key spaces, with their kinds of representations (compact forms of keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """Numbers of blocks and representations that returned, and of dropped records by reason.
+    """Numbers of blocks and of representations (compact forms of keys) that returned, and of
+    dropped records by reason.
 
     kept: number of retained entries that the old server's residencies had pinned.
     lost_readers: True if such an entry could not be retained. Then no entry is retained, and the
@@ -209,8 +210,8 @@ def restore(
 def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
-    """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
-    A block's seal (its check value) is compared at each later read of the block."""
+    """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
+    table. A block's seal (its check value) is compared at each later read of the block."""
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)

@@ -37,8 +37,9 @@ class StorePins(Protocol):
         chain."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations of the group's blocks at these positions, as far as the blocks
-        have any. `positions` [n] count from the start of the chain."""
+        """Pins the representations (compact forms of keys, for sparse attention) of the group's
+        blocks at these positions, as far as the blocks have any. `positions` [n] count from the
+        start of the chain."""
 
 
 class Pinner(Protocol):
@@ -60,10 +61,11 @@ class Pinner(Protocol):
         pinner pins them. These entries stay marked for the next server."""
 
     def pins(self) -> Int64s:
-        """Returns the number of its pins of each entry [capacity + 1]. Linear in capacity."""
+        """Returns for each entry the number of pins that this object holds on it [capacity + 1].
+        Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if its books disagree. Linear in capacity."""
+        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""
 
 
 # Tiers below host memory. A tier reports to the core where its blocks lie.
@@ -118,7 +120,8 @@ class Below(Protocol):
         """Returns the host entries that are reserved for blocks being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns the number of its pins of each host entry [capacity + 1]."""
+        """Returns for each host entry the number of pins that this object holds on it [capacity +
+        1]."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if its books disagree. Linear in capacity."""
+        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""

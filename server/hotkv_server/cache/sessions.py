@@ -42,8 +42,8 @@ def _invalid(message: str) -> HotKVError:
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
-    """Returns the approximate bytes of memory of a key space with these kinds of
-    representations."""
+    """Returns the approximate bytes of memory of a key space with these kinds of representations
+    (compact forms of keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -62,7 +62,7 @@ class _Holding:
 
 class Catalog:
     """Records of key spaces by number, from 1 on. `revision`: rises when a key space or a kind of
-    representation is added or forgotten."""
+    representation (compact form of keys) is added or forgotten."""
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
@@ -108,8 +108,9 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations the first time they are seen. Returns
-        the number of the key space and the group index of each kind."""
+        """Registers a key space and kinds of representations (compact forms of keys, for sparse
+        attention) the first time they are seen. Returns the number of the key space and the group
+        index of each kind."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -349,7 +350,7 @@ def check_named(
 ) -> None:
     """Raises HotKVError unless the key space has these groups and a call may name so many blocks.
 
-    only_blocks: if True, refuses groups of representations too.
+    only_blocks: if True, refuses groups of representations (compact forms of keys) too.
     """
     for group_index in groups:
         if not record.has(group_index):
@@ -398,7 +399,8 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and representations when they are seen first."""
+        """Opens a session. Registers its key space and its kinds of representations (compact forms
+        of keys, for sparse attention) when they are seen first."""
         if not engine_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "engine_id is empty; give one id to all sessions of an engine"

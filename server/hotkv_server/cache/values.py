@@ -23,7 +23,8 @@ number is below this, a move's is this or higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
-"""Most kinds of representations that sessions may declare for a key space."""
+"""Most kinds of representations (compact forms of keys, for sparse attention) that sessions may
+declare for a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
@@ -124,7 +125,7 @@ class LoadPositions:
 class SlotRun:
     """The blocks that a transfer copies for a run.
 
-    positions: positions of the blocks in the run, int64 [m].
+    positions: positions of the copied blocks in the run (consecutive blocks of a group), int64 [m].
     offsets: their slot offsets, int64 [m].
     entries: their entry numbers, uint32 [m].
     """
@@ -137,7 +138,7 @@ class SlotRun:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Answer to `reserve`. Runs are in the order of the call.
+    """Answer to `reserve`. Runs (consecutive blocks of a group) are in the order of the call.
 
     results: BlockResult values of each run, uint8 [n].
     entries: entry numbers of each run, uint32 [n]; 0 for a block without an entry.
@@ -154,17 +155,17 @@ class Cause(enum.IntEnum):
 
     NONE = 0
     ROOM = 1
-    """It was evicted to make room for other blocks."""
+    """The block was evicted to make room for other blocks."""
     OPERATOR = 2
-    """A call evicted it."""
+    """A call of an operator evicted the block."""
     FLUSH = 3
-    """Its key space was flushed."""
+    """The block's key space was flushed."""
     DAMAGE = 4
-    """Its bytes contradicted its check value."""
+    """The block's bytes contradicted its check value."""
     HINT = 5
-    """A hint demoted it to a tier below."""
+    """A hint demoted the block to a tier below host memory."""
     EXPIRY = 6
-    """It never became ready, because the lease of its store expired."""
+    """The block never became ready, because the lease of its store expired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ class SessionRecord:
     """One live session.
 
     number: the session's public number; only the node knows its secret id.
-    representations: group index of each kind of representation that it declares.
+    representations: group index of each kind of representation (compact form of keys, for sparse
+        attention) that it declares.
     """
 
     number: int
@@ -197,13 +199,14 @@ class SessionRecord:
 class Counters:
     """Events since the start. Counts are in blocks unless the name says otherwise.
 
-    lookup_blocks, lookup_hit_blocks: named by lookups, and found ready.
-    acquired_blocks, missed_blocks: named for read leases and pinned, or not pinned.
-    stored_blocks, present_blocks, no_space_blocks, in_flight_blocks: named by stores and
-        reservations, by result (`BlockResult`).
-    aborted_blocks: reserved, and removed before they became ready.
-    held_blocks: pinned because a request asked to retain them.
-    condemned_blocks: dropped because their bytes contradicted their check value.
+    lookup_blocks, lookup_hit_blocks: blocks that lookups named, and those of them that were ready.
+    acquired_blocks, missed_blocks: blocks that calls for read leases named, and that were pinned,
+        or not pinned.
+    stored_blocks, present_blocks, no_space_blocks, in_flight_blocks: blocks that stores and
+        reservations named, by result (`BlockResult`).
+    aborted_blocks: blocks that were reserved, and removed before they became ready.
+    held_blocks: blocks that were pinned because a request asked to retain them.
+    condemned_blocks: blocks that were dropped because their bytes contradicted their check value.
     """
 
     lookup_blocks: int = 0
@@ -229,21 +232,24 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space and its number in this server. `representations`: kinds that sessions have
-    declared; their group indices start at MAX_GROUPS."""
+    """A key space and its number in this server. `representations`: kinds of representations
+    (compact forms of keys, for sparse attention) that sessions have declared; their group indices
+    start at MAX_GROUPS."""
 
     number: int
     key_space: KeySpace
     representations: tuple[Representation, ...] = field(default=())
 
     def has(self, group_index: int) -> bool:
-        """Returns True if this is the index of a group or of a representation."""
+        """Returns True if this is the index of a group or of a kind of representation (compact form
+        of keys)."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
-        """Returns the group or representation with this index."""
+        """Returns the group or the kind of representation (compact form of keys) with this
+        index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -251,12 +257,12 @@ class KeySpaceRecord:
         )
 
     def representation(self, group_index: int) -> Representation:
-        """Returns the representation with this index."""
+        """Returns the kind of representation (compact form of keys) with this index."""
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks that this representation belongs to. For a group, returns
-        the index itself."""
+        """Returns the group of the blocks to which this kind of representation (compact form of
+        keys) belongs. For the index of a group, returns the index itself."""
         return (
             group_index
             if group_index < MAX_GROUPS

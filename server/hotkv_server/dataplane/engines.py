@@ -26,7 +26,7 @@ class Outcome(enum.Enum):
 
 
 class Gate(Protocol):
-    """Delays a job until the engine's device has passed a mark in its queue."""
+    """Delays a job until the device of the vLLM engine has passed a mark (a point in its queue)."""
 
     def passed(self) -> bool:
         """Returns whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer
@@ -38,12 +38,13 @@ class Gate(Protocol):
 
 
 class CopyJob:
-    """The copies of a transfer. `cancel` may be called from any thread and takes effect between
-    pieces.
+    """The copies of a transfer. A copy engine splits it into pieces. `cancel` may be called from
+    any thread and takes effect between pieces.
 
-    `gate`: delays the job (see `Gate`). `CopyEngines` polls it; the engines of single devices
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls it; the copy engines of single devices
         assume that it has passed.
-    `owner`: name of the tenant or engine that the job is for; engines serve owners in turn.
+    `owner`: name of the tenant or vLLM engine that the job is for; copy engines serve owners in
+        turn.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CopyJob:
         return self._is_cancelled or (self._whole is not None and self._whole.cancelled)
 
     def cancel(self) -> None:
-        """Asks the engine to stop early."""
+        """Asks the copy engine to stop early."""
         self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
@@ -94,19 +95,20 @@ class CopyJob:
 
     @property
     def begun_s(self) -> float | None:
-        """Time when the first piece began; None before that."""
+        """Time when the copy of the first piece (part of the job) began; None before that."""
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of `piece_done` calls that end the job; ends it at once for 0. For
-        engines."""
+        """Sets the number of `piece_done` calls that end the job; ends it at once for 0. Only copy
+        engines call it."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """Notes that a piece is about to be copied. For engines."""
+        """Records that a piece (part of the job) is about to be copied. Only copy engines call
+        it."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -114,12 +116,13 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds from `expect` (called once the gate has passed) until the first piece began; None
-        before that."""
+        """Seconds from `expect` (called once the gate has passed) until the copy of the first piece
+        (part of the job) began; None before that."""
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """Notes that a piece was copied, was skipped or has failed. For engines."""
+        """Records that a piece (part of the job) was copied, was skipped or has failed. Only copy
+        engines call it."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1
@@ -139,11 +142,13 @@ class CopyEngine(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Pieces that have not begun; bounded by the transfers that the core admits."""
+        """Number of pieces (parts of jobs) that have not begun; bounded by the transfers that the
+        core admits."""
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds, summed over all lanes. A piece counts when it ends."""
+        """Busy seconds, summed over all lanes (see `num_lanes`). A piece (part of a job) counts
+        when it ends."""
 
     @property
     def num_lanes(self) -> int:
@@ -153,8 +158,8 @@ class CopyEngine(Protocol):
         """Returns False if any of its threads has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the slowest thread or device has worked on its piece; 0 if all are
-        idle."""
+        """Returns for how many seconds the slowest thread or device has worked on its piece (part
+        of a job); 0 if all are idle."""
 
     def close(self) -> None:
         """Waits for jobs in flight and stops the threads."""
@@ -169,16 +174,17 @@ class CopyEngine(Protocol):
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""The pause between two polls of the gates: this share of the time since the last gate passed or
-the last job came, within the bounds above. So polling adds at most a twentieth to a wait (a tenth
-if a poll only starts to read a word). During long waits the GIL is free for other threads."""
+"""The pause between two polls of the gates (conditions for which jobs wait): this share of the time
+since the last gate passed or the last job came, within the bounds above. So polling adds at most a
+twentieth to a wait (a tenth if a poll only starts to read a word). During long waits the GIL is
+free for other threads."""
 
 
 class CopyEngines:
-    """Combines the engines of the server. Owns and closes all of them.
+    """Combines the copy engines of the server. Owns and closes all of them.
 
-    host: engine for plans that involve no device.
-    devices: engines for all other plans, by device number.
+    host: copy engine for plans that involve no device.
+    devices: copy engines for all other plans, by device number.
     """
 
     def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
@@ -204,7 +210,7 @@ class CopyEngines:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Ends jobs that wait for their gates as cancelled, and closes all engines."""
+        """Ends jobs that wait for their gates as cancelled, and closes all copy engines."""
         with self._changed:
             self._closing = True
             for job in self._waiting:
@@ -216,22 +222,25 @@ class CopyEngines:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces that have not begun, plus jobs that wait for their gates."""
+        """Number of pieces (parts of jobs) that have not begun, plus jobs that wait for their gates
+        (marks of vLLM engines)."""
         return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for their gates."""
+        """Number of jobs that wait for their gates (marks that the devices of vLLM engines have not
+        passed)."""
         return len(self._waiting)
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds of the host engine; engines of devices have separate figures."""
+        """Busy seconds of the copy engine for host memory; copy engines of devices have separate
+        figures."""
         return self._engines[HOST].busy_s
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes of the host engine."""
+        """Number of lanes (threads) of the copy engine for host memory."""
         return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
@@ -241,8 +250,8 @@ class CopyEngines:
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest stall of an engine, or how long a gate has not answered. Waiting for
-        a gate to pass is no stall."""
+        """Returns the longest stall of a copy engine, or for how many seconds a gate (mark of a
+        vLLM engine) has not answered. Waiting for a gate to pass is no stall."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -312,6 +321,6 @@ def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
 
 
 def fail(job: CopyJob, error: str) -> None:
-    """Ends a job that has not begun as failed."""
+    """Ends, as failed, a job that has not begun."""
     job.expect(1)
     job.piece_done(error)

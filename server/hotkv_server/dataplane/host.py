@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue with a first-in-first-out list for each owner. Owners take turns, an item each.
-    Thread-safe."""
+    """A queue with a first-in-first-out list for each owner. Owners (tenants or vLLM engines) take
+    turns, an item each. Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
@@ -77,8 +77,8 @@ class FairQueue(Generic[T]):
 # --------------------------------------------------------------------------------------- The engine
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Bounds of a piece's size: large enough that the overhead of a piece is negligible, small enough
-that a cancel takes effect within 1 or 2 milliseconds."""
+"""Bounds of the size of a piece (part of a job): large enough that the overhead of a piece is
+negligible, small enough that a cancel takes effect within 1 or 2 milliseconds."""
 STREAMED_JOB_BYTES = 8 << 20
 """Jobs of at least this size bypass the caches: they do not fit into the caches, and plain stores
 would read every line that they overwrite."""
@@ -124,7 +124,7 @@ class HostCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Pieces that have not begun."""
+        """Number of pieces (parts of jobs) that have not begun."""
         return len(self._queue)
 
     @property
@@ -134,7 +134,7 @@ class HostCopyEngine:
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds, summed over all workers. A piece counts when it ends."""
+        """Busy seconds, summed over all workers. A piece (part of a job) counts when it ends."""
         return sum(self._busy_s)
 
     def is_alive(self) -> bool:
@@ -142,7 +142,8 @@ class HostCopyEngine:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the slowest worker has worked on its piece; 0 if all are idle."""
+        """Returns for how many seconds the slowest worker has worked on its piece (part of a job);
+        0 if all are idle."""
         return now_s - min(filter(None, self._begun_s), default=now_s)
 
     def _work(self, number: int) -> None:

@@ -20,7 +20,8 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Most runs that are expanded from a plan at a time; a single block may have more."""
+"""Most runs (contiguous byte ranges) that are expanded from a plan at a time; a single block may
+have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns its bytes, writable. Raises ValueError if they lie on a device."""
+        """Returns the memory's bytes as a writable array. Raises ValueError if they lie on a
+        device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
@@ -62,8 +64,8 @@ def _check_sides(one: Region, other: Region) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`; int64
-    [runs] each."""
+    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, for
+    each run i (contiguous byte range); int64 [runs] each."""
 
     dst: Region
     src: Region
@@ -90,7 +92,7 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Makes a plan; merges runs that adjoin on both sides."""
+        """Makes a plan; merges byte ranges that adjoin on both sides."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
@@ -111,8 +113,8 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Divides the runs into `whole` equal shares. Returns a plan of the shares from `begin` to
-        `end`, without `end`."""
+        """Divides the runs (contiguous byte ranges) into `whole` equal shares. Returns a plan of
+        the shares from `begin` to `end`, without `end`."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -170,7 +172,7 @@ class BlockCopies:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs before neighbours are merged."""
+        """Number of runs (contiguous byte ranges) before neighbours are merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
@@ -180,8 +182,8 @@ class BlockCopies:
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """Divides the blocks into `whole` equal shares. Returns a plan of the runs of the shares
-        from `begin` to `end`, without `end`."""
+        """Divides the blocks into `whole` equal shares. Returns a plan of the runs (contiguous byte
+        ranges) of the shares from `begin` to `end`, without `end`."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (
@@ -204,9 +206,10 @@ def block_copies(
     *,
     to_engine: bool,
 ) -> list[BlockCopies]:
-    """Returns the plans that copy blocks in a direction, a plan per recipe.
+    """Returns the plans that copy blocks in a direction, a plan per recipe (the byte ranges of a
+    block on both sides).
 
-    `engine`: the engine's memory by handle.
+    `engine`: the memory of the vLLM engine, by handle.
     """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [
@@ -216,6 +219,6 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Returns the number of shares of a plan, at least 1: each has about `piece_bytes`, and not
-    many more runs than PIECE_RUNS."""
+    """Returns the number of shares into which to divide a plan, at least 1: each share has about
+    `piece_bytes`, and not many more runs (contiguous byte ranges) than PIECE_RUNS."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

@@ -60,7 +60,7 @@ class _Opened:
     """An open allocation.
 
     tenant: the owner of the allocation.
-    num_users: number of sessions' handles that point into the allocation.
+    num_users: number of handles, of all sessions, that point into the allocation.
     """
 
     allocation: Allocation

@@ -60,16 +60,17 @@ ALIGN: Final = 16
 GROWTH_BYTES: Final = 4 << 20
 """The ring's size grows in steps of this many bytes."""
 FILLER, BLOCKS, NAME = 0, 1, 2
-"""Kinds of records: unused bytes up to the end of the ring, a run of blocks, a name of a model."""
+"""Kinds of records: unused bytes up to the end of the ring, a run (consecutive blocks that were
+stored together), a name of a model."""
 MOST_MOVES = 64
 """Limit for the records that one addition appends again because their blocks are still cached. If
 the limit is reached, most of the ring is about cached blocks; then no records of blocks are
 appended again until an eighth of the ring has been overwritten."""
 AT_BITS = 17
-"""Number of low bits of a value in the index that hold the block's place in its run; the higher
-bits hold the position of the run's record."""
+"""Number of low bits of a value in the index that hold the block's place in its run (the blocks of
+a record); the higher bits hold the position of the run's record."""
 NO_PARENT = bytes(32)
-"""Parent's hash in the record of a run whose first block has no parent."""
+"""Parent's hash in the record of a run (consecutive blocks) whose first block has no parent."""
 
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
@@ -86,7 +87,8 @@ class _Record:
     """A record in the ring.
 
     fingerprint: fingerprint of the record's key space.
-    group_index, depth: group and depth of a run of blocks; 0 for a name.
+    group_index, depth: group of a run (consecutive blocks), and the number of blocks before it in
+        its sequence; 0 for a name.
     name: name of a model; empty for a run of blocks.
     """
 
@@ -99,7 +101,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """A run of blocks as it was stored.
+    """A run (consecutive blocks of a sequence) as it was stored.
 
     fingerprint: fingerprint of the blocks' key space.
     is_newest: for each block [n], False if a later record has the same block.
@@ -157,8 +159,8 @@ class Contents:
     # Contents
 
     def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
-        """Queues the content of a run that was stored. Does nothing if the engine sent no token
-        ids."""
+        """Queues the content of a run (consecutive blocks) that was stored. Does nothing if the
+        engine sent no token ids."""
         if not len(run.content.token_ids) or self._is_closed:
             return
         self._put_bytes += run.num_bytes
@@ -216,8 +218,9 @@ class Contents:
             return self._head
 
     def runs(self, begin: int = 0) -> Iterator[KnownRun]:
-        """Yields the runs whose records begin at or behind a position. Of a sequence, earlier
-        blocks come first, unless their record was added during the iteration.
+        """Yields the runs (consecutive blocks of a sequence) whose records begin at or behind a
+        position. Of a sequence, earlier blocks come first, unless their record was added during the
+        iteration.
 
         Runs that are added during the iteration are yielded too.
         """
@@ -487,7 +490,8 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
-    """Returns the run of a record. Its `key_space_id` is 0, because records have fingerprints."""
+    """Returns the run (consecutive blocks) of a record. Its `key_space_id` is 0, because records
+    have fingerprints."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )

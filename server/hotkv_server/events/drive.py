@@ -32,7 +32,7 @@ STORED = bytes((BlockResult.STORED,))
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Tells that consecutive blocks of a sequence became ready in a medium.
+    """An event: consecutive blocks of a sequence became ready in a medium (host memory or a tier).
 
     hashes: the blocks' hashes, uint32 words [n, 8].
     parent: hash of the block before the first, words [8]; None if the first block has no parent,
@@ -78,7 +78,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Tells that blocks were removed from a medium.
+    """An event: blocks were removed from a medium (host memory or a tier).
 
     hashes: the blocks' hashes, uint32 words [n, 8], in no particular order.
     tier: name of the tier that had the blocks; empty for host memory.
@@ -97,7 +97,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """Tells that all blocks of a key space were removed, from every medium.
+    """An event: all blocks of a key space were removed, from every medium.
 
     removed: the same removal as single events, for host memory and the disk tier. On a topic with
         several key spaces they are sent in place of the clear.
@@ -219,8 +219,8 @@ class EventHub:
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def publish(self, events: Sequence[Event], *, is_first: bool = False) -> None:
-        """Sends events to all readers, in order. `is_first`: the events are the clear that opens a
-        key space new to this server."""
+        """Sends events to all readers, in order. `is_first`: `events` is only the KeySpaceCleared
+        with which `add_key_space` registers a key space."""
         if not (events and self.is_heard):
             return
         now_s = time.time()
@@ -241,7 +241,8 @@ def _is_of_pool(event: Event) -> bool:
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
-    """Returns the first and the end (exclusive) position of each unbroken run of True values."""
+    """Returns the first and the end (exclusive) position of each unbroken sequence of True
+    values."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))
@@ -253,11 +254,11 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[BlocksStored]:
-    """Returns an event for each unbroken run of blocks that a store has made ready. Runs of
-    representations have no events.
+    """Returns an event for each unbroken sequence of blocks that a store has made ready.
+    Representations (compact forms of keys, for sparse attention) have no events.
 
-    runs: the store's runs of blocks. contents, results: for each run, its content and the
-        `BlockResult` of each of its blocks [n].
+    runs: the store's runs (consecutive blocks of a group). contents, results: for each run, its
+        content and the `BlockResult` of each of its blocks [n].
     """
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):

@@ -41,7 +41,7 @@ SEQUENCE_BYTES = 8
 POLL_S = 0.05
 GATHER_S = 0.01
 MOST_AT_ONCE = 1000
-"""Most queued items to send before the thread checks for replay requests."""
+"""Most queued items to send before the thread checks for requests of readers to replay messages."""
 STOP_TIMEOUT_S = 2.0
 LINGER_MS = 200
 HIGH_WATER_MESSAGES = 100_000
@@ -351,8 +351,9 @@ class ZmqPublisher:
                 return
 
     def _send_gathered(self, gathered: dict[_Topic, list[_Item]]) -> None:
-        """Sends the events of each topic, and empties the dictionary. Events that were queued one
-        after the other share a message: each costs the thread, and so the loop, as much again."""
+        """Sends the events of each topic, and empties the dictionary. Puts many events of a topic
+        into one message, because each message takes time of this thread and so of the event
+        loop."""
         for topic, items in gathered.items():
             events: list[Any] = []
             num_bytes = 0

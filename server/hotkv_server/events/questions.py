@@ -28,8 +28,8 @@ MASK = (1 << 64) - 1
 
 
 def block_hashes(content: RunContent, count: int) -> list[int]:
-    """Returns the router's 64-bit hash of each of the `count` blocks of a run, computed from the
-    block's tokens and the adapter's name."""
+    """Returns the router's 64-bit hash of each of the `count` blocks of a run (consecutive blocks),
+    computed from the block's tokens and the adapter's name."""
     adapter = xxhash.xxh3_64_intdigest(content.lora_name.encode()) if content.lora_name else 0
     packed = content.token_ids.astype("<u4").tobytes()
     size = len(packed) // count

@@ -49,7 +49,8 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockStored(KVCacheEvent):
-    """Tells that consecutive blocks of a sequence became ready in a medium."""
+    """An event: consecutive blocks of a sequence became ready in a medium (host memory or a
+    tier)."""
 
     block_hashes: list[ExternalHash]
     parent_block_hash: ExternalHash | None
@@ -68,7 +69,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Tells that blocks were removed from a medium."""
+    """An event: blocks were removed from a medium (host memory or a tier)."""
 
     block_hashes: list[ExternalHash]
     medium: str | None
@@ -78,7 +79,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """Tells that all blocks of the publisher were removed."""
+    """An event: all blocks of the publisher were removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -125,7 +126,8 @@ def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
 
 
 class Translator:
-    """Converts the server's events into vLLM's classes. `as_ints`: as in `external_hashes`."""
+    """Converts the server's events into vLLM's classes. `as_ints`: True sends the last 8 bytes of
+    each hash as an integer, False all bytes."""
 
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
@@ -182,7 +184,7 @@ class Translator:
         )
 
     def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
-        """Returns token ids as an encoded MessagePack array."""
+        """Returns token ids as a MessagePack array, encoded."""
         count = len(token_ids)
         packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
         head = _array_head(count)

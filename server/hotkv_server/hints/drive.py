@@ -26,7 +26,7 @@ MAX_WAITING_BYTES = 32 << 20
 """Most bytes of chains (block hashes) of ended requests that wait for END_DELAY_S, over all
 tenants. Above it, their actions are rejected."""
 GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Actions after which the blocks may be evicted first."""
+"""Kinds of actions after which the action's blocks may be evicted before other blocks."""
 BYTES_OF_ENDED = 8 << 10
 """Approximate bytes of an ended request that waits, in addition to its chain."""
 

@@ -1,4 +1,4 @@
-"""Makes figures about hints for operators: the actions that routers requested, and their
+"""Computes figures about hints for operators: the actions that routers requested, and their
 outcomes."""
 
 import time

@@ -61,7 +61,8 @@ class Origin:
 
     hashes: hashes of the request's hash blocks, uint32 words [n, 8]; None without a request.
     session_id: the router's session that the request names; empty if there is none.
-    noted: the retention with which the request's use of its blocks was already recorded.
+    noted: the retention (priority, time to live, pin) with which the request's use of its blocks
+        was already recorded.
     is_running: True if the request has not ended.
     """
 
@@ -332,7 +333,7 @@ class HintWork:
 
 def _covers(noted: Retention, asked: Retention) -> bool:
     """Returns True if a use that was recorded with the retention `noted` already keeps the blocks
-    as `asked` requests."""
+    as the retention `asked` requests."""
     return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 

@@ -31,7 +31,8 @@ SCANNED_ENTRIES = 1 << 17
 """Entries that a scrub looks at per turn of the event loop; this takes a millisecond."""
 MIN_PAUSE_S = 0.05
 PASS_PAUSE_S = 5.0
-"""Pause between two passes. A small cache is read in less, and need not be read every second."""
+"""Pause between two passes over all blocks. Reading a small cache takes less time than this, and it
+need not be read every second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,8 +284,8 @@ class LiveLedger:
     # Queries
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
-        """Returns the usage of the last `since_s` seconds, rounded as in `Buckets.since`; 0 for all
-        time.
+        """Returns the usage of the last `since_s` seconds, rounded up to whole minutes (above two
+        hours to whole hours); 0 for all time.
 
         has_rows: if False, returns only the total, which is faster.
         """
@@ -306,7 +306,8 @@ class LiveLedger:
         return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
 
     def minutes(self) -> Values:
-        """Returns the usage of each of the last minutes, as `Buckets.minutes`."""
+        """Returns the usage of each of the last minutes, oldest first; the current minute comes
+        last."""
         return self.accounts.total.minutes(_minute())
 
     @property

@@ -95,26 +95,29 @@ Marks = NDArray[np.uint8]
 
 
 def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
-    """Maps the words of an arena's file, writable, until the array is freed. Extends the file if it
-    has no words. Raises OSError."""
+    """Maps the validity words of an arena's file (by which clients check that blocks are still
+    pinned), writable, until the array is freed. Extends the file if it has no words. Raises
+    OSError."""
     start = words_offset_bytes(arena_bytes)
     os.posix_fallocate(fd, start, WORD_BYTES)
     return np.frombuffer(mmap.mmap(fd, WORD_BYTES, offset=start), "<u8")
 
 
 def _marks_offset_bytes(geometry: TableGeometry) -> int:
-    """Returns where the marks begin in a table's file."""
+    """Returns where the marks (of entries that clients may read in the arena) begin in a table's
+    file."""
     return -(-geometry.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def table_file_bytes(geometry: TableGeometry) -> int:
-    """Returns the bytes of a table's file, with the marks."""
+    """Returns the size of a table's file in bytes, including the marks (of entries that clients may
+    read in the arena)."""
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
-    """Returns the marks in a mapped table's file, uint8 [capacity + 1] by entry number; all 0 if
-    the file has no marks."""
+    """Returns the marks in a mapped table's file: by entry number, 1 for an entry that clients may
+    read in the arena, uint8 [capacity + 1]; all 0 if the file has no marks."""
     start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
     return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
 
@@ -342,7 +345,8 @@ class NodeMemory:
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; their memory is freed once no process maps it. Blocks as `release`."""
+        """Removes the files; their memory is freed once no process maps it. Blocks while a piece of
+        the arena is being prefaulted."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 

@@ -39,7 +39,7 @@ class KnownKeySpace:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """The contents of the file.
+    """The content of the state file.
 
     slab_bytes: size of the arena's slabs.
     key_spaces: in the order of their numbers.

@@ -63,8 +63,8 @@ class Feed(Generic[T]):
         return self.take(most)
 
     def take(self, most: int) -> tuple[list[T], int]:
-        """Returns at most `most` items without waiting, and the number of lost items, as `get`
-        does."""
+        """Returns at most `most` items without waiting. Also returns how many items were lost since
+        the last report of a loss."""
         items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
         self._num_bytes -= sum(item.num_bytes + ITEM_BYTES for item in items)
         # A lost item is newer than every queued item: report the loss with the last queued item.

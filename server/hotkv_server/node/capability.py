@@ -124,7 +124,7 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Says which blocks of some lists lie in a tier.
+    """Which blocks of some lists lie in a tier.
 
     name: name of the tier.
     masks: for each list, a mask of its blocks that lie in the tier.
@@ -150,7 +150,8 @@ class Epochs(Protocol):
         """Waits, for a bounded time, until `may_serve` returns True. Returns its last answer."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch of a key space that has just been registered."""
+        """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
+        registered."""
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space in this node and in all tiers."""
@@ -172,7 +173,8 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns which blocks lie in a tier below or are being promoted, a mask per list.
+        """Returns which blocks lie in a tier below host memory or are being promoted from there, a
+        mask per list.
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
@@ -236,14 +238,15 @@ class BlocksBelow(Protocol):
         """Returns whether a lease of these blocks must wait for a tier."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Promotes blocks and pins them, for a bounded time. Pass the result to `let_go`."""
+        """Promotes blocks from tiers into host memory and pins them. Waits for a bounded time. Pass
+        the result to `let_go`, which unpins the blocks."""
 
     def let_go(self, held: Any) -> None:
         """Releases the pins of `bring_up`."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Promotes the listed blocks that lie below, as far as there is room. Returns when they are
-        promoted, or at `until_s`."""
+        """Promotes the listed blocks that lie in tiers below host memory, as far as there is room.
+        Returns when they are promoted, or at `until_s`."""
 
 
 class Tracer(Protocol):
@@ -354,12 +357,14 @@ class Capability:
     ) -> None:
         """Called when a store has ended.
 
-        results: BlockResult values, an array per run.
+        results: BlockResult values, an array per run (consecutive blocks of a group).
         contents: token ids of each run, for events; empty if the engine sent none.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Called when a tier has moved blocks. Arguments as for `OnReady`."""
+        """Called when a tier has moved blocks. `entries`: the moved blocks' entries, of the tier
+        below for the medium DISK, otherwise of host memory. `tier`: the tier's name; empty for host
+        memory."""
 
     def blocks_removed(
         self,

@@ -20,12 +20,13 @@ from hotkv_server.cache.room.removal import Parts
 
 
 SLICE_S = 0.004
-"""Length of a slice. A step begins only before its end; most steps of the core are shorter."""
+"""Length of a slice (the time of long work between two turns of other tasks). A step begins only
+before the slice's end; most steps of the core are shorter."""
 T = TypeVar("T")
 
 
 class Breaks:
-    """Yields to other tasks within a coroutine that does many short parts."""
+    """Makes a coroutine that does many short parts yield to other tasks from time to time."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
@@ -38,7 +39,8 @@ class Breaks:
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """Runs the steps in slices. Yields each slice's results, and whether more slices follow.
+    """Runs the steps in slices (of SLICE_S), between which other tasks run. Yields each slice's
+    results, and whether more slices follow.
 
     Yields at least one slice. The caller's loop body runs before other tasks do.
     """
@@ -58,7 +60,8 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Runs all parts in slices and returns their result.
+    """Runs all parts in slices (of SLICE_S), between which other tasks run, and returns their
+    result.
 
     after_slice: called after each slice, before other tasks run, also if a part raises.
     """

@@ -14,7 +14,8 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Run
 
 PATIENCE_S = 2.0
-"""Longest wait of a store. A piece of memory comes every few hundredths of a second."""
+"""Longest wait of a store for memory. The arena gets a piece of memory every few hundredths of a
+second."""
 
 
 class Growth:

@@ -42,7 +42,8 @@ BOOKS = (
 """Modules whose assertions are invariants of the cache. An assertion elsewhere fails only its
 call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names of two parts without a `Sign`: the cache's books, and the check itself."""
+"""Names of two watched parts without a `Sign`: the cache's books (its data), and the check
+itself."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
 tracebacks."""
@@ -54,7 +55,7 @@ def _never(now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A sign of life of a part.
+    """How `Health` sees that a part of the server (a loop or thread) lives.
 
     stalled_s: given the time, returns how long the part has been stuck; 0 if it works or waits for
         work.
@@ -95,11 +96,12 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part from this call on."""
+        """Watches a part of the server (a loop or thread) from this call on."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
-        """Watches a part that reports its own fault. `fault` returns "" while the part works."""
+        """Watches a part of the server that reports its own fault. `fault` returns "" while the
+        part works."""
         self._faults[name] = fault
 
     def run(
@@ -172,8 +174,8 @@ class Health:
             self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
-        """Checks all signs. A stall counts when two checks in a row see it: a process that was
-        stopped for a while recovers at once."""
+        """Checks all watched parts. A stall counts when two checks in a row see it: a process that
+        was stopped for a while recovers at once."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -232,7 +234,8 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Returns True if the exception passed through the cache's books or the block table."""
+    """Returns True if the exception passed through code of the cache's books (its data) or of the
+    block table."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )
@@ -257,7 +260,8 @@ def stories(error: BaseException) -> list[str]:
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Checks all signs every CHECK_S and awaits `tell` after each check. Runs until cancelled."""
+    """Checks all watched parts every CHECK_S and awaits `tell` after each check. Runs until
+    cancelled."""
     while True:
         health.check(time.monotonic())
         await tell()

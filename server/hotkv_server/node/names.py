@@ -110,7 +110,9 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space is shown, as `model`."""
+        """Returns the name by which the model of a key space is shown: the name that this engine
+        told, or else the name that any engine of the key space told last, or else the name in the
+        key space."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file

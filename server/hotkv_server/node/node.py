@@ -188,10 +188,11 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """Reserves slots as `CacheCore.reserve`, and reports the evictions. Other tasks run between
-        its parts.
+        """Reserves slots for blocks that are neither ready nor in flight, as far as there is room,
+        and reports the evictions. Other tasks run between the parts of this work.
 
-        Returns the results, an array per run, and the lease's time to live in seconds.
+        Returns the results, an array per run (consecutive blocks of a group), and the lease's time
+        to live in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention

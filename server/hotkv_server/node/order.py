@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Bytes of `MAX_MARKS` words; also the smallest size that can be pinned."""
+"""Bytes of `MAX_MARKS` words (a mark each); also the smallest size that can be pinned."""
 
 
 class MarkReader(Protocol):
-    """Reads the marks of a session."""
+    """Reads the marks (points in the engine's device queue) of a session."""
 
     kind: OrderKind
     num_marks: int
@@ -55,7 +55,8 @@ class MarkReader(Protocol):
 
 
 class EventMarks:
-    """Reads marks that are CUDA events of the engine's process."""
+    """Reads marks (points in the engine's device queue) that are CUDA events of the engine's
+    process."""
 
     kind = OrderKind.EVENTS
 
@@ -89,7 +90,8 @@ class EventMarks:
 
 
 class FileWords:
-    """Reads marks that are counters in words of a mapped file."""
+    """Reads marks (points in the engine's device queue) that are counters in words of a mapped
+    file."""
 
     kind = OrderKind.FLAGS
 
@@ -115,7 +117,8 @@ class FileWords:
 
 
 class DeviceWords:
-    """Reads marks that are counters in words of device memory, through a copy in host memory.
+    """Reads marks (points in the engine's device queue) that are counters in words of device
+    memory, through a copy in host memory.
 
     If the copy does not show that a mark has passed, `has_passed` starts a new copy.
     """
@@ -182,7 +185,7 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How a session's marks are read.
+    """How a session's marks (points in its engine's device queue) are read.
 
     marks: reads the marks. None for the kind HOST: the engine sends a transfer only after its
         device has passed the mark.
@@ -197,7 +200,8 @@ class SessionOrder:
         return OrderKind.HOST if self.marks is None else self.marks.kind
 
     def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
-        """Makes a gate that holds a transfer until the mark has passed. Raises INVALID_FIELD."""
+        """Makes a gate that delays a transfer until the engine's device has passed the mark. Raises
+        INVALID_FIELD."""
         if self.marks is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -217,13 +221,14 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the marks. Blocks the calling thread."""
+        """Closes the marks (CUDA events or mapped words). Blocks the calling thread."""
         if self.marks is not None:
             self.marks.close()
 
 
 class MarkGate:
-    """Holds a transfer until its mark has passed. A copy engine calls `passed` until it is True.
+    """Delays a transfer until the engine's device has passed the transfer's mark (a point in the
+    device's queue). A copy engine calls `passed` until it is True.
 
     on_released: called from any thread when the copy engine stops calling `passed`.
     """
@@ -246,7 +251,8 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Checks an engine's offer of marks. Raises ValueError that names the field."""
+    """Checks an engine's offer of marks (points in its device queue that the server can observe).
+    Raises ValueError that names the field."""
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:

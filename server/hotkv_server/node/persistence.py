@@ -38,7 +38,7 @@ this many takes a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the contents of the state file: the slab size and the key spaces, which the next
+    """Returns the content of the state file: the slab size and the key spaces, which the next
     server needs to interpret the blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)

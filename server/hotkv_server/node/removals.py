@@ -74,7 +74,7 @@ class Effects:
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
-    """Splits a notice into parts that fit a message."""
+    """Splits an eviction notice into parts that fit into a message."""
     for start in range(0, len(notice.hashes), NOTICE_BLOCKS):
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
@@ -117,12 +117,13 @@ class Removals:
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Evicts blocks as `CacheCore.evict`. Returns how many were evicted and how many were
-        kept."""
+        """Evicts the named blocks that are not pinned. Returns how many were evicted and how many
+        were kept."""
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """Evicts all blocks of a key space as `CacheCore.evict_all`. Returns as `evict`."""
+        """Evicts all blocks of a key space (0: of all key spaces) that are not pinned. Returns how
+        many were evicted and how many were kept."""
         return await self._evicted(self._core.evict_all(key_space_id))
 
     async def would_evict(
@@ -148,7 +149,8 @@ class Removals:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """Flushes a key space as `CacheCore.flush`. Returns the number of removed blocks.
+        """Removes all blocks of a key space from host memory, so that no lookup finds them. Returns
+        the number of removed blocks.
 
         May also flush blocks that other sessions store during the call.
         """
@@ -210,7 +212,7 @@ class Removals:
                 return
 
     def forget_outlived(self, now_s: float) -> None:
-        """Forgets key spaces that have no blocks and have had no session for long."""
+        """Forgets key spaces that have no blocks and have had no session for ten minutes."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
             self._forget(number)
 

@@ -74,8 +74,10 @@ class SessionMemory:
     ) -> None:
         """Raises HotKVError if a transfer can't use these blocks or representations.
 
-        block_ids: block ids in the engine's memory, an array per run.
-        representations: group indexes as the layout numbers them.
+        block_ids: block ids in the engine's memory, an array per run (consecutive blocks of a
+            group).
+        representations: group indexes of representations (compact forms of keys, for sparse
+            attention), as the layout numbers them.
         """
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
@@ -266,7 +268,8 @@ class LiveSession:
     inflight_bytes: int = 0
     """Bytes of the transfers in flight."""
     num_reads: int = 0
-    """Running selections and comparisons. They read the arena under the session's leases."""
+    """Number of running selections (for sparse attention) and comparisons with check values. They
+    read the arena under the session's leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
@@ -282,15 +285,16 @@ class LiveSession:
     knows_tiers: bool = False
     """Whether the server may delay a lookup's answer until a shared tier has answered."""
     takes_batches: bool = False
-    """Whether one message of its stream may carry several messages, in both directions."""
+    """Whether one message of the session's stream may carry several messages, in both
+    directions."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
-    """When its last message arrived, in seconds of the monotonic clock."""
+    """When the session's last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
     prefill_tokens_per_s: float = 0.0
-    """Prefill speed that its engine measured; 0 if unknown."""
+    """Prefill speed that the session's engine has measured; 0 if unknown."""
 
     def __repr__(self) -> str:
         return (
@@ -300,27 +304,29 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """Returns its name for the log."""
+        """Returns the session's name for the log."""
         return f"session={self.record.number} engine={self.engine_name}"
 
     @property
     def engine_name(self) -> str:
-        """Returns the name by which its engine is shown."""
+        """Returns the name by which the session's engine is shown to people."""
         return self.names.engine(self.record.engine_id)
 
     @property
     def model_name(self) -> str:
-        """Returns the name by which its model is shown."""
+        """Returns the name by which the session's model is shown to people."""
         return self.names.model_of(self.key_space, self.record.engine_id)
 
     @property
     def has_arena(self) -> bool:
-        """Returns whether its link has passed the arena's descriptor."""
+        """Returns whether the session's link (connection on the descriptor socket) has passed the
+        arena's descriptor."""
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
         """Returns the core's index of a group, given this session's number for it. A session
-        numbers its representations after the key space's groups.
+        numbers its representations (compact forms of keys, for sparse attention) after the key
+        space's groups.
 
         Raises INVALID_FIELD for a number that is too high. The core refuses negative numbers.
         """
@@ -349,7 +355,7 @@ class LiveSession:
             self.end(unread())
 
     def end(self, why: HotKVError) -> None:
-        """Ends its stream, which closes the session."""
+        """Ends the session's stream, which closes the session."""
         if self.on_end is not None:
             self.on_end(why)
 
@@ -383,7 +389,7 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes descriptors of a failed link, before anything uses them."""
+        """Closes the descriptors that a failed link has received, before any code uses them."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -392,13 +398,14 @@ class LiveSession:
                 os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
-        """Cancels all of its transfers. From any thread."""
+        """Cancels all transfers of the session. From any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`, by
-        which the engine could revoke a store. Accepts 0, for a store that is never revoked."""
+        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`. By
+        writing this word the engine could revoke a store. Accepts 0, for a store that is never
+        revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -433,7 +440,8 @@ class LiveSession:
         )
 
     def release_memory(self) -> None:
-        """Unmaps its memory, closes descriptors that were never registered, and closes the link."""
+        """Unmaps the session's memory, closes descriptors that were never registered, and closes
+        the session's link."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None

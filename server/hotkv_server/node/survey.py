@@ -37,7 +37,8 @@ class Survey:
 
 
 class LiveSurvey:
-    """Keeps a node's latest survey. Makes another when it is asked for and the latest is old."""
+    """Keeps a node's latest survey (census of its entries, and map of the arena). Makes another
+    survey if the latest is old when it is asked for."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core

@@ -97,7 +97,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait for a mark, far above the time of all work that an engine queues on its device."""
+"""Longest wait for a mark (a point that the engine's device must pass first), far above the time of
+all work that an engine queues on its device."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
 """Most transfers of a session in flight. A session also begins no transfer while the bytes of its
@@ -105,7 +106,7 @@ transfers reach the size of the arena, or MIN_INFLIGHT_BYTES if that is larger."
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory that a transfer uses until it ends, without its message: for the transfer, for
-each run, for each block."""
+each run (consecutive blocks of a group), for each block."""
 
 
 class Deadline:
@@ -134,7 +135,8 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Begins the transfer's timeout. From any thread."""
+        """Begins the transfer's timeout, because the engine's device has passed the mark. From any
+        thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
@@ -158,10 +160,10 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Block ids in the engine's memory, an array per run."""
+"""Block ids in the engine's memory, an array per run (consecutive blocks of a group)."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, an array per
-run."""
+"""Ends a transfer in the core, given its outcome and the bytes moved. Returns the blocks' results,
+an array per run (consecutive blocks of a group)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Parts that all transfers of a node share.
+    """Objects that all transfers of a node share.
 
     kept_bytes: account of the memory that transfers use until they end.
     run_effects: carries out the effects of the core's decisions.
@@ -198,7 +200,8 @@ class Means:
 class TransferCall:
     """The checked arguments of a transfer call.
 
-    gate: bytes move only after it has passed; None: at once.
+    gate: bytes move only after the gate has passed (the engine's device has passed a mark); None:
+        at once.
     kept_bytes: estimated memory that the transfer uses until it ends.
     """
 
@@ -422,7 +425,8 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a load. The future is done after the last write to the engine's memory.
 
-        after: writes begin only after the engine's device has passed this mark.
+        after: writes begin only after the engine's device has passed this mark (a point in its
+            queue).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -456,8 +460,9 @@ class Transfers:
         """Makes room for a store, then starts it. The future is done when the blocks are committed
         or refused, after the last read of the engine's memory.
 
-        contents: token ids of each run, for events; may be empty.
-        after: reads begin only after the engine's device has passed this mark.
+        contents: token ids of each run (consecutive blocks of a group), for events; may be empty.
+        after: reads begin only after the engine's device has passed this mark (a point in its
+            queue).
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]

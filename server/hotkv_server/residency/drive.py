@@ -23,7 +23,8 @@ from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
 """Offsets in the arena, in bytes: of the slots of the blocks [n], -1 for a block that is not
-pinned; and of the slots of their representations [n], -1 for a block without a representation."""
+pinned; and of the slots of their representations (compact forms of keys, for sparse attention) [n],
+-1 for a block without a representation."""
 
 
 class ResidencyDesk:
@@ -45,8 +46,8 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """Frees the slabs that the residency needs, then calls `Residencies.open`. Other tasks run
-        while slabs are freed."""
+        """Opens a residency or reserves more room for an open residency. First frees the slabs that
+        it needs; other tasks run while slabs are freed."""
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
@@ -63,7 +64,8 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> "Extended | asyncio.Task[Extended]":
-        """Calls `Residencies.extend`, and also returns the offsets of the representations.
+        """Pins the listed blocks that are ready and verified. Returns the offsets of their slots,
+        and of the slots of their representations (compact forms of keys, for sparse attention).
 
         Returns the result at once if all listed blocks have been compared with their check values.
         Otherwise returns a task that compares them first.

@@ -159,7 +159,8 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Returns True if any tenant lists a proof of this peer."""
+        """Returns True if any tenant lists a proof of this peer. Such a peer may use the descriptor
+        socket."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 

@@ -153,8 +153,9 @@ class SimulatedTier:
         self.space.index.pin(entries, -1)
 
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
-        """Evicts blocks until `count` blocks fit, or no more can be evicted. `keep_at_s`: as in
-        `Policy.victims`."""
+        """Evicts blocks until `count` blocks fit, or no more can be evicted. `keep_at_s`: the
+        current time, if the policy may hold back entries that it expects to be used soon; None if
+        it may not."""
         making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
         finished(making)
 

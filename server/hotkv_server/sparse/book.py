@@ -36,7 +36,8 @@ MAX_CONTEXT_BLOCKS = 1 << 18
 MAX_SCORES = 1 << 25
 """Most scores of a selection (query heads times blocks); they take 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
-"""Most slots of a sequence's hot sets, over all layers and shards."""
+"""Most slots of a sequence's hot sets (the blocks in the client's hot slots), over all layers and
+shards."""
 MAX_CENTRE_BYTES = 4 << 20
 """Most bytes of a sequence's centres (mean keys), over all layers. For comparison: 128 layers with
 8 KV heads of 128 channels have 512 KiB."""
@@ -64,7 +65,8 @@ class SelectSpec:
     other.
 
     config: scorers and sizes of the selection.
-    representation_group: group index of the kind of representation that is scored.
+    representation_group: group index of the kind of representation (compact form of keys) that is
+        scored.
     layer_indices: layers for which the server selects, ascending.
     kv_heads, head_size: KV heads of a shard, and channels of a head.
     hot_blocks: slots of the hot set that the server records for each layer and shard; 0: the server
@@ -186,8 +188,8 @@ class SelectSpec:
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Offset in bytes of each representation in a shard's part of a slot, by layer and
-        format."""
+        """Offset in bytes of each representation (compact form of a block's keys) in a shard's part
+        of a slot, by layer and format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
         for layer in self.layer_indices:
@@ -199,7 +201,7 @@ class SelectSpec:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Bytes of a shard's part of a slot."""
+        """Bytes of a shard's (a rank's) part of a slot of representations."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
@@ -207,8 +209,8 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD unless each shard of the declared representation (`shard_bytes`) has
-        the size that this spec requires."""
+        """Raises INVALID_FIELD unless each shard of the kind of representation (compact form of
+        keys) that the session declares (`shard_bytes`) has the size that this spec requires."""
         if any(size != self.shard_bytes for size in shard_bytes):
             raise _invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
@@ -217,8 +219,8 @@ class SelectSpec:
             )
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
-        """Returns the representations of a layer and shard as views of the arena, by format. Row r
-        of a view belongs to the slot at offset r * SLOT_ALIGN."""
+        """Returns the representations (compact forms of keys) of a layer and shard as views of the
+        arena, by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN."""
         sources = {}
         mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
@@ -285,9 +287,9 @@ class KeptHotSet:
         self._num_complete = 0
 
     def follow(self, where: Span, num_complete: int) -> I32:
-        """Updates the hot set to a longer context: its span and its number of complete blocks. The
-        new blocks, including the partial block, get slots. Returns the blocks that lose their slots
-        to them."""
+        """Updates the hot set (the blocks in the client's hot slots) to a longer context: its span
+        and its number of complete blocks. The new blocks, including the partial block, get slots.
+        Returns the blocks that lose their slots to them."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)
@@ -296,8 +298,8 @@ class KeptHotSet:
         return growth.new.victims
 
     def step(self, selection: Selection) -> Step:
-        """Adds selected blocks to the hot set: all of them at the first call, later at most
-        `max_correction_blocks` per call."""
+        """Adds selected blocks to the hot set (the blocks in the client's hot slots): all of them
+        at the first call, later at most `max_correction_blocks` per call."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
         )
@@ -308,9 +310,9 @@ class KeptHotSet:
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
     """Checks a request. Returns the span of blocks to select from.
 
-    num_covered: number of leading blocks of the sequence whose representations are leased.
-    Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
-    TOO_LARGE if it needs too many scores.
+    num_covered: number of leading blocks of the sequence whose representations (compact forms of
+    keys) are leased. Raises INVALID_FIELD if the request contradicts the spec or needs blocks that
+    are not covered, TOO_LARGE if it needs too many scores.
     """
     if request.layer not in spec.places:
         raise _invalid(
@@ -369,7 +371,7 @@ def select(
     """Selects blocks for a checked request, and updates the hot set if there is one. Blocks the
     thread, mostly without the GIL.
 
-    slots_C: offsets of the covered blocks' representations in the arena.
+    slots_C: offsets of the covered blocks' representations (compact forms of keys) in the arena.
     where: result of `check_request`.
     """
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)

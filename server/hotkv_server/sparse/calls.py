@@ -131,8 +131,8 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Converts a message into the spec for selections from blocks of a group. The caller must call
-    `check_slots` to compare it with the representation's size."""
+    """Converts a message into the settings (`SelectSpec`) for selections from blocks of a group.
+    The caller must call `check_slots` to compare them with the size of the representations."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),

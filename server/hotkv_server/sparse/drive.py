@@ -151,8 +151,8 @@ class SparseDecode:
             self.figures.drop(session.record.engine_id)
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
-        """Leases the leading blocks that are ready with their representations, and releases the
-        previous lease."""
+        """Leases the leading blocks that are ready together with their representations (compact
+        forms of keys), and releases the previous lease."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
         if sequence.lease_id:
@@ -274,8 +274,8 @@ class Selections:
         return now_s - min(self._running.values(), default=now_s)
 
     def warm_up(self) -> None:
-        """Loads the kernels on a selection thread, because this takes too long for the event
-        loop."""
+        """Loads the kernels (functions that numba compiles) on a selection thread, because this
+        takes too long for the event loop."""
         self._threads.submit(native.require, "hotkv_sparse.kernels")
 
     def close(self) -> None:
@@ -356,8 +356,9 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations that a restart has restored with their check values. Usually all
-        have been compared already. Raises UNKNOWN_LEASE if bytes do not match."""
+        """Compares the representations (compact forms of keys) that a restart has restored with
+        their check values. Usually all have been compared already. Raises UNKNOWN_LEASE if bytes do
+        not match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,

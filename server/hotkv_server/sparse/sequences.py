@@ -92,8 +92,8 @@ class LiveSequence:
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
-        """Returns the hot set that the server keeps for a layer and shard; None if it keeps no hot
-        sets."""
+        """Returns the hot set (the blocks in the client's hot slots) that the server records for a
+        layer and shard; None if it records no hot sets."""
         if not spec.hot_blocks:
             return None
         if (layer, shard) not in self.hot_sets:

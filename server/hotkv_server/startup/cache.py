@@ -16,8 +16,8 @@ from hotkv_server.startup.capabilities import OpenedBelow
 
 
 def load_kernels(settings: Settings) -> None:
-    """Loads kernels, and compiles those that are not cached. Otherwise the first store would wait
-    for seconds."""
+    """Loads the kernels (functions that numba compiles), and compiles those that are not in numba's
+    cache. Otherwise the first store would wait for seconds."""
     native.require("hotkv_proto.kernels")
     if settings.integrity.stride:
         native.require("hotkv_server.integrity.kernels")

@@ -1,4 +1,4 @@
-"""Checks that each copy engine (`dataplane.engines.CopyEngine`) must pass.
+"""The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass.
 
 Each check makes a `Rig` (a copy engine under test, an arena, and memories of a vLLM engine to copy
 from and to), and compares the copied bytes with numpy arrays.
@@ -172,7 +172,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
-    """Checks that jobs without plans, without runs or without bytes end as done."""
+    """Checks that jobs without plans, without runs (byte ranges) or without bytes end as done."""
     with make_rig() as rig:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()
@@ -194,8 +194,8 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
 
 
 def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """Returns a plan for all bytes that both sides have, in pages in reversed order, so that runs
-    are not merged."""
+    """Returns a plan for all bytes that both sides have, in pages in reversed order, so that no two
+    byte ranges are merged."""
     pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
     return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
 

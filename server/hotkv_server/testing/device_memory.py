@@ -310,7 +310,7 @@ class Ranges:
         )
 
     def drop(self, memory: KnownMemory) -> None:
-        """Frees, closes or unregisters it."""
+        """Frees, closes or unregisters a memory, according to how it was made."""
         self.version += 1
         self._memories.remove(memory)
         if memory.device != HOST:

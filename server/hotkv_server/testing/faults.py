@@ -216,9 +216,12 @@ def dam(file: str, patience_s: str = "0.1") -> None:
 def tell_tasks(file: str) -> None:
     """Makes the server write `file` when it receives SIGUSR1.
 
-    The file is JSON with three lists: `tasks` (for each task its `name`, `of`: the file of its
-    function, and `knows`: whether Health watches it), `threads` (names), and `parts` (names of the
-    parts that Health watches).
+    The file is JSON with three lists:
+
+    tasks: each item has `name`, `of` (the file that defines the task's function) and `knows` (true
+        if the server's `Health` watches the task).
+    threads: names of all threads.
+    parts: names of the components that `Health` watches.
     """
     watch_all, target = daemon.watch_all, Path(file)
 

@@ -1,5 +1,5 @@
-"""Checks that each tier which nodes share (`SharedTier`) must pass about flushes: after the answer
-to a flush, no node finds a block that was stored before it.
+"""The tests about flushes that every tier which nodes share (`SharedTier`) must pass: after the
+answer to a flush, no node finds a block that was stored before the flush.
 
 A `Store` makes nodes that share a store. Checks use the key space NAME, which must have no epoch
 (number that each flush raises) at first. Flushes that come during a read are not checked here,
@@ -27,7 +27,8 @@ READ_AT = 32
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
 """Returns a context manager that makes a node (a tier over the store). Its argument `on_epoch` is
-as in `RemoteTier`."""
+called with (fingerprint, epoch) if the store has another epoch (number that each flush raises) than
+a call expected."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
 
 
 def epoch(tier: Any, name: str = NAME) -> int | None:
-    """Returns the epoch of a key space that the tier reads from its store; None if the store does
-    not answer."""
+    """Returns the epoch (number that each flush raises) of a key space that the tier reads from its
+    store; None if the store does not answer."""
     shown: Any = answer(lambda done: tier.epochs([name], time.monotonic() + WAIT_S, done))
     return None if shown is None else shown.epochs.get(name)
 

@@ -62,13 +62,15 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """The stored blocks and epochs, which tiers over the same store share.
+    """The stored blocks and epochs (numbers that flushes raise), which tiers over the same store
+    share.
 
     places: if True, the cache core chooses the storage offset (place) of each block, as for the
         disk tier.
     content: bytes and seal (check value) of each block, by key; by place if `places` is set.
     epochs: epoch of each key space, by fingerprint.
-    restored_below: as in `tiers.protocol.Shown`.
+    restored_below: epochs below this number may date from before a flush, because the store has
+        just restarted; 0: no such restart.
     """
 
     places: bool

@@ -1,4 +1,4 @@
-"""Checks that each eviction policy must pass.
+"""The checks that every eviction policy must pass.
 
 `PolicyWorld` is a small simulated cache around a policy. It assigns entry numbers as the block
 index does, knows which entries are ready and pinned, and checks each answer of the policy. Call its

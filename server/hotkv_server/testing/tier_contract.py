@@ -1,4 +1,4 @@
-"""Checks that each tier below host memory (`tiers.protocol.Tier`) must pass.
+"""The checks that every tier below host memory (`tiers.protocol.Tier`) must pass.
 
 Each check makes a `Rig` (a tier under test with an arena of SLOTS slots), and computes the expected
 bytes of each block from its number.

@@ -28,7 +28,8 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """The simulated devices of a server; other fields are as in `FakeRuntime`.
+    """The simulated devices of a server. The fields that are not listed here are the arguments of
+    `FakeRuntime`.
 
     register_s: time to register a piece of the arena with the device.
     register_fails: number of the piece whose registration fails; 0: all succeed.

@@ -23,7 +23,8 @@ class Place:
 
     `arena`: memory that blocks are read from and written to.
     `fd`: file descriptor of the arena's file, for tiers that map it in child processes.
-    `relay`: receives the epochs that the tier finds changed, because other servers flushed.
+    `relay`: receives the epochs (numbers that flushes raise) that the tier finds changed because
+        other servers flushed.
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
     """
 

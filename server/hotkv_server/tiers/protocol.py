@@ -26,7 +26,7 @@ Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
 Epochs: TypeAlias = Mapping[str, int]
-"""Maps the fingerprint of a key space to its epoch."""
+"""Maps the fingerprint of a key space to its epoch (a number that each flush raises)."""
 NO_EPOCHS: Epochs = MappingProxyType({})
 
 
@@ -48,8 +48,8 @@ TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """Returns the epoch that begins at `now_us`, in microseconds of the wall clock. It has 19
-    digits and is less than 2^63."""
+    """Returns the number of an epoch that begins at `now_us`, in microseconds of the wall clock. It
+    has 19 digits and is less than 2^63. A flush ends an epoch and begins the next."""
     return now_us // TICK_US * RAISES
 
 
@@ -98,8 +98,8 @@ class Blocks:
         tier that chooses places itself, because it stores each seal with the block.
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts by
         itself may use them. Empty: all 0.
-    `epochs`: the epochs that are part of the keys, for a `SharedTier`. If the store has another
-        epoch after a read, all blocks are ABSENT. Empty: not checked.
+    `epochs`: the epochs (numbers that flushes raise) that are part of the keys, for a `SharedTier`.
+        If the store has another epoch after a read, all blocks are ABSENT. Empty: not checked.
     `stored_bytes`: bytes reserved for each block at its place in the tier. A block is stored
         encoded (compressed) if this is less than its `num_bytes`. Empty: the same as `num_bytes`.
     """
@@ -133,7 +133,8 @@ MAX_KEY_BYTES = 250
 OnRead = Callable[[Codes], None]
 """Receives `Read` values, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
-"""Receives `Write` values, uint8 [n], and the seals of the STORED blocks, uint64 [n]."""
+"""Receives `Write` values, uint8 [n], and the seals (check values) of the STORED blocks, uint64
+[n]."""
 OnProbe = Callable[[Codes], None]
 """Receives `Read` values, uint8 [n]: FOUND, ABSENT or FAILED. They are only a hint: the store may
 lose or get a block at any time."""
@@ -141,7 +142,8 @@ lose or get a block at any time."""
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer to the question for epochs.
+    """A store's answer to the question for epochs (of each key space, a number that every flush
+    raises).
 
     `epochs`: the epoch of each key space. NO_EPOCH if the store has none and has no room to begin
         a new epoch.
@@ -155,9 +157,10 @@ class Shown:
 
 
 OnEpochs = Callable[[Shown | None], None]
-"""Receives the epochs; None if the store did not answer."""
+"""Receives the epochs (numbers that flushes raise); None if the store did not answer."""
 OnEpoch = Callable[[int | None], None]
-"""Receives an epoch or NO_EPOCH; None if the store did not answer."""
+"""Receives an epoch (number that each flush raises) or NO_EPOCH; None if the store did not
+answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,8 @@ class Tier(Protocol):
 
 
 class SharedTier(Tier, Protocol):
-    """A tier that also keeps the epochs of key spaces, so that a flush holds on all nodes.
+    """A tier that also keeps the epochs of key spaces (numbers that flushes raise), so that a flush
+    holds on all nodes.
 
     A read whose `Blocks.epochs` is set finds no block of an epoch that a `raise_epoch` has ended,
     on any node, if it begins after the answer to `raise_epoch`. Calls of `epochs` and `raise_epoch`
@@ -272,8 +276,9 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """Does the same as `Tier.probe`. `epochs`: the epochs that are part of the keys, as in
-        `Blocks`."""
+        """Asks which blocks the tier has, as `Tier.probe` does. `epochs`: the epochs (numbers that
+        flushes raise) that are part of the keys; if the store has another epoch, all blocks are
+        ABSENT."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks for the epochs of key spaces, and begins an epoch for each that has none. Does not

@@ -28,7 +28,7 @@ SECRET = np.frombuffer(
 
 
 def seal(key: bytes, content: "bytes | memoryview") -> int:
-    """Returns the seal of a block's bytes, never 0."""
+    """Returns the seal (check value) of a block's bytes, never 0."""
     return xxhash.xxh3_64_intdigest(content, xxhash.xxh3_64_intdigest(key)) or 1
 
 

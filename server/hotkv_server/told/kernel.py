@@ -160,7 +160,8 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """Returns the row of a tier whose slots the cache core manages (host memory, the disk tier)."""
+    """Returns the row about a tier whose slots the cache core manages (host memory, the disk
+    tier)."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,

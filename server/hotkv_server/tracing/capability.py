@@ -94,8 +94,8 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 
 
 class TracingCapability(Capability):
-    """Tracing; see the folder's README. `tracing`: None if the settings name no collector. Then
-    calls are not traced and all metrics are 0."""
+    """Connects tracing to the node; see the folder's README. `tracing`: None if the settings name
+    no collector. Then calls are not traced and all metrics are 0."""
 
     def __init__(self, tracing: Tracing | None) -> None:
         self.tracing = tracing

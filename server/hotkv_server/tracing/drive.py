@@ -24,9 +24,9 @@ MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
 """Most blocks of traced stores whose writes to tiers are traced: of all stores, and of a single
 store."""
 STORED_S = 60.0
-"""The write of a block to a tier is traced for so long after its store."""
+"""The write of a block to a tier is traced for this time after the block's store."""
 MAX_WRITE_SPANS = 16
-"""Most spans of a write to a tier. It may contain blocks of so many traced stores."""
+"""Most spans for one write to a tier, which may contain blocks of many traced stores."""
 PREFIX = "hotkv."
 
 _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
@@ -72,7 +72,8 @@ class Tracing:
     # Writes to tiers
 
     def stored(self, span: "Span", runs: Iterable[Words]) -> None:
-        """Remembers the first blocks of a traced store, by the hashes [n, words] of its runs."""
+        """Remembers the first blocks of a traced store, by the hashes [n, words] of its runs
+        (consecutive blocks of a group)."""
         stored, value = self._stored, (span, time.monotonic() + STORED_S)
         room = MAX_BLOCKS_OF_STORE
         for hashes in runs:

@@ -35,7 +35,7 @@ class Warmth:
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns the blocks at these places."""
+        """Returns the snapshot of only the blocks at these positions."""
         return Warmth(
             self.entries[places],
             self.generations[places],
@@ -68,7 +68,7 @@ def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
 
 
 def joined(parts: list[Warmth]) -> Warmth:
-    """Joins all parts."""
+    """Returns one snapshot of the blocks of all parts, in their order."""
     return Warmth(
         np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
         np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),

@@ -16,7 +16,7 @@ def attach(settings: Settings, node: Node) -> "WarmStartCapability":
 
 
 class WarmStartCapability(Capability):
-    """See the folder's README."""
+    """Connects warm start to the node; see the folder's README."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

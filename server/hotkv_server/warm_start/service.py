@@ -21,7 +21,7 @@ DEFAULT_WAIT_S, MAX_WAIT_S = 10.0, 60.0
 
 
 class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
-    """See warm.proto."""
+    """Answers the calls of warm.proto."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

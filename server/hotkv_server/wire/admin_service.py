@@ -191,7 +191,8 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields the load that the hit needs from each tier."""
+    """Yields, for each tier, the cost of moving the blocks that the hit needs from there into host
+    memory."""
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):
         counts = [
@@ -213,7 +214,7 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """Returns the first group that lacks a block for a longer hit, by one step of the largest block
+    """Returns the first group that lacks a block for a hit that is longer by the largest block
     size; -1 if the whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)

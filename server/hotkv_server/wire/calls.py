@@ -39,7 +39,7 @@ def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes])
 
 
 def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> list[Run]:
-    """Reads chains of blocks from the wire. Raises HotKVError."""
+    """Reads the runs (consecutive blocks of a group) of a message. Raises HotKVError."""
     named = cache.read_runs(messages, session.key_space.hash_bytes, session.group_index)
     return [Run(*one) for one in named]
 
@@ -96,7 +96,8 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """Looks up as `lookup` does, after shared tiers have answered or the time is up."""
+    """Looks up which blocks are ready or can be promoted, after shared tiers have answered or the
+    time is up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)
@@ -167,8 +168,8 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Acquires as `acquire` does, after the blocks below have been promoted or the time is up. Pins
-    no block that may be older than a flush on another node."""
+    """Pins ready blocks, after the blocks in tiers have been promoted or the time is up. Pins no
+    block that may be older than a flush on another node."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:

@@ -222,8 +222,8 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Hands all of the descriptors to the session, or none. Adds to `kept` the descriptors that
-        the session owns."""
+        """Hands all of the descriptors to the session, or none of them. Adds to `kept` the
+        descriptors that the session owns."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise HotKVError(
                 Reason.INVALID_FIELD,

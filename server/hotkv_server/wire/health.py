@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Holds states by service name; the empty name is the server. Event loop only."""
+    """Holds the health state of each service by name; the empty name stands for the server. Event
+    loop only."""
 
     def __init__(self) -> None:
         self._states: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {}

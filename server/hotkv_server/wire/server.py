@@ -104,7 +104,7 @@ class Endpoints:
 
     tcp_address: empty for no TCP.
     tls: None for TCP without TLS.
-    malformed_per_s: answers to malformed messages per second; more of them wait.
+    malformed_per_s: how many malformed messages are answered per second; further answers wait.
     audit: admin calls to record: off, changes or all.
     audit_file: None records them in the server's log.
     """

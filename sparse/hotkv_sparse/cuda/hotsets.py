@@ -47,7 +47,8 @@ class Fragment:
 
 
 class CudaHotSets:
-    """The hot sets of a layer, of all sequences.
+    """The hot sets of a layer, one for each sequence: the blocks on the device to which a step
+    attends.
 
     fragments: the pieces of a block that `correct` copies from the arena to a page of the cache.
     page_bytes: distance between two pages of the layer's cache.
@@ -105,8 +106,8 @@ class CudaHotSets:
         return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
 
     def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
-        """Sets up the hot set of a new sequence. Call it between two steps. Blocks until the tables
-        are copied to the device.
+        """Sets up the hot set (blocks on the device to which a step attends) of a new sequence.
+        Call it between two steps. Blocks until the tables are copied to the device.
 
         sequence: the state (index in the tables) of the sequence.
         blocks: the blocks that the slots 0, 1, … already contain, most recently used first.
@@ -156,7 +157,8 @@ class CudaHotSets:
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:
-        """Assigns slots to the blocks that contexts have gained since the last call.
+        """Assigns hot slots (pages of device memory) to the blocks that contexts have gained since
+        the last call.
 
         `workspace.faults[0]` counts the sequences that had no slot for a new block.
         """
@@ -175,8 +177,9 @@ class CudaHotSets:
         )  # fmt: skip
 
     def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
-        """Queues the step of the hot sets: adds selected blocks, evicts others, copies the added
-        blocks from the arena to the cache, and writes `table`.
+        """Queues the step of the hot sets (the blocks on the device to which a step attends): adds
+        selected blocks, evicts others, copies the added blocks from the arena to the cache, and
+        writes `table`.
 
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 

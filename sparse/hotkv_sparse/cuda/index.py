@@ -60,7 +60,8 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """Sizes of a pool's rows. Raises INVALID_FIELD if the kernels don't support them."""
+    """Sizes of the rows (representations of blocks) of a pool. Raises INVALID_FIELD if the kernels
+    don't support them."""
 
     name: str
     kv_heads: int
@@ -86,7 +87,7 @@ class IndexShape:
 
     @property
     def form(self) -> Format:
-        """Returns the representation format."""
+        """Returns the format of the representations (compact forms of blocks' keys)."""
         return formats.format_named(self.name)
 
     @property
@@ -96,28 +97,30 @@ class IndexShape:
 
     @property
     def num_runs(self) -> int:
-        """Returns the number of runs of a block, in token formats."""
+        """Returns the number of runs (of 16 tokens) in a block, in token formats."""
         return formats.num_runs(self.block_tokens)
 
     @property
     def head_bytes(self) -> int:
-        """Returns the bytes of a block and head, N."""
+        """Returns the bytes of the representation (compact form of the keys) of a block and head,
+        N."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of a row: H * N rounded up to a multiple of 32, the size of a sector of
-        device memory."""
+        """Returns the bytes of a row (the representation of a block, a compact form of its keys): H
+        * N rounded up to a multiple of 32, the size of a sector of device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
     def num_lines(self) -> int:
-        """Returns the number of lines of a run, as `score_tokens` counts them."""
+        """Returns the number of lines of codes in a run (16 tokens), as the kernel `score_tokens`
+        counts them."""
         return self.channels // _LINE_CHANNELS[self.form.bits]
 
     @property
     def line_groups(self) -> int:
-        """Returns the number of groups of four lines."""
+        """Returns the number of groups of four lines of codes in a run (16 tokens)."""
         return -(-self.num_lines // 4)
 
     @property
@@ -135,7 +138,7 @@ class IndexShape:
 
 
 class Index:
-    """The representations of a layer in device memory.
+    """The representations (compact forms of blocks' keys) of a layer in device memory.
 
     pool: uint8 [R, row_bytes], a row per block.
     mu_HD: the centre, which is subtracted from keys before they are encoded; None: 0.
@@ -183,7 +186,8 @@ class Index:
         num_tokens: Array | None = None,
         addresses: Array | None = None,
     ) -> None:
-        """Builds the representations of blocks from the keys in the engine's cache.
+        """Builds the representations (compact forms of keys) of blocks from the keys in the
+        engine's cache.
 
         The work is queued on the stream; the keys must not change until it is done. Raises
         INVALID_FIELD for formats without a code per token (summary formats): there are no kernels

@@ -57,10 +57,11 @@ class EngineBatch:
 
 
 class NamedRow(NamedTuple):
-    """What the host says about a row of the next step.
+    """The host's decision about a row (sequence) of the next step.
 
     state: index of the request in the tables.
-    is_sparse: whether the row attends to its hot set; False: to its whole context.
+    is_sparse: True if the row attends to its hot set (blocks on the device) only; False: to its
+        whole context.
     """
 
     state: int
@@ -68,8 +69,8 @@ class NamedRow(NamedTuple):
 
     @property
     def word(self) -> np.int32:
-        """Returns the number by which kernels read this value: 2 * state + is_sparse. (NO_ROW means
-        that the host has named no row.)"""
+        """Returns the number by which kernels on the device read this value: 2 * state + is_sparse.
+        (NO_ROW means that the host has named no row.)"""
         return np.int32(2 * self.state + self.is_sparse)
 
 
@@ -144,8 +145,9 @@ class Residents:
     # ------------------------------------------------------------------------- between two steps
 
     def begin_anew(self, state: int) -> None:
-        """Makes the next step build the hot sets of this state again, in all layers, with no block
-        away. Call it when another request gets the state."""
+        """Makes the next step build the hot sets (blocks on the device) of this state again, in all
+        layers, with no block away (in host memory only). Call it when another request gets the
+        state."""
         self._epochs[state] += 1
         self._freed[state] = 0
         self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
@@ -159,7 +161,8 @@ class Residents:
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Tells kernels which rows of the next step belong to which states.
+        """Writes to the device which rows of the next step belong to which states (indices of
+        requests in the tables).
 
         Raises INVALID_FIELD if a block or state is out of range.
 
@@ -186,7 +189,8 @@ class Residents:
         """Finds the state of each row of the batch. Writes it to `own_of`, and, for rows
         that attend sparsely, to `state_of`.
 
-        rows: int32 [S, B], for each block of a state the row of its representation in the pools.
+        rows: int32 [S, B], for each block of a state the row of its representation (compact form of
+            its keys) in the pools.
         state_of: int32 [R], output.
         """
         if batch.num_rows > self.num_rows:
@@ -212,10 +216,11 @@ class Residents:
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
         """Writes, for the state's blocks [0, count), the address of each block's page of a layer to
-        `addresses` (in the cache, or in the arena if the block is away), and the row of its
-        representation to `found_rows`.
+        `addresses` (in the cache, or in the arena if the block is away, that is in host memory
+        only), and the row of its representation to `found_rows`.
 
-        arena: addresses of the blocks' slots. rows: as in `find`.
+        arena: addresses of the blocks' slots. rows: for each block of a state the row of its
+            representation (compact form of its keys) in the pools.
         """
         batch = self._batch()
         self.device.launch(
@@ -242,13 +247,13 @@ class Residents:
         table: Array | int,
         faults: Array,
     ) -> None:
-        """Copies a layer's first `count` pages of a batch row, from the cache or, if a
-        block is away, from the arena, to contiguous memory.
+        """Copies a layer's first `count` pages of a batch row, to contiguous memory: from the cache
+        or, if the block is away (in host memory only), from the arena.
 
         target: address of the contiguous memory.
         first_page: page of `target` that receives the first page.
         table: int32 [count], output: the page of `target` that received each block.
-        faults: counts of blocks without an address, as in `Workspace.faults`.
+        faults: counts of blocks without an address (`Workspace.faults`).
         """
         batch = self._batch()
         self.device.launch(

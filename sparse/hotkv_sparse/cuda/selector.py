@@ -53,7 +53,7 @@ class CudaSelector:
     index: the layer's representations (compact forms of blocks' keys, from which blocks are
         scored).
     keys, values: the layer's cache.
-    hot: the layer's hot sets.
+    hot: the layer's hot sets (the blocks on the device to which a step attends).
 
     A step writes its selection to these arrays:
     blocks: int32 [R, S], the selected blocks of each sequence.
@@ -120,12 +120,13 @@ class CudaSelector:
     def build(
         self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
     ) -> None:
-        """Builds representations from the layer's keys; see `Index.build`."""
+        """Builds the representations (compact forms of keys) of blocks from the layer's keys; see
+        `Index.build`."""
         self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
 
     def step(self, query: Queries, scale: float | None = None) -> None:
-        """Queues the step of all sequences: scores, selection, changes of the hot sets, and the
-        block table.
+        """Queues the step of all sequences: scores, selection, changes of the hot sets (blocks on
+        the device), and the block table for attention.
 
         scale: scale of attention; None: 1 / sqrt(D).
         """
@@ -136,7 +137,7 @@ class CudaSelector:
         self.hot.correct(self.blocks, self.chosen, self.numbers)
 
     def score(self, query: Queries, scale: float) -> None:
-        """Computes the scores of the candidates into `Workspace.scores`."""
+        """Computes the scores of the candidate blocks into `Workspace.scores`."""
         work, shape, index = self._workspace, self._workspace.shape, self.index.shape
         form = index.form
         unit = form.level_unit if form.bits else 1.0
@@ -203,8 +204,8 @@ class CudaSelector:
         )
 
     def choose(self) -> None:
-        """Computes the selection from the scores into `blocks`, `chosen`, `numbers` and
-        `mass`."""
+        """Chooses the blocks with the best scores. Writes the selection to `blocks`, `chosen`,
+        `numbers` and `mass`."""
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, pieces = np.int32(shape.max_blocks), np.int32(work.num_pieces)
         launch, sequences = self._device.launch, work.num_rows
@@ -251,12 +252,12 @@ class CudaSelector:
         log_mass: Array | None = None,
         always: bool = False,
     ) -> None:
-        """Computes attention over the hot set, with a simple kernel.
+        """Computes attention over the hot set (the blocks on the device), with a simple kernel.
 
         out: float32 [R, Q, D], output: the attention; None: not needed.
         scale: scale of attention; None: 1 / sqrt(D).
         log_mass: float32 [R, Q], output: the log of the attention mass; None: not needed.
-        always: attend only to the always kept blocks.
+        always: attend only to the always kept blocks (sinks, recent window).
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale

@@ -43,9 +43,10 @@ class StepShape:
 
     num_sequences: most sequences (rows) of a step.
     max_blocks: most blocks of a sequence.
-    num_slots: hot slots of a sequence and layer, including spare slots.
+    num_slots: hot slots (pages of device memory for selected blocks) of a sequence and layer,
+        including spare slots.
     max_prefetch: most blocks that a step names for prefetch.
-    num_states: most sequences with hot sets; 0: the same as `num_sequences`.
+    num_states: most sequences with hot sets (blocks on the device); 0: the same as `num_sequences`.
     """
 
     num_sequences: int
@@ -60,13 +61,13 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Returns the most sequences that may have hot sets at the same time. At most
-        `num_sequences` of them are in a step."""
+        """Returns the most sequences that may have hot sets (blocks on the device) at the same
+        time. At most `num_sequences` of them are in a step."""
         return self.num_states or self.num_sequences
 
     @property
     def group(self) -> int:
-        """Returns the query heads of a KV head."""
+        """Returns the number of query heads that share a KV head."""
         return self.num_heads // self.kv_heads
 
 
@@ -128,8 +129,8 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets where the representations and the copies of a sequence's blocks are, for consecutive
-        blocks from position `first` on.
+        """Sets where the representations (compact forms of keys) and the copies of a sequence's
+        blocks are, for consecutive blocks from position `first` on.
 
         Call it between two steps. Blocks until the values are copied to the device.
 

@@ -205,7 +205,8 @@ def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the host memory of a request: the whole context and its representations."""
+    """Computes the host memory of a request: the whole context and its representations (compact
+    forms of blocks' keys)."""
     on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")

@@ -285,8 +285,10 @@ class Plan:
     tokens: tokens in the context of a request.
     batch: number of requests that decode together.
     sparse: the settings of sparse decode, as operators write them.
-    hot_sets: blocks of the hot set divided by blocks of the budget.
-    representations_on_host: whether representations are in host memory and use no device memory.
+    hot_sets: number of blocks in the hot set (the blocks on the device), divided by the number of
+        blocks in the budget.
+    representations_on_host: whether representations (compact forms of blocks' keys) are in host
+        memory and use no device memory.
     chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
     staging_layers: number of layers whose context a prefill in mode `RESIDENT` has in the staging
         area at the same time; with 2 the next layer is copied while a layer attends.
@@ -338,8 +340,8 @@ class Plan:
             )
 
     def with_(self, **changes: object) -> "Plan":
-        """Returns a copy of the plan with some fields replaced. Raises INVALID_FIELD like the
-        constructor."""
+        """Returns a copy of the plan with some fields replaced. Raises INVALID_FIELD if a value is
+        invalid."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     # --------------------------------------------------------------------------- counts of a layer
@@ -392,7 +394,8 @@ class Plan:
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
     def block_representation_bytes(self, model: Model) -> int:
-        """Returns the bytes of a block's representations in all sparse layers, on a device."""
+        """Returns the bytes of a block's representations (compact forms of its keys) in all sparse
+        layers, on a device."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)
         return heads * sum(head_bytes(name, self.block_tokens, model.head_size) for name in names)

@@ -30,8 +30,9 @@ class CacheBooks:
     """The books of a node's cache, which starts empty.
 
     client_memory: bounds the memory that clients' leases, transfers and sequences use.
-    words, marks, grace: state for clients that read the arena directly, of this server and of an
-        earlier server.
+    words, marks, grace: state for clients that read the arena directly. `words` are the numbers by
+        which such a client checks whether its blocks are still pinned, `marks` the entries that
+        clients may read; `grace` retains entries for clients of an earlier server.
 
     `readers`: memory that those clients read; None if there are no such clients.
     """
@@ -111,7 +112,7 @@ class Uses:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records a use of the named blocks that are ready. Raises INVALID_FIELD for
-        representations."""
+        representations (compact forms of keys)."""
         books = self._books
         check_named(
             books.catalog.record(session.key_space_id),

@@ -92,7 +92,8 @@ class WriteLease:
     listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: entries that copies have written, and sums of the bytes written, for check values.
+    parts: for each copy that has ended, the entries that it has written, and the sum of the bytes
+        that it has written to each, for check values.
     """
 
     engine_id: str
@@ -125,8 +126,8 @@ class WriteLease:
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Records sums as `add_sums` does. Returns the sums over all copies, for the complete
-        entries."""
+        """Records the sums [n] of the bytes that a copy has written to entries [n]. Returns the
+        sums over all copies for the entries that are `complete` (mask [n])."""
         if not self.parts and complete.all():
             # The usual case, one shard: no later copy needs these sums.
             return sums
@@ -370,8 +371,9 @@ class StoreTransfer:
 
     lease: None if no block was reserved.
     pins: pins the blocks that the store makes ready; None if they are not pinned.
-    groups, entries, positions, results, depths: for each run its group, the entries that are
-        written, their positions, the results so far, and the depth of its first block.
+    groups, entries, positions, results, depths: for each run (consecutive blocks of a group) of the
+        call its group, the entries that the store writes, their positions in the run, the results
+        so far, and the number of blocks before the run in its sequence.
     """
 
     session_number: int
@@ -394,7 +396,7 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run, in the order of the call."""
+        """Adds the next run (consecutive blocks of a group), in the order of the call."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)

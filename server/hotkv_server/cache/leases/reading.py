@@ -157,8 +157,8 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Removes the lease's bytes from the budget for leases without a load, because a load
-        begins."""
+        """Records that a load under the lease begins, so that the lease's bytes no longer count
+        against the budget for leases without a load."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)
@@ -181,7 +181,8 @@ class ReadLeases:
         self._books.pin_budget.unadmitted_bytes += num_bytes
 
     def check_invariants(self, others: NDArray[np.int64]) -> None:
-        """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
+        """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in
+        the capacity.
 
         others: pins by entry number [capacity + 1] of other holders than leases and retention pins.
         """
@@ -231,8 +232,8 @@ class Loads:
     ) -> list[SlotRun]:
         """Starts a load under a read lease. Returns the slots to copy from.
 
-        Raises INVALID_FIELD if the runs name a block that the lease does not pin, or name a block
-        twice.
+        Raises INVALID_FIELD if `runs` (blocks of a group each) name a block that the lease does not
+        pin, or name a block twice.
         """
         books, owner = self._books, self._books.sessions.owner(session)
         books.transfers.check_new(session.number, transfer_id, owner)

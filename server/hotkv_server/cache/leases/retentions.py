@@ -130,11 +130,11 @@ class RetentionPins:
             self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
 
     def entries(self) -> Entries:
-        """Returns all held entries in rising order. Linear in capacity."""
+        """Returns all held entries in rising order. Takes time linear in the capacity."""
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Linear in capacity."""
+        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
         held = self.entries()
         assert len(held) == self._num_held, "held entries miscounted"
         assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (

@@ -53,9 +53,10 @@ looks for array attributes."""
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """State of the blocks that the runs of a call name.
+    """State of the blocks that a call names.
 
-    words: entry words of each run, as `BlockIndex.find` returns them.
+    words: for each run (consecutive blocks of a group), an entry word per block: the entry number,
+        with the high bit set while the entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
         the blocks of named representations, and the entries before them in their chains.
     """
@@ -68,7 +69,8 @@ class Named:
 class CheckedCall:
     """A call that passed its checks.
 
-    listed: keys of its blocks (`BlockIndex.mixed`), run after run, without representations.
+    listed: keys of its blocks (`BlockIndex.mixed`), run after run (consecutive blocks of a group),
+        without representations (compact forms of keys).
     named: state of its blocks. None if the call joins a lease, or if other calls ran since the
         state was looked up.
     ttl_s: lifetime of its lease.
@@ -83,7 +85,8 @@ class CheckedCall:
 
 
 class Reservations:
-    """Changes the write leases in the lease book."""
+    """Opens and ends write leases: makes room for the blocks to store, reserves their slots, and
+    frees the slots that stay empty."""
 
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
@@ -101,8 +104,8 @@ class Reservations:
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
         """Makes room, in parts, for a `reserve`, which must follow right after the last part.
-        Evicts no block that the runs name. Makes no room if the lease exists: its blocks are
-        reserved already.
+        Evicts no block that `runs` (consecutive blocks of a group each) name. Makes no room if the
+        lease exists: its blocks are reserved already.
 
         If `reserve` would raise, raises before it evicts anything.
 
@@ -134,8 +137,9 @@ class Reservations:
         """Makes room, in parts, for any call that adds these blocks. Returns their state; None if
         other calls ran in between.
 
-        has_promise: as in `Room.make`.
-        keep_at_s: as in `Room.make`.
+        has_promise: True if the room was reserved for a residency.
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
+            soon; None if it may not.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
@@ -205,8 +209,9 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Reservation:
-        """Reserves as `CacheCore.reserve` does, right after `make_room`. `has_promise`: as in
-        `Space.insert`."""
+        """Reserves slots for the blocks of a call that passed its checks, as far as there is room.
+        Call it right after `make_room`. `has_promise`: True if the room was reserved for a
+        residency."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -426,8 +431,8 @@ class Reservations:
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if write leases, moves and reserved entries disagree. Linear in
-        capacity."""
+        """Raises AssertionError if write leases, moves and reserved entries disagree. Takes time
+        linear in the capacity."""
         index = self._books.space.index
         owned = [np.empty(0, np.uint32), *(one.reserved() for one in self._books.below)]
         for lease in self._books.leases.all():
@@ -485,7 +490,8 @@ class Stores:
         retention: Retention = NO_RETENTION,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """Begins a store as `CacheCore.begin_store` does, but makes no room."""
+        """Starts a store and reserves its blocks in free slots; makes no room. Returns the slots to
+        copy to."""
         if asked.named is None:
             # Other calls may have run since the check that came before the room was made.
             self.check(session, transfer_id, shard_index)
@@ -557,7 +563,8 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written, then their representations. Returns BlockResult values, an array per run."""
+        written, then their representations (compact forms of keys, for sparse attention). Returns
+        BlockResult values, an array per run of the call."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease
@@ -669,7 +676,8 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """Returns the mask of all shards."""
+        """Returns the mask in which all shards of the lease's blocks are set: bit n stands for
+        shard n."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 

@@ -47,7 +47,7 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """Index, pool, tenants, policy and representations of a tier.
+    """Index, pool, tenants, policy and representations (compact forms of keys) of a tier.
 
     used_bytes: bytes of the slots in use, by number of the key space.
     """
@@ -88,7 +88,8 @@ class Books:
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of each entry [n]; a representation is as hot as its block."""
+        """Returns the heat of each entry [n]; a representation (compact form of a block's keys) is
+        as hot as its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -99,7 +100,7 @@ class Books:
             )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if two books disagree. Linear in capacity."""
+        """Raises AssertionError if two books disagree. Takes time linear in the capacity."""
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()
@@ -166,7 +167,7 @@ class Removal:
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts the given entries that are ready and not pinned. Returns how many it evicted.
 
-        Blocks are evicted with a notice, representations without.
+        Blocks are evicted with a notice, representations (compact forms of keys) without.
         """
         going = self.going(entries)
         alone = self._representations.among(going)
@@ -260,7 +261,7 @@ class Removal:
 
 
 WINDOWS_PER_PART = 64
-"""Windows of several slabs that each part chooses."""
+"""Windows (groups of adjacent slabs) that each part of the work chooses."""
 HOT_SHARE = 0.25
 """Largest share of blocks in an emptied slab that may be hotter than the coldest blocks of the slot
 size that gets it. At 0, a few hot blocks in every slab would protect all slabs. An evicted hot
@@ -322,9 +323,10 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
     """Returns for each window in turn the cost below which it is emptied, float64 [runs that
     `num_slots` slots need]. Above that cost it is better to evict blocks of the receiving size.
 
-    own: heat of the coldest blocks of the receiving size, rising. If the windows before have
-        spared the first i of them, the limit is the heat of the next. The limit is inf if `own`
-        has too few blocks to make room: emptying any slab is better than a refusal.
+    own: heat of the coldest blocks of the receiving size, rising. Each emptied window spares some
+        of these blocks from eviction. If the windows before have spared the first i blocks, the
+        limit of the next window is the heat of block i. The limit is inf if `own` has too few
+        blocks to make room: emptying any slab is better than a refusal.
     """
     spared = np.arange(0, num_slots, slots_per_run)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
@@ -351,9 +353,9 @@ class Rebalancer:
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
-    receiving size would evict, or if that size can't evict enough. A run is emptied as a whole, so
-    each of its slabs costs the heat of the run's hottest block; a representation is as hot as its
-    block.
+    receiving size would evict, or if that size can't evict enough. A run (adjacent slabs that were
+    lent together) is emptied as a whole, so each of its slabs costs the heat of the run's hottest
+    block; a representation is as hot as its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -480,8 +482,8 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Combines the values of all slabs of a run with the ufunc `put_together`. Returns for each
-        slab the combined value of its run."""
+        """Combines the values of all slabs of a run (adjacent slabs that were lent together) with
+        the ufunc `put_together`. Returns for each slab the combined value of its run."""
         heads = self._pool.slab_head()
         of_runs = of_slabs.copy()
         is_later = heads != np.arange(len(heads))
@@ -517,8 +519,8 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts the entries of the runs that the chosen slabs belong to, slab by slab. Returns how
-        many it evicted."""
+        """Evicts the entries of the runs (adjacent slabs that were lent together) to which the
+        chosen slabs belong, slab by slab. Returns how many it evicted."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 

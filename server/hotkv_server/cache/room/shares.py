@@ -19,8 +19,8 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSh
 
 
 FLOOR_SHARE = 64
-"""The floor is 1/64 of the capacity. An owner may hold up to the floor as long as units are free,
-however much other owners hold."""
+"""An owner may hold up to 1/64 of the capacity (the floor) as long as units are free, however much
+other owners hold."""
 
 
 class FairBound:
@@ -92,17 +92,17 @@ class BoundShare(FairBound):
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Counts as FairBound.take, here and in the shared bound."""
+        """Adds `count` objects to the owner's objects, here and in the shared bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """Counts as FairBound.give, here and in the shared bound."""
+        """Subtracts `count` objects from the owner's objects, here and in the shared bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the reason as FairBound.refusal does."""
+        """Returns the reason why the owner gets no more objects, as text for people."""
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 
@@ -183,8 +183,8 @@ class TenantBook:
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
         """Replaces the shares. A tenant that is not listed has no guarantee and no bound.
-        `over_bound` then returns the tenants that exceed their new bounds. Raises as
-        `check_shares`."""
+        `over_bound` then returns the tenants that exceed their new bounds. Raises INVALID_FIELD,
+        and changes nothing, if `check_shares` would raise."""
         self.check_shares(shares)
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
@@ -242,12 +242,13 @@ class TenantBook:
         return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes the tenant may hold under its burst bound."""
+        """Returns how many more bytes the tenant may hold within its burst bound (the most bytes
+        that it may ever hold)."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
-        """Returns the bytes that the tenant could have if all others used their guarantees. This
-        bounds what it may pin."""
+        """Returns the bytes that the tenant could have if all other tenants used their guarantees.
+        The tenant may pin no more than that."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
@@ -298,16 +299,17 @@ class TenantBook:
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[tuple[int, int]]:
-        """Returns the tenants that hold more than their burst bound, with their excess in bytes.
-        This happens after a restart with other settings, or with new shares."""
+        """Returns the tenants that hold more than their burst bound (the most bytes that a tenant
+        may hold), with their excess in bytes. A tenant can exceed its bound only after a restart
+        with other settings, or after a change of the shares."""
         if not self.is_used:
             return []
         excess = self.used - self._set_burst
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 
     def excess_bytes(self, tenant: int) -> int:
-        """Returns the bytes that a tenant holds above its burst bound; negative if there is
-        room."""
+        """Returns the bytes that a tenant holds above its burst bound (the most bytes that it may
+        hold); negative if it holds less."""
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
@@ -334,12 +336,13 @@ STORE_SHARE = 16
 
 
 def most_pinned(capacity_bytes: int) -> int:
-    """Returns the most bytes of `capacity_bytes` that all three kinds may hold together."""
+    """Returns the most bytes of `capacity_bytes` that all three kinds of long pins (see
+    `PinBudget`) may hold together."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 
 class PinBudget:
-    """Pinned bytes by kind of pin. The module that makes a kind of pin updates its count.
+    """Pinned bytes by kind of pin. Each count is updated by the module that makes pins of its kind.
 
     resident_bytes: reserved for residencies or pinned by them.
     held_bytes: pinned by requests' holds.
@@ -366,5 +369,5 @@ class PinBudget:
 
     @property
     def for_others(self) -> int:
-        """Bytes that holds and leases may still pin."""
+        """Bytes that holds (pins that requests asked for) and leases may still pin."""
         return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

@@ -159,7 +159,8 @@ class SlabFloors:
         return fits
 
     def check(self, slots: Mapping[int, int]) -> None:
-        """Raises AssertionError unless the floors are exactly `slots` by size and hold."""
+        """Raises AssertionError unless exactly `slots` are promised, by size, and enough slabs are
+        available for them."""
         expected = {size: count for size, count in slots.items() if count}
         assert self._slots == expected, "slots of floors miscounted"
         assert not self.shortfall, "a floor does not hold"
@@ -239,29 +240,32 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of a run that its slots should leave unused."""
+"""Largest share of a run (adjacent slabs that are lent together) that its slots should leave
+unused."""
 LONGEST_END = 100
-"""Most slabs by which a run is longer than a single slot needs. More are not necessary: a run of
-100 slabs that ends right after a slot loses less than a slab, which is MOST_LOST."""
+"""Most slabs by which a run (slabs that are lent together) is longer than a single slot needs. More
+are not necessary: a run of 100 slabs that ends right after a slot loses less than a slab, which is
+MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
-"""Least and most runs that should fit into an arena. The least holds even if shorter runs lose more
-at their ends: a size must not take most of a small arena for its first block. The most keeps the
-gaps between runs of different sizes small beside the runs. It does not apply to runs of
-AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
+"""Least and most runs (adjacent slabs that are lent together) that should fit into an arena. The
+least holds even if shorter runs lose more at their ends: a size must not take most of a small arena
+for its first block. The most keeps the gaps between runs of different sizes small beside the runs.
+It does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
-block keeps its whole run from being emptied."""
+"""In an arena of fewer slabs, runs (slabs that are lent together) are as short as their slot size
+allows, because a single hot block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the slabs that one slot needs."""
+    """Returns the number of slabs that one slot needs."""
     return -(-slot_bytes // slab_bytes)
 
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
-    """Returns the length of runs for a slot size in an arena of `num_slabs`: the shortest length
-    that loses at most MOST_LOST, or else the length that loses least."""
+    """Returns the length, in slabs, of runs (adjacent slabs that are lent together) for a slot size
+    in an arena of `num_slabs`: the shortest length that loses at most MOST_LOST, or else the length
+    that loses least."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -311,12 +315,14 @@ class _SlabClass:
         )
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns the slots in runs of these lengths, in slabs."""
+        """Returns the number of slots in runs (slabs that are lent together) of these lengths.
+        `lengths`: in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
     def slots_of(self, heads: Int64s, lengths: Int64s) -> Int64s:
-        """Returns the offsets of the slots of runs, run by run in rising order."""
+        """Returns the offsets of the slots in runs (slabs that are lent together), run by run in
+        rising order."""
         runs, nth = spread(self.counts_of(lengths))
         offsets: Int64s = heads[runs] * self._slab_bytes + nth * self.slot_bytes
         return offsets
@@ -400,7 +406,7 @@ class SlabPool:
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def _free_runs(self) -> Int64s:
-        """Returns the lengths of the runs of free slabs, with some zeros in between."""
+        """Returns the lengths of the gaps (adjacent free slabs), with some zeros in between."""
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
         return np.diff(lent) - 1
 
@@ -412,7 +418,8 @@ class SlabPool:
         return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns the slabs and the slots of a run that is not shortened."""
+        """Returns the number of slabs and of slots in a run of full length (adjacent slabs that are
+        lent together)."""
         c = self._class(slot_bytes)
         return c.run_slabs, c.slots_per_run
 
@@ -430,8 +437,8 @@ class SlabPool:
         return self._owner
 
     def slab_head(self) -> Int64s:
-        """Returns the first slab of each slab's run; the slab itself if it is not lent. A view: do
-        not change it."""
+        """Returns for each slab the first slab of its run (the slabs that were lent together); the
+        slab itself if it is not lent. A view: do not change it."""
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
@@ -479,8 +486,8 @@ class SlabPool:
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
-        """Adds `change` (1 or -1) to the used slots of each offset's run. Returns the first slabs
-        of runs whose count reached 0."""
+        """Adds `change` (1 or -1) to the number of used slots of the run in which each slot lies.
+        Returns the first slab of each run whose count reached 0."""
         emptied = np.empty(len(offsets), np.int64)
         count = int(
             self._kernels.count_slots(
@@ -493,7 +500,7 @@ class SlabPool:
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, heads: Int64s) -> None:
-        """Returns runs without a used slot to the pool."""
+        """Returns runs (slabs that were lent together) without a used slot to the pool."""
         lengths = self._length[heads]
         runs, nth = spread(lengths)
         slabs = heads[runs] + nth
@@ -512,8 +519,8 @@ class SlabPool:
         self._count_lent(c, -len(slabs))
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
-        """Returns the first slab of the run that a slot at each offset may belong to; -1 if this
-        size has no slot there in any run.
+        """Returns for each offset the first slab of the run (adjacent slabs that are lent together)
+        to which a slot at this offset may belong; -1 if this size has no slot there in any run.
 
         If a run could start at several slabs, the nearest is returned. Whole slots lie between two
         such starts, so one long run and two short runs have the same slots.
@@ -536,8 +543,8 @@ class SlabPool:
         """Marks slots as used while a pool is rebuilt after a restart. Raises ValueError if they
         overlap.
 
-        A run is rebuilt up to its last used slot. Its slabs count as having memory from here on;
-        the caller prefaults them.
+        A run (slabs that were lent together) is rebuilt up to its last used slot. Its slabs count
+        as having memory from here on; the caller prefaults them.
         """
         if not len(offsets):
             return
@@ -576,8 +583,8 @@ class SlabPool:
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
         """Lends free slabs to a slot size for `want_slots` more slots; fewer if slabs run out or
-        are promised to other sizes (`SlabFloors`). Uses whole runs first, then gaps that are too
-        short for a whole run."""
+        are promised to other sizes (`SlabFloors`). Uses gaps for runs of full length (`run_slabs`
+        adjacent slabs) first, then shorter gaps."""
         usable = self._usable(c)
         plan = np.empty((min(usable, want_slots), 3), np.int64)
         num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)

@@ -39,7 +39,7 @@ class Room:
     """Makes room in a tier.
 
     coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
-        requests that were refused for now, because they will fit then.
+        requests that were refused because they will fit after that second.
     may_keep: False if this is a tier below host memory, or host memory with tiers below. The policy
         then may not refuse room to new blocks, because tiers below get only blocks that were
         stored here.
@@ -74,8 +74,9 @@ class Room:
         is_block: True if other blocks' representations may be dropped for it.
         has_promise: the room was reserved for a residency; representations may be dropped for it
             too.
-        keep_at_s: as in `Policy.victims`. Ignored for a tenant within its guarantee, and while
-            other slot sizes, representations or tiers would pay for it.
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
+            soon; None if it may not. Ignored for a tenant within its guarantee, and while entries
+            of other slot sizes, representations or blocks in tiers would be evicted instead.
         """
         shares = self.shares(size)
         for wanted in self._tenants.portions(taker, size, count):
@@ -95,17 +96,17 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def shares(self, size: int) -> bool:
-        """Returns True if a slot size shares the arena with other sizes or with representations.
-        Notifies the policy, which then may not refuse room to a new block in order to retain other
-        blocks."""
+        """Returns True if a slot size shares the arena with other sizes or with representations
+        (compact forms of keys). Notifies the policy, which then may not refuse room to a new block
+        in order to retain other blocks."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs until `more` slots by size could be promised to a tenant, as far as entries
-        may be evicted for it. While it runs, these slots count as promised, so that no other call
-        gets them."""
+        """Frees slabs until `more` slots by size could be promised to (reserved for) a tenant, as
+        far as entries may be evicted for it. While it runs, these slots count as promised, so that
+        no other call gets them."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -138,8 +139,9 @@ class Room:
         return refused
 
     def within_bound(self, taker: int, size: int, count: int) -> int:
-        """Returns how many of `count` slots a tenant may have under its burst bound. Evicts its own
-        coldest blocks for them."""
+        """Returns how many of `count` additional slots a tenant may take without exceeding its
+        burst bound (the most bytes that it may ever hold). Evicts the tenant's own coldest blocks
+        if `count` slots would exceed the bound."""
         if not self._tenants.is_used:
             return count
         count = min(count, self._tenants.burst_bytes(taker) // size)
@@ -263,8 +265,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops representations of the coldest blocks, of one slot size (0: of any), until
-        `missing` returns 0. The blocks stay."""
+        """Drops representations (compact forms of keys, for sparse attention) of the coldest
+        blocks, of one slot size (0: of any), until `missing` returns 0. The blocks stay."""
         books, representations = self._books, self._books.representations
         if not representations.declared or missing() <= 0:
             return
@@ -337,7 +339,8 @@ class Space:
         numbered from 1, until its hit is credited to that tier. 0 for a block that an engine
         stored, or whose hit was credited.
 
-    `is_backed`: as in `SlabPool`. If False, `grow` reports how much of the arena has memory.
+    `is_backed`: True if the whole arena has memory. If False, `grow` reports how much of it has
+        memory.
     """
 
     def __init__(
@@ -374,9 +377,9 @@ class Space:
     def may_keep(self, slot_bytes: int) -> bool:
         """Returns True if the policy may hold blocks back and refuse room for slots of this size.
 
-        False while several slot sizes or representations share the arena, since entries of the
-        other sizes would be evicted instead. False if there are tiers below, which get only blocks
-        that were stored here.
+        False while several slot sizes or representations (compact forms of keys) share the arena,
+        since entries of the other sizes would be evicted instead. False if there are tiers below,
+        which get only blocks that were stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
@@ -438,8 +441,8 @@ class Space:
         keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Makes room for an `insert` of `count` keys, in parts. Yields no part if there is room
-        already or if the work is short. `keep_at_s`: as in `Policy.victims`; ignored unless
-        `may_keep` returns True."""
+        already or if the work is short. `keep_at_s`: the current time, if the policy may hold back
+        entries that it expects to be used soon; ignored unless `may_keep` returns True."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
@@ -461,7 +464,7 @@ class Space:
     ) -> None:
         """Makes reserved entries, in chain order, ready and used.
 
-        checks: their check values, uint64 [n]; all 0 if not given.
+        checks: the entries' check values, uint64 [n]; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
         keys = self.index.mixed(entries) if keys is None else keys
@@ -482,7 +485,7 @@ class Space:
     ) -> None:
         """Reports to the policy the blocks for which `insert` found no room, in chain order.
 
-        `depth`: blocks of the chain before them.
+        `depth`: number of blocks before them in the chain.
         """
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
@@ -508,5 +511,5 @@ class Space:
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Linear in capacity."""
+        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
         self.books.check_invariants()

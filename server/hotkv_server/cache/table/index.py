@@ -29,7 +29,7 @@ class BlockIndex:
         load. The entry came from an old table, or its bytes did not match and a lease still pins
         it.
 
-    `_salts` [group, row of the key space]: salts mixed into hashes.
+    `_salts` [group, row of the key space]: salts that are mixed into hashes.
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -76,7 +76,8 @@ class BlockIndex:
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words [n] as `find` does, but compares only tags (32 bits of each key), as
+        """Returns an entry word for each hash [n] (the entry number, with the high bit set while
+        the entry is reserved; 0 for a miss), but compares only tags (32 bits of each key), as
         readers of the table do. Faster than `find`, but only a hint."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
@@ -119,8 +120,9 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` (a bit per shard) to the masks of written shards of reserved entries. Returns
-        the masks [n]. A record stores the mask in the upper half of its check value."""
+        """Adds `mark` (the bit of a shard, a rank's part of each block) to the reserved entries'
+        masks of written shards. Returns the masks [n]. A record stores the mask in the upper half
+        of its check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -207,7 +209,7 @@ class BlockIndex:
         return sizes
 
     def depths(self, entries: Entries) -> Int64s:
-        """Returns how many blocks precede each entry in its sequence."""
+        """Returns for each entry how many blocks precede it in its sequence."""
         depths: Int64s = self.table.records[entries, table.W_DEPTH].astype(np.int64)
         return depths
 
@@ -218,7 +220,7 @@ class BlockIndex:
 
     @property
     def num_numbers(self) -> int:
-        """All entry numbers that were ever used are below this."""
+        """Every entry number that was ever used is less than this number."""
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
@@ -279,11 +281,13 @@ class BlockIndex:
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """Returns the keys as `mixed` does, for hashes [n, 8] that need not be in the index."""
+        """Returns the keys, uint64 [n], that entries with these hashes [n, 8] have; the hashes need
+        not be in the index."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if table, states and free numbers disagree. Linear in capacity."""
+        """Raises AssertionError if table, states and free numbers disagree. Takes time linear in
+        the capacity."""
         _check_buckets(self, self.states())
         _check_numbers(self, self.states())
 
@@ -406,7 +410,8 @@ FreeSlots = Callable[[list[Words]], None]
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the positions in `groups`: first groups of blocks, then representations."""
+    """Returns the positions in `groups`: first those of groups of blocks, then those of
+    representations (compact forms of keys)."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
@@ -428,12 +433,12 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation."""
+        """Registers a kind of representation (compact form of keys, for sparse attention)."""
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations."""
+        """Returns which of the entries [n] are representations (compact forms of keys)."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -442,18 +447,20 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns all representations that are ready. Linear in capacity."""
+        """Returns all representations (compact forms of keys) that are ready. Takes time linear in
+        the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns the representation of each ready block [n]; 0 without a representation."""
+        """Returns the representation (compact form of its keys) of each ready block [n]; 0 without
+        a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Returns the slot bytes [n] that removing each entry frees: its own slot, and for a block
-        also its representation's."""
+        """Returns how many bytes of slots are freed if each entry [n] is removed: its own slot, and
+        for a block also the slot of its representation (compact form of its keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
@@ -461,22 +468,24 @@ class Representations:
 
     def blocks_of(self, entries: Entries) -> Entries:
         """Returns for each entry [n] the block whose heat (order of eviction) counts for it: for a
-        ready representation its block, else the entry itself."""
+        ready representation (compact form of keys) its block, else the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations of a ready block."""
+        """Returns which of the entries [n] are representations (compact forms of keys) of a ready
+        block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations ready, each for a ready block, and removes the former
-        representations. `checks`: as in `Space.publish`."""
+        """Makes reserved representations (compact forms of keys) ready, each for a ready block, and
+        removes the blocks' former representations. `checks`: the representations' check values,
+        uint64 [n]; all 0 if not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -488,13 +497,14 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations of blocks that were removed. `parts`: the blocks' records."""
+        """Removes the representations (compact forms of keys) of blocks that were removed. `parts`:
+        the blocks' records."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Removes ready representations; their blocks stay."""
+        """Removes ready representations (compact forms of keys); their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
         self._remove(entries)
 
@@ -507,7 +517,7 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if links disagree. Linear in capacity."""
+        """Raises AssertionError if links disagree. Takes time linear in the capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

@@ -98,8 +98,9 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the used slots of each offset's run. Returns the number of runs that reached
-    0 and writes their first slabs to the front of `emptied` [offsets].
+    """Adds `change` to the number of used slots of the run (slabs that were lent together) in which
+    each slot lies. Returns the number of runs that reached 0 and writes their first slabs to the
+    front of `emptied` [offsets].
 
     Returns -1, with nothing changed, if a slab is not lent to this size. Returns -2 if a count fell
     below 0.
@@ -330,8 +331,9 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Adds `mark` to the shard mask of each reserved entry and writes the new masks into `masks`.
-    The mask is the upper half of the check value."""
+    """Adds `mark` (the bit of a shard, a rank's part of each block) to the shard mask of each
+    reserved entry and writes the new masks into `masks`. The mask is the upper half of the check
+    value."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]

@@ -25,8 +25,8 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Page sizes that are measured; other sizes use the nearest of them."""
 STAGED_RUN_PAGES = 8
-"""Staging is measured with arena runs of this many pages, and is chosen only for runs of at least
-this length."""
+"""Staging is measured with runs (contiguous byte ranges) in the arena of this many pages, and is
+chosen only for runs of at least this length."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
 """Weight of a method's speed. The most frugal methods, which use least of the device's time, come
 first. Kernels use the device's time: without MPS a device runs kernels of a single process at a
@@ -66,14 +66,14 @@ class Calibration:
         )
 
     def holds_for(self, info: DeviceInfo, driver: str) -> bool:
-        """Returns whether it was made on this device with this driver."""
+        """Returns whether this calibration was made on this device with this driver."""
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
         """Returns the method to use for a page size: the first in `WORTH` whose weighted speed is
         the best, or nearly.
 
-        slot_run_bytes: length of the runs in the arena.
+        slot_run_bytes: length of the runs (contiguous byte ranges) in the arena.
         """
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
@@ -180,8 +180,8 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Returns the method used without a measurement: MEMCPY for long runs, BATCH for short runs.
-    Both work on every device."""
+    """Returns the method used without a measurement: MEMCPY for long runs (contiguous byte ranges),
+    BATCH for short runs. Both work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH
 
 

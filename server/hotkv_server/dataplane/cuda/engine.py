@@ -1,4 +1,5 @@
-"""`CudaCopyEngine`: the two lanes of a device, and the calibration that chooses their methods.
+"""`CudaCopyEngine`: the two lanes of a device (a lane copies in one direction), and the calibration
+that chooses their methods.
 
 Always true: a lost device stays lost, `problem` gives the reason, and every job ends as failed.
 Parts of the arena that are not pinned yet are copied by plain copies.
@@ -49,7 +50,7 @@ end of its memory accesses can't be known."""
 class _Work:
     """A job and its progress.
 
-    ended: no further pieces of it will be submitted.
+    ended: no further pieces (parts) of the job will be submitted.
     """
 
     job: CopyJob
@@ -62,7 +63,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece in flight.
+    """A piece (part of a job) that is in the device's queue.
 
     is_recorded: False if the device is lost, so there is no event to wait for.
     """
@@ -76,11 +77,11 @@ class _Given:
 
 
 class Lane:
-    """Copies in one direction of a device; see the comment above.
+    """Executes the copies of a device in one direction (loads or stores); see the comment above.
 
-    `choose`: returns the method for a piece.
+    `choose`: returns the method for a piece (part of a job).
     `on_lost`: called with the reason when the device is lost, from a thread of the lane.
-    `busy_s`: total time in which the device had pieces, counted when they end.
+    `busy_s`: total time in which the device's queue had pieces of this lane, counted when they end.
     """
 
     def __init__(
@@ -139,7 +140,8 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job. All its plans must have this lane's direction."""
+        """Starts a job (the copies of a transfer). All its plans must have this lane's
+        direction."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
         work = _Work(
@@ -164,11 +166,11 @@ class Lane:
 
     @property
     def num_in_flight(self) -> int:
-        """Pieces in the device's queue."""
+        """Number of pieces (parts of jobs) in the device's queue."""
         return len(self._in_flight)
 
     def moved(self) -> tuple[Moved, ...]:
-        """Returns sums since the start, by method."""
+        """Returns the numbers of bytes and pieces that were copied since the start, by method."""
         with self._changed:
             return tuple(
                 Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items())
@@ -179,8 +181,8 @@ class Lane:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the oldest piece in flight, the submission of a piece or the end of a
-        job has taken."""
+        """Returns for how many seconds the oldest piece (part of a job) in the device's queue, the
+        submission of a piece or the end of a job has taken, whichever is longest."""
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
@@ -199,8 +201,8 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Chooses a method if there is no staging memory: then the length of runs in the arena
-        makes no difference."""
+        """Chooses a method if there is no staging memory: then the length of runs (contiguous byte
+        ranges) in the arena makes no difference."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -338,7 +340,7 @@ class CudaCopyEngine:
     """Executes plans between `device` and host memory. Raises DeviceError if the device can't
     allocate its tables.
 
-    calibration: measured speeds of the copy methods, from an earlier start. None: the engine
+    calibration: measured speeds of the copy methods, from an earlier start. None: the copy engine
         measures in the background and calls `on_calibrated` with the result, from a thread.
     driver: the driver's version to record in a new calibration (`calibration.driver_version`).
     """
@@ -411,12 +413,13 @@ class CudaCopyEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device had pieces, summed over both directions."""
+        """Seconds in which the device's queue had pieces (parts of jobs), summed over both
+        directions."""
         return sum(lane.busy_s for lane in self._lanes.values())
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes: a lane per direction."""
+        """Number of lanes: one for each direction of copies."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:
@@ -424,7 +427,8 @@ class CudaCopyEngine:
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the oldest piece in flight, or a thread with a piece, has taken."""
+        """Returns for how many seconds the oldest piece (part of a job) in the device's queue, or a
+        thread with a piece, has taken."""
         return max(lane.stalled_s(now_s) for lane in self._lanes.values())
 
     def figures(self) -> CudaCopyFigures:

@@ -20,7 +20,7 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Memory for a piece in flight.
+    """Memory for a piece (runs to copy at once) that is in the device's queue.
 
     `table`: address of TABLE_BYTES pinned bytes. The device reads them in place: copying them would
         queue behind the other lane's copies.
@@ -33,7 +33,8 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies each run separately. Also works for host memory that is not pinned."""
+    """Copies each run (contiguous byte range) of the piece separately. Also works for host memory
+    that is not pinned."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -41,18 +42,20 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs in a single call."""
+    """Copies all runs (contiguous byte ranges) of the piece in a single call."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs with a kernel, which reads or writes host memory directly over the bus."""
+    """Copies all runs (contiguous byte ranges) of the piece with a kernel, which reads or writes
+    host memory directly over the bus."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Stores: gathers runs into staging memory, then copies long runs out of it. Loads: copies long
-    runs into staging memory, then scatters them."""
+    """For a store, gathers the piece's runs (contiguous byte ranges) into staging memory on the
+    device, then copies long runs from there to the arena. For a load, copies long runs into staging
+    memory, then scatters their bytes."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(
@@ -105,7 +108,7 @@ log = logging.getLogger(__name__)
 
 
 class Slots:
-    """The slots of a lane; see the comment above.
+    """The slots (memory for pieces in the device's queue) of a lane; see the comment above.
 
     all: as many slots as `settings.depth`.
     can_stage: whether the slots have staging memory.
@@ -118,7 +121,7 @@ class Slots:
         settings: CudaCopySettings,
         direction: Direction,
     ) -> None:
-        """Makes the slots. Raises DeviceError."""
+        """Allocates the slots. Raises DeviceError."""
         self._runtime = runtime
         self._device = device
         self._direction = direction

@@ -24,18 +24,20 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
-"""Function from the bytes of a page and of a run in the arena to the copy method to use."""
+"""Returns the copy method to use, given the bytes of a page and of a run (contiguous byte range) in
+the arena."""
 FIRST_WINDOW_RUNS = 512
-"""Runs of the first window, planned in 50 us. Each further window is GROWTH times as large, up to
-MAX_PIECE_RUNS."""
+"""Number of runs (contiguous byte ranges) that are planned in the first step (window), which takes
+50 us. Each further window is GROWTH times as large, up to MAX_PIECE_RUNS."""
 GROWTH = 4
 ALIGN_BYTES = 16
-"""Staging offsets of arena runs are multiples of it: a kernel moves this many bytes at a time."""
+"""In staging memory, the offset of each contiguous range of the arena is a multiple of this: a
+kernel moves this many bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Runs to copy at once.
+    """Runs (contiguous byte ranges) to copy at once: a part of a job.
 
     method: None if the host's side is not pinned.
     device, host: addresses on the device's and the host's side, int64 [runs].
@@ -68,7 +70,8 @@ class Piece:
 class StagedPlan:
     """A piece's layout in staging memory.
 
-    `offsets`: of each run of the piece in staging memory, int64 [runs].
+    `offsets`: offset of each run (contiguous byte range) of the piece in staging memory, int64
+        [runs].
     `starts`, `hosts`, `num_bytes`: copies between staging offsets and host addresses, int64
         [copies]; each covers a contiguous range on the host's side.
     """
@@ -86,8 +89,8 @@ def pieces(
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """Yields pieces that copy each byte of the plans once. A piece is classified as pinned or not
-    when it is made."""
+    """Yields pieces (runs to copy at once) that together copy each byte of the plans once. A piece
+    is classified as pinned or not when it is made."""
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(
             device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
@@ -172,7 +175,7 @@ def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Yields the same runs in pieces within the bounds."""
+    """Yields the runs of a piece in one or more pieces that are within the bounds."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
@@ -205,8 +208,9 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Plans staging memory: runs that adjoin on the host's side, in the same registration, also
-    adjoin in staging, so that a single copy moves them. Adds at most ALIGN_BYTES per run."""
+    """Plans the use of staging memory: runs (contiguous byte ranges) that adjoin on the host's
+    side, in the same registration, also adjoin in staging, so that a single copy moves them. Adds
+    at most ALIGN_BYTES per run."""
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))
     firsts = np.flatnonzero(begins)

@@ -18,17 +18,18 @@ class Direction(enum.Enum):
 
 
 class Method(enum.Enum):
-    """How a device copies a piece's runs."""
+    """How a device copies the runs (contiguous byte ranges) of a piece."""
 
     MEMCPY = "memcpy"
-    """One copy per run: best for long runs."""
+    """One copy for each run (contiguous byte range): best for long runs."""
     BATCH = "batch"
-    """All runs in a single call."""
+    """All runs (contiguous byte ranges) of a piece in a single call."""
     KERNEL = "kernel"
     """A kernel reads and writes the arena directly."""
     STAGED = "staged"
-    """A kernel gathers runs into a staging buffer on the device, or scatters them from it. Between
-    buffer and arena, a single copy moves each contiguous range of the arena."""
+    """A kernel gathers runs (contiguous byte ranges) into a staging buffer on the device, or
+    scatters them from it. Between buffer and arena, a single copy moves each contiguous range of
+    the arena."""
 
 
 class PinnedArena(Protocol):
@@ -36,7 +37,7 @@ class PinnedArena(Protocol):
 
     @property
     def address(self) -> int:
-        """Address of its mapping."""
+        """Address at which the arena is mapped."""
 
     @property
     def piece_bytes(self) -> int:
@@ -45,8 +46,8 @@ class PinnedArena(Protocol):
 
     @property
     def pinned_bytes(self) -> int:
-        """Grows from the arena's start in whole pieces, from any thread; never shrinks while a copy
-        engine is open."""
+        """Number of registered bytes. Grows from the arena's start in steps of `piece_bytes`, from
+        any thread; never shrinks while a copy engine is open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class CudaCopySettings:
     """Settings of a device's copy engine.
 
     method: None lets the calibration choose.
-    piece_bytes: size of pieces; jobs take turns between pieces.
+    piece_bytes: size of the pieces into which jobs are split; jobs take turns between pieces.
     depth: pieces of each direction (lane) that are in the device's queue at a time.
     staging_bytes: device memory for staging, for both directions together; 0: no staging.
     calibration_bytes: size of the pinned memory and of the device memory for a measurement at
@@ -80,13 +81,15 @@ class CudaCopySettings:
 
     @property
     def slot_staging_bytes(self) -> int:
-        """Staging memory of a piece in flight, a multiple of 256."""
+        """Staging memory of a piece (part of a job) in the device's queue, in bytes; a multiple of
+        256."""
         return min(self.staging_bytes // (2 * self.depth), self.piece_bytes) // 256 * 256
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Sums since the start.
+    """Numbers of bytes and pieces (parts of jobs) copied since the start, in a direction and by a
+    method.
 
     method: name of a `Method`, or `pageable` for copies to or from memory that was not pinned yet.
     """
@@ -99,13 +102,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of a device.
+    """Figures of a device's copy engine. A piece is a part of a job; a job is a transfer.
 
     num_queued: estimated number of pieces that are not in the device's queue yet.
-    num_in_flight: pieces in the device's queue.
-    num_failed: jobs that failed.
-    busy_s: seconds in which the device had pieces of a direction.
-    problem: why all jobs fail; empty while the engine works.
+    num_in_flight: number of pieces in the device's queue.
+    num_failed: number of jobs that failed.
+    busy_s: for each direction (load, store), the seconds in which the device's queue had pieces of
+        that direction.
+    problem: why every job fails; empty while the copy engine works.
     """
 
     device: int

@@ -63,8 +63,8 @@ class HintLimits:
     outcomes: outcomes that are remembered.
     actions_per_s: actions accepted per second on average.
     burst_actions: actions accepted at once after a pause.
-    tracked, tracked_bytes: actions whose reuse is tracked, and the bytes of their keys. A copy of
-        the keys for fast comparison takes as many bytes again.
+    tracked, tracked_bytes: actions for which the reuse of their blocks is tracked, and the bytes of
+        these blocks' keys. A copy of the keys for fast comparison takes as many bytes again.
     tenants: tenants of the node that are remembered.
     node_bytes: bytes of the prompts of all tenants.
     """
@@ -109,7 +109,7 @@ class TenantHints:
     tokens: number of actions that the tenant may still request now (a token bucket).
     filled_s: when `tokens` was last refilled.
     last_sequence: highest sequence number of an outcome.
-    tracked: actions whose reuse is tracked.
+    tracked: actions for which the reuse of their blocks is tracked.
     prefetch_bytes: bytes of blocks that running prefetches are fetching.
     num_prefetches: number of running prefetches.
 

@@ -177,8 +177,9 @@ class Forecast:
             shadow.drop(keys[(spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
-        """Returns the forecast from the requests of the last `seconds`, a window as in
-        `Buckets.since`. capacity_bytes: present size of the arena."""
+        """Returns the forecast from the requests of the last `seconds`, rounded up to whole minutes
+        (above two hours to whole hours); 0: of all requests. capacity_bytes: present size of the
+        arena."""
         values = self.sums.since(seconds, minute)
         prompt, blocks, endless, now, more = values.tolist()
         step = step_bytes(capacity_bytes)

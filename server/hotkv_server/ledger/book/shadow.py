@@ -80,7 +80,8 @@ class Shadow:
         self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
     ) -> None:
         """Evicts keys until `more_bytes` fit into the limit, or no key can be evicted.
-        `keep_at_s`: as in `Policy.victims`."""
+        `keep_at_s`: the current time, if the policy may hold back entries that it expects to be
+            used soon; None if it may not."""
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]

@@ -24,8 +24,9 @@ from hotkv_server.cache.values import Int64s
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the bytes of the arena that a slot costs if its slabs form the shortest possible run:
-    its share of a slab, or all slabs that it spans. `SlabPool.floors` reserves such runs."""
+    """Returns the bytes of the arena that a slot costs if it lies in the shortest possible run
+    (adjacent slabs that are lent together): its share of a slab, or all slabs that it spans.
+    `SlabPool.floors` reserves runs of this length."""
     size = aligned(slot_bytes)
     return -(-shortest_run(size, slab_bytes) * slab_bytes // max(1, slab_bytes // size))
 
@@ -41,7 +42,8 @@ def slots_of(sizes: Int64s) -> dict[int, int]:
 
 
 class ResidencyBound:
-    """Counts the bytes that residencies are promised and pin, by tenant, and checks the bounds.
+    """Counts the bytes that residencies are promised (reserved, not yet pinned) and the bytes that
+    they pin, by tenant, and checks the bounds.
 
     share: the setting `residency.share`.
     """
@@ -67,13 +69,14 @@ class ResidencyBound:
 
     @property
     def bound_bytes(self) -> int:
-        """Returns the most bytes that all residencies together may be promised and pin. Counts only
-        the part of the arena that has memory by now."""
+        """Returns the most bytes that all residencies together may pin or be promised (reserved,
+        not yet pinned). Counts only the part of the arena that has memory by now."""
         capacity = self._tenants.capacity_bytes
         return min(int(self._share * capacity), most_pinned(capacity))
 
     def cost(self, slot_bytes: int) -> int:
-        """Returns `slot_cost` of a slot in this arena."""
+        """Returns the bytes of this arena that a slot of this size costs, with its part of the
+        unused end of its slab."""
         if slot_bytes not in self._costs:
             self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
         return self._costs[slot_bytes]
@@ -84,8 +87,8 @@ class ResidencyBound:
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots as promised to a tenant; with `sign` -1 subtracts them. slots: their number,
-        by size."""
+        """Counts slots as promised (reserved, not yet pinned) to a tenant; with `sign` -1 subtracts
+        them. slots: their number, by size."""
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
@@ -107,11 +110,12 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """Returns the sum of the bytes that the tenant's residencies are promised and pin."""
+        """Returns the sum of the bytes that the tenant's residencies pin and that they are promised
+        (reserved, not yet pinned)."""
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes may be promised to the tenant now."""
+        """Returns how many more bytes may be promised to (reserved for) the tenant now."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
@@ -126,7 +130,8 @@ class ResidencyBound:
         return min(bound - others, int(self._share * self._tenants.burst_bytes(tenant)))
 
     def check_ever(self, tenant: int, asked_bytes: int) -> None:
-        """Raises RESIDENCY_TOO_LARGE if this many bytes can never be promised."""
+        """Raises RESIDENCY_TOO_LARGE if this many bytes can never be promised to (reserved for) the
+        tenant."""
         most = self.most_bytes(tenant)
         if asked_bytes > most:
             needed = int(asked_bytes / self._share) + 1
@@ -141,7 +146,8 @@ class ResidencyBound:
             )
 
     def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
-        """Raises NO_ROOM_FOR_RESIDENCY unless these slots, counted by size, can be promised now."""
+        """Raises NO_ROOM_FOR_RESIDENCY unless these slots, counted by size, can be promised to
+        (reserved for) the tenant now."""
         room, asked_bytes = self.room_bytes(tenant), self.costs(slots)
         if asked_bytes <= room and not self._floors.would_fit(slots):
             raise HotKVError(

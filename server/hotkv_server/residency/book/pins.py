@@ -39,8 +39,9 @@ class ResidencyPins:
     def representation_offsets(
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
-        """Returns the slot offset of the representation that the residency pins for each of
-        `block_count` positions from `first_position` on; -1 if it pins no representation there.
+        """Returns the slot offset of the representation (compact form of a block's keys, for sparse
+        attention) that the residency pins for each of `block_count` positions from `first_position`
+        on; -1 if it pins no representation there.
 
         A representation that a restart has restored counts as missing until it has been compared
         with its check value.
@@ -70,8 +71,9 @@ class ResidencyPins:
         self._pin(residency, entries, group.block_bytes)
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
-        """Pins the representation of each pinned, ready block at `positions`, if its kind is one of
-        the group's `kinds`. A position has at most one pinned representation."""
+        """Pins the representation (compact form of keys, for sparse attention) of each pinned,
+        ready block at `positions`, if the representation's kind is one of the group's `kinds`. A
+        position has at most one pinned representation."""
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
             return
@@ -87,8 +89,8 @@ class ResidencyPins:
         self._pin(residency, linked, group.kind_bytes)
 
     def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
-        """Pins entries whose slots have this size, and reduces the residency's promise by the same
-        number of slots."""
+        """Pins entries whose slots have this size, and reduces the residency's promise (the slots
+        that it may still pin) by the same number of slots."""
         fresh = entries[self.counts[entries] == 0]
         # Mark before any client learns the offsets: a killed server then leaves them marked.
         self._marks[entries] = 1
@@ -133,8 +135,8 @@ class ResidencyPins:
         return pins
 
     def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
-        """Raises AssertionError unless the pins equal `counts` (by entry number) and the marks
-        agree.
+        """Raises AssertionError unless the pins equal `counts` (by entry number), and exactly the
+        pinned and the retained entries are marked as read in the arena.
 
         Returns the pinned bytes of the arena by tenant, and the pinned slots by size.
         """

@@ -38,7 +38,8 @@ class ResidentGroup:
 
     most: most blocks (rows) that the group may have.
     block_bytes: slot size of a block.
-    kinds: kinds of representations to pin, as group indexes.
+    kinds: kinds of representations (compact forms of keys, for sparse attention) to pin, as group
+        indexes.
     kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
     positions: position of each row's block in the request, int64 [n], increasing.
     entries: number of each block's entry, uint32 [n].
@@ -60,8 +61,8 @@ class ResidentGroup:
         return self._slots(self.most - len(self.positions), self.most - self.num_linked)
 
     def slots(self, num_blocks: int) -> dict[int, int]:
-        """Returns how many slots of each size this many blocks need, with one representation per
-        block."""
+        """Returns how many slots of each size this many blocks need, with one representation
+        (compact form of keys) per block."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -80,28 +81,30 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position [n] the representation pinned with its block; 0 for none."""
+        """Returns for each position [n] the representation (compact form of keys) that is pinned
+        with its block; 0 if none is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations. `positions` increase, and none of them has
-        a row."""
+        """Adds rows for blocks, without representations (compact forms of keys). `positions`
+        increase, and none of them has a row."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records the pinned representations [n] of these rows [n], which had no representation."""
+        """Records the pinned representations (compact forms of keys) [n] of the blocks in these
+        rows [n], which had no representation."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
         """Removes the last rows, at most `most` of them. Returns the entries of their blocks and
-        representations."""
+        representations (compact forms of keys)."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
         gone: Entries = np.concatenate((self.entries[keep:], linked[linked != 0]))
@@ -114,7 +117,8 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """Returns the entries of all blocks and representations of the group."""
+        """Returns the entries of all blocks and representations (compact forms of keys) of the
+        group."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
 
@@ -129,7 +133,8 @@ class Residency:
     opened_s: when it was opened, on the monotonic clock.
     asked: number of blocks to reserve, by group, from the call that opened it or last grew it.
     groups: the pinned blocks, by group.
-    is_closing: its promise is cancelled, it accepts no blocks, and its pins are being released.
+    is_closing: its promise (the slots that it may still pin) is cancelled, it accepts no blocks,
+        and its pins are being released.
     is_gone: all its pins have been released.
     """
 
@@ -153,7 +158,7 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns how many blocks it pins, without representations."""
+        """Returns how many blocks it pins. Representations (compact forms of keys) do not count."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
@@ -161,7 +166,8 @@ class Residency:
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns how many slots of each size these blocks need, with their representations.
+        """Returns how many slots of each size these blocks need, with their representations
+        (compact forms of keys, for sparse attention).
         num_blocks: number of blocks, by group."""
         slots: Counter[int] = Counter()
         for group, count in num_blocks.items():
@@ -328,7 +334,9 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory of an open residency's lists after it grows; raises as `check_room`.
+        """Checks the memory that an open residency's lists would use after it grows. Raises
+        RESIDENCY_TOO_LARGE if that is more than any owner may have, OVERLOADED if the owner has too
+        little left.
         num_blocks: its number of blocks after growth, by group."""
         weight = weight_of(num_blocks)
         self._check_memory(residency.owner, weight, weight - residency.weight)

@@ -157,7 +157,7 @@ class Residencies:
         """Frees slabs, in parts, for the slot sizes that a new or growing residency needs.
 
         Does nothing if there are enough, or if opening the residency would be refused anyway.
-        num_blocks: as in `open`.
+        num_blocks: number of blocks to reserve, by group.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -183,7 +183,8 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins the listed blocks that are ready and verified, with their representations.
+        """Pins the listed blocks that are ready and verified, with their representations (compact
+        forms of keys, for sparse attention).
 
         first_position: position of the first block in the request; the others follow it.
         hashes: hashes of the blocks, uint32 words [n, 8].
@@ -274,8 +275,8 @@ class Residencies:
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Cancels the residency's promise and frees its id. Call `give_back` to unpin its
-        blocks."""
+        """Cancels the residency's promise (the slots that it may still pin) and frees its id. Call
+        `give_back` to unpin its blocks."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True

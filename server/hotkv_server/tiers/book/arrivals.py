@@ -29,7 +29,8 @@ class Arrivals:
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns for each list the positions of the blocks that are neither ready nor reserved in
-        host memory. Empty for lists of representations, which tiers don't have."""
+        host memory. Empty for lists of representations (compact forms of keys, for sparse
+        attention), which tiers don't have."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:

@@ -15,8 +15,9 @@ from hotkv_server.tiers.book.moves import Move, Moves
 from hotkv_server.tiers.book.waiting import WaitingBlocks
 
 STORED, OLD = 0, 1
-"""Numbers of lanes. STORED has the blocks that engines stored on this node. OLD has blocks that
-came from the disk or an earlier server. Lane OLD + k has blocks whose copy has failed k times."""
+"""Numbers of lanes (queues). STORED has the blocks that engines stored on this node. OLD has blocks
+that came from the disk or an earlier server. Lane OLD + k has blocks whose copy has failed k
+times."""
 MAX_TRIES = 4
 
 
@@ -43,7 +44,7 @@ class Copies:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting blocks in all lanes."""
+        """Number of waiting blocks in all lanes (queues)."""
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
@@ -58,14 +59,14 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the lane, other than STORED, that has waiting blocks with the most failed copies;
-        None if all lanes but STORED are empty."""
+        """Returns the number of the lane (queue), other than STORED, that has waiting blocks with
+        the most failed copies; None if all lanes but STORED are empty."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Entries:
-        """Removes the next blocks from a lane and returns them without duplicates. Their slots have
-        about `num_bytes` in total."""
+        """Removes the next blocks from a lane (queue) and returns them without duplicates. Their
+        slots have about `num_bytes` in total."""
         waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
         while len(waiting) and num_bytes > 0:
             parts.append(waiting.take(num_bytes))
@@ -74,8 +75,9 @@ class Copies:
         return taken[np.sort(np.unique(taken, return_index=True)[1])]
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Begins to copy ready blocks. Returns a move for each key space whose blocks may move;
-        queues the blocks of other key spaces again."""
+        """Begins to copy ready blocks, which `take` has removed from the queue `lane`. Returns a
+        move for each key space whose blocks may move; queues the blocks of other key spaces
+        again."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
             mine = entries[key_spaces == key_space_id]

@@ -25,28 +25,31 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""Time for which an answer of a store is valid."""
+"""Time for which a store's answer to a question for epochs (numbers that flushes raise) is
+valid."""
 ASK_EVERY_S = 0.4
-"""Time between two questions to a store for the epoch of a key space in use."""
+"""Time between two questions to a store for the epoch (number that each flush raises) of a key
+space in use."""
 USED_S = 10.0
 """Time after the last request for its blocks in which a key space counts as in use."""
 IDLE_EVERY_S = 30.0
-"""Time between two questions to a store for the epoch of a key space that is not in use."""
+"""Time between two questions to a store for the epoch (number that each flush raises) of a key
+space that is not in use."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
-"""Longest wait of a flush until a store has raised its epoch. If it takes longer, the flush ends,
-and the epoch is raised later."""
+"""Longest wait of a flush until a store has raised the epoch (the number that each flush raises).
+If it takes longer, the flush ends, and the epoch is raised later."""
 SPARE_S = 0.5
-"""Longest wait of a flush, beyond CONFIRMED_S, until the store confirms the raise."""
+"""Longest wait of a flush, beyond CONFIRMED_S, until the store confirms the new epoch."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
 """If there are more records, the book forgets those of idle key spaces that this node no longer
 knows."""
 NO_EPOCH = 0
-"""Stands for "no epoch": the store has none for the key space. Blocks are then neither read nor
-written."""
+"""Stands for "no epoch": the store has no epoch (number that each flush raises) for the key space.
+Blocks are then neither read nor written."""
 NEVER_S = float("-inf")
 
 
@@ -133,8 +136,9 @@ class Record:
 class Ticket:
     """A flush that a caller has requested.
 
-    `number`: number of the request, as counted by `Record.asked`.
-    `need`: number of the flush of this node that serves it, as in `Record.need`.
+    `number`: number of the request; the flush requests of a key space are counted (`Record.asked`).
+    `need`: number of the flush of this node that serves the request; the flushes of this node are
+        numbered.
     `asked_s`: time of the request.
     """
 
@@ -146,7 +150,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to raise a key space's epoch in a store to a number above `floor`."""
+    """A request to raise a key space's epoch (the number that each flush raises) in a store to a
+    number above `floor`."""
 
     fingerprint: str
     floor: int
@@ -245,7 +250,7 @@ class EpochBook:
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Notes that the flush of this node has ended: no block from before its begin is left."""
+        """Records that the flush of this node has ended: no block from before its begin is left."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -259,7 +264,7 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Notes that the flush of this node has failed and must begin again."""
+        """Records that the flush of this node has failed and must begin again."""
         record = self._record(fingerprint)
         record.begun = record.ended
 
@@ -366,7 +371,8 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Makes a flush of the key space on this node needed. When it ends, `epoch` is settled."""
+        """Makes a flush of the key space on this node necessary. When the flush has ended, `epoch`
+        becomes the epoch of the record."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1
@@ -386,8 +392,8 @@ class EpochBook:
         return None
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Processes the store's answer to a raise: the new epoch; None if the raise failed or was
-        not answered."""
+        """Processes the store's answer to a request to raise the epoch. `epoch`: the new epoch;
+        None if the request failed or was not answered."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -403,12 +409,13 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Notes that blocks of the key space were requested, so the key space is in use."""
+        """Records that blocks of the key space were requested, so the key space is in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
     def epoch(self, fingerprint: str, store: str) -> int:
-        """Returns the epoch for reads and writes in the store; NO_EPOCH if they are not allowed."""
+        """Returns the epoch (number that each flush raises) with which blocks in the store are read
+        and written; NO_EPOCH if reads and writes are not allowed."""
         standing = self.standing(fingerprint, store)
         return standing.epoch if standing.is_settled and standing.is_vouched else NO_EPOCH
 
@@ -420,8 +427,8 @@ class EpochBook:
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns True if the epoch is settled and the store has confirmed it in the last
-        CONFIRMED_S."""
+        """Returns True if no flush of this node and no raise of the epoch is pending, and the store
+        has confirmed the epoch in the last CONFIRMED_S."""
         return self._is_fresh(self.standing(fingerprint, store), now_s)
 
     def is_outdated(self, fingerprint: str) -> bool:

@@ -88,7 +88,7 @@ class LowerTier:
             yield len(ready)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Linear in capacity."""
+        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
         self.space.check_invariants()
         reserved, pins = [], np.zeros(self.space.index.capacity + 1, np.int64)
         for move in self.moves:

@@ -44,8 +44,8 @@ class Promotion:
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
         """Returns for each block its entry in the disk's books; 0 if it is not ready on the disk.
-        All 0 for representations, which are never on the disk. `positions`: positions in the list
-        to look up; None: all."""
+        All 0 for representations (compact forms of keys, for sparse attention), which are never on
+        the disk. `positions`: positions in the list to look up; None: all."""
         hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
         if listed.group_index >= MAX_GROUPS:
             return np.zeros(len(hashes), np.uint32)
@@ -90,8 +90,10 @@ class Promotion:
         checks: Keys | None,
         now_s: float,
     ) -> None:
-        """Ends a move, as `Arrivals.end` does. Removes lost blocks from the disk's books. `is_lost`
-        [n]: True if the block's place on the disk no longer has the block."""
+        """Ends a move after the tier has stopped writing to its slots. Makes the found blocks ready
+        in host memory, and removes lost blocks from the disk's books. `is_found` [n]: True if the
+        slot now has the block's bytes. `is_lost` [n]: True if the block's place on the disk no
+        longer has the block."""
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
         self._below.index.pin(places, -1)

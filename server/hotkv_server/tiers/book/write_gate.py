@@ -46,9 +46,11 @@ MAX_REMEMBERED = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The n blocks that are offered to the gate. The blocks of a chain follow each other.
+    """The n blocks for which the gate decides whether to write them to the disk. The blocks of a
+    chain follow each other.
 
-    `keys` uint64 [n]: keys of the blocks in the index, which include the group.
+    `keys` uint64 [n]: the blocks' keys in the index. A key includes the number of the KV cache
+        group.
     `hashes` uint32 [n, 8]: the block hashes.
     `num_bytes` [n]: sizes of the blocks' places on the disk.
     `ends_tokens` [n]: number of tokens of the chain up to the end of the block.
@@ -70,7 +72,7 @@ class Offered:
 
 
 class WriteGate:
-    """Admits blocks; see the module.
+    """Decides which blocks are written to the disk; see the module.
 
     `bytes_per_day`: the budget; None for no limit.
     `capacity`: most blocks that the tier can hold.

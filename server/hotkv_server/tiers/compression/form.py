@@ -46,22 +46,26 @@ SAMPLE_STEP = 7
 take 2.5 times as long. The step is odd, so that the sample has values of all channels."""
 ESCAPE_BYTES = 3
 VALUES_PER_ESCAPE = 128
-"""The room has space for an escape in every 128 values. SmolLM2 has one in 1,200."""
+"""The encoded form has space for one escape (value whose exponent is not in its tile's table) in
+every 128 values. SmolLM2 has one in 1,200."""
 
 
 def rests_at(num_values: int) -> int:
-    """Returns the byte offset of the plane of signs and mantissas."""
+    """Returns the byte offset of the plane (array of a part of all values) of signs and mantissas
+    in the encoded form."""
     num_tiles = -(-num_values // TILE_VALUES)
     return -(-(HEAD_BYTES + num_tiles * TILE_BYTES) // PLANE_ALIGN) * PLANE_ALIGN
 
 
 def indices_at(num_values: int) -> int:
-    """Returns the byte offset of the plane of indices."""
+    """Returns the byte offset of the plane (array of a part of all values) of exponent indices in
+    the encoded form."""
     return rests_at(num_values) + num_values
 
 
 def escapes_at(num_values: int) -> int:
-    """Returns the byte offset of the list of escapes."""
+    """Returns the byte offset, in the encoded form, of the list of escapes (values whose exponent
+    is not in their tile's table)."""
     return indices_at(num_values) + num_values // 2
 
 

@@ -28,9 +28,9 @@ from hotkv_server.tiers.protocol import Codes, Int64s
 
 
 class Codec:
-    """Encodes blocks from the memory `blocks` to the memory `rooms`, and decodes them back. Loads
-    kernels, which takes seconds the first time. Thread-safe if the blocks and rooms of different
-    calls do not overlap.
+    """Encodes blocks from the memory `blocks` to the memory `rooms`, and decodes them back. The
+    constructor loads compiled functions (numba), which takes seconds the first time. Thread-safe if
+    the blocks and rooms of different calls do not overlap.
 
     `blocks`: the memory with blocks, uint8 [bytes].
     `rooms`: the memory with encoded forms, uint8 [bytes].
@@ -93,8 +93,8 @@ class Staged:
         return 0 if self._memory is None else self.num_bytes
 
     def open(self) -> None:
-        """Allocates the memory and loads kernels, if that has not been done. May block for seconds.
-        Raises OSError if memory is short."""
+        """Allocates the memory and loads compiled functions (numba), if that has not been done. May
+        block for seconds. Raises OSError if memory is short."""
         with self._changed:
             if self._memory is not None or self._is_closed:
                 return
@@ -103,8 +103,9 @@ class Staged:
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Splits blocks into slices that `fits` accepts. `rooms`: the bytes of staging memory that
-        each block needs. A block that does not fit is a slice by itself."""
+        """Splits blocks into slices, each small enough for a part of the staging memory (as `fits`
+        says). `rooms`: the bytes of staging memory that each block needs. A block that does not fit
+        is a slice by itself."""
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
             if at > begin and not self.fits(total_bytes + room, is_write=is_write):
@@ -158,14 +159,15 @@ class Staged:
         return self._memory
 
     def encode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Encodes blocks from slots of the arena to offsets `at` in the memory; arguments and
-        result as in `Codec.encode`."""
+        """Encodes blocks from slots of the arena to offsets `at` in the memory. Returns the size of
+        each encoded form in bytes, int64 [n]; 0 for a block that was not encoded."""
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.encode(slots, sizes, at, rooms)
 
     def decode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Decodes blocks from offsets `at` in the memory to slots of the arena; arguments and
-        result as in `Codec.decode`."""
+        """Decodes blocks from offsets `at` in the memory to slots of the arena. Returns int64 [n]:
+        1 for each block that was decoded; 0 if the memory there does not hold an encoded form of
+        its size."""
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.decode(slots, sizes, at, rooms)
 
@@ -221,7 +223,7 @@ def open_staging(num_bytes: int) -> FileMapping:
 
 
 class Extents:
-    """Allocates extents (byte ranges) of the staging memory. Keeps the free bytes as sorted runs
+    """Allocates extents (byte ranges) of the staging memory. Keeps the free bytes as sorted ranges
     that do not touch.
 
     Always true: an allocated extent overlaps no other allocated extent. Not thread-safe.
@@ -240,8 +242,8 @@ class Extents:
         return sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocates an extent at the begin of the first free run that is long enough. Returns its
-        offset; None if all free runs are too short."""
+        """Allocates an extent at the begin of the first free range that is long enough. Returns its
+        offset; None if all free ranges are too short."""
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= num_bytes:
                 left = [(begin + num_bytes, end)] if end - begin > num_bytes else []
@@ -263,7 +265,7 @@ class Extents:
         self._free[number:after] = [(begin, end)]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if free runs overlap, touch, or lie outside."""
+        """Raises AssertionError if free ranges overlap, touch, or lie outside the memory."""
         ends = [0 if not number else self._free[number - 1][1] for number in range(len(self._free))]
         for number, (begin, end) in enumerate(self._free):
             assert begin < end <= self.num_bytes, "a free run lies outside"

@@ -23,8 +23,9 @@ import numpy as np
 from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
-"""Bounds of a piece. The lower bound keeps Python's time for a piece small against the disk's time.
-The upper bound keeps the wait of a read to a few milliseconds when all threads are busy."""
+"""Bounds of a piece (blocks of a call that a thread moves at once), in bytes. The lower bound keeps
+Python's time for a piece small against the disk's time. The upper bound keeps the wait of a read to
+a few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5
@@ -60,8 +61,8 @@ class DiskCall:
         self._ends = np.cumsum(self.blocks.num_bytes)
 
     def cut(self, num_bytes: int) -> "DiskPiece":
-        """Returns the next piece: the next blocks with at most `num_bytes` in total, but at least
-        one block."""
+        """Returns the call's next piece, for one thread to move: the next blocks with at most
+        `num_bytes` in total, but at least one block."""
         begin = self._num_cut
         end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
@@ -81,7 +82,8 @@ class DiskCall:
         return not self._num_open
 
     def piece_done(self) -> bool:
-        """Counts a piece as done. Returns True if the call has ended."""
+        """Counts a piece (blocks that a thread has moved at once) as done. Returns True if the call
+        has ended."""
         self._num_open -= 1
         return not self._num_open and not self.has_rest
 
@@ -147,8 +149,8 @@ class CallQueue:
         return True
 
     def take(self) -> DiskPiece | None:
-        """Returns the next piece. Blocks until there is a piece. Returns None once the queue is
-        closed."""
+        """Returns the next piece (blocks of a call that the caller moves at once). Blocks until
+        there is a piece. Returns None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
@@ -160,8 +162,8 @@ class CallQueue:
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """Counts a piece as done. Returns True if its call has ended; then no thread uses the
-        call's slots any more."""
+        """Counts a piece (part of a call) as done. Returns True if its call has ended; then no
+        thread uses the call's slots any more."""
         with self._changed:
             if piece.call.is_write:
                 self._num_writing -= 1

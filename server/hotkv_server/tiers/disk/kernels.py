@@ -216,8 +216,8 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """Sets `seals[i]` to the seal of the `sizes[i]` bytes of memory at `addresses[i]`, as
-    `tiers.seals.seal` computes it. Sizes must be more than 240.
+    """Sets `seals[i]` to the seal (check value) of the `sizes[i]` bytes of memory at
+    `addresses[i]`, as `tiers.seals.seal` computes it. Sizes must be more than 240.
 
     `addresses`, `sizes`: int64 [n]. `secrets`: uint64 [n, 24], from `tiers.seals.secrets`. `seals`:
     uint64 [n].

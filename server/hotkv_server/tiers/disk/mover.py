@@ -2,10 +2,13 @@
 block's result.
 
 A block whose place in the file is smaller than its slot is stored encoded, that is compressed
-(`tiers.compression.form`). Always true: the seal (check value) covers all bytes of the place, and
-is seeded by the block's key, which differs between the plain and the encoded form. It is compared
-before decoding. So a block is FOUND only if the file returned the written bytes unchanged. A seal
-over decoded bytes would miss changes in unused bytes of the encoded form.
+(`tiers.compression.form`). A place is the block's part of the file, a slot its part of the arena.
+
+Always true: the seal (check value) covers all bytes of the place. Its seed is computed from the
+block's key; encoded blocks have keys of their own, so the seed differs from that of plain bytes.
+The seal is compared before the bytes are decoded. So a block is FOUND only if the file returned the
+written bytes unchanged. A seal over decoded bytes would miss changes in unused bytes of the encoded
+form.
 """
 
 import errno
@@ -68,10 +71,10 @@ class Rows:
 
 
 class BlockMover:
-    """Moves blocks; see the module. Thread-safe for different pieces."""
+    """Moves blocks; see the module. Threads may move different pieces at the same time."""
 
     def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
-        """Loads kernels, which takes seconds the first time."""
+        """Loads compiled functions (numba), which takes seconds the first time."""
         self._arena = arena
         self._file = file
         self._io = io
@@ -82,7 +85,8 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Moves a piece's blocks, and sets their codes and, for a write, their seals.
+        """Moves the blocks of a piece (part of a call), and sets their codes (results) and, for a
+        write, their seals (check values).
 
         Some blocks are not moved and stay FAILED: those outside the arena, writes beyond the file,
         and blocks that got no staging memory in time.

@@ -38,15 +38,17 @@ class BlockIO(Protocol):
     Never raises."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads blocks to memory. Arguments and result: int64 [n], as in `kernels.read_many`."""
+        """Reads n blocks from offsets in the file to memory addresses. Returns for each block the
+        number of bytes read, or -errno. Arguments and result: int64 [n]."""
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes blocks from memory. Arguments and result: int64 [n], as in
-        `kernels.write_many`."""
+        """Writes n blocks from memory addresses to offsets in the file. Returns for each block the
+        number of bytes written, or -errno. Arguments and result: int64 [n]."""
 
 
 class FileIO:
-    """Block I/O on a file descriptor. Loads kernels, which takes seconds the first time."""
+    """Block I/O on a file descriptor. The constructor loads the compiled functions that read and
+    write blocks (numba); compiling them takes seconds the first time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -35,10 +35,10 @@ from hotkv_server.tiers.protocol import (
 )
 
 NUM_THREADS = 20
-"""Number of threads, each with one piece under way. They wait for the disk nearly all the time, so
-small machines can run them too."""
+"""Number of threads, each with one piece (part of a call) under way. They wait for the disk nearly
+all the time, so small machines can run them too."""
 BATCH_BYTES = 16 << 20
-"""Best size of a call: it has several pieces for each thread."""
+"""Best size of a call: the call then has several pieces (parts) for each thread."""
 CLOSE_WAIT_S = 5.0
 LATE_CHECK_S = 0.1
 """Time between two checks for reads whose deadline has passed. The checks matter if all threads are
@@ -75,7 +75,8 @@ class DiskTier:
         close_wait_s: float = CLOSE_WAIT_S,
         name: str = "disk",
     ) -> None:
-        """Takes ownership of the file. Loads kernels, which takes seconds the first time.
+        """Takes ownership of the file. Loads compiled functions (numba), which takes seconds the
+        first time.
 
         `arena`: memory with the slots; must outlive the tier.
         `io`: moves the blocks; None: reads and writes `file`.
@@ -111,9 +112,9 @@ class DiskTier:
         return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
 
     def prepare_encoding(self) -> None:
-        """Allocates the staging memory and loads the kernels for encoding, so that the first
-        encoded block does not wait for them. May block for seconds. Raises OSError if memory is
-        short."""
+        """Allocates the staging memory and loads the compiled functions (numba) that encode, so
+        that the first encoded block does not wait for them. May block for seconds. Raises OSError
+        if memory is short."""
         self._staged.open()
 
     def facts(self) -> TierFacts:

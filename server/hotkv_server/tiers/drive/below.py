@@ -186,14 +186,15 @@ class TierBelow:
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns for each list the positions of the blocks that are on the disk and not in host
         memory. Empty if they may not be loaded now, because a shared tier's store has not confirmed
-        the key space's epoch lately."""
+        the key space's epoch (number that each flush raises) lately."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns for each list a mask of the blocks that are ready on the disk. All False if they
-        may not be loaded now, as in `wanted`."""
+        may not be loaded now, because a shared tier's store has not confirmed the key space's epoch
+        (number that each flush raises) lately."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 

@@ -42,7 +42,8 @@ PAUSE_S = 0.05
 MAX_OUT_BYTES = 64 << 20
 """Most bytes of blocks that are being copied at a time. Their slots can't be evicted meanwhile."""
 LEARN_S = 1.0
-"""Longest wait until the store has confirmed the epoch of blocks that are to be written."""
+"""Longest wait until the store has confirmed the epoch (number that each flush of a key space
+raises) of blocks that are to be written."""
 PROBE_S = 2.0
 """Longest wait for the tier to say which blocks it has."""
 OLD_BYTES_PER_S = 64 << 20

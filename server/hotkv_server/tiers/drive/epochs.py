@@ -36,11 +36,12 @@ TICK_S = 0.05
 IDLE_TURN_S = 1.0
 """Time between two looks at key spaces that are not in use."""
 ASK_S = 2.0
-"""Longest wait for the answer to a question for epochs."""
+"""Longest wait for a store's answer to a question for epochs (numbers that flushes raise)."""
 SERVE_WAIT_S = 1.0
 """Longest wait of a hit in host memory until the stores have confirmed the key space's epochs."""
 MEET_S = 1.0
-"""Longest wait of a new session until the stores have given the key space's epochs."""
+"""Longest wait of a new session until the stores have sent the key space's epochs (numbers that
+flushes raise)."""
 LATE_TICKS = 20
 """A store counts as away if it has not answered for this number of ticks."""
 GAP_S = 0.5
@@ -54,8 +55,9 @@ NOTES = "disk"
 
 
 class EpochRelay:
-    """Notifies `Epochs` that a tier has seen another epoch than it expected. A tier gets its relay
-    when it is opened; `Epochs.start` connects the relay later."""
+    """Notifies `Epochs` that a tier has seen another epoch (number that each flush of a key space
+    raises) than it expected. A tier gets its relay when it is opened; `Epochs.start` connects the
+    relay later."""
 
     def __init__(self) -> None:
         self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
@@ -86,7 +88,8 @@ class _Store:
 
 
 class Epochs:
-    """Executes flushes, and tells which epochs are confirmed; see the module.
+    """Executes flushes, and answers which epochs (numbers that flushes raise) the stores have
+    confirmed; see the module.
 
     `stores`: each shared tier, with the relay that it calls as its `on_epoch`.
     `notes`: files in which the book outlives the server; None: it ends with the process.
@@ -192,8 +195,8 @@ class Epochs:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the epoch in which the key space's blocks in the store may be read and written;
-        NO_EPOCH if they may not be read or written now."""
+        """Returns the epoch (number that each flush raises) in which the key space's blocks in the
+        store may be read and written; NO_EPOCH if they may not be read or written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
@@ -202,8 +205,8 @@ class Epochs:
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """Returns the key space's epoch as `Blocks.epochs`: if the store has another epoch after a
-        read, the read is void."""
+        """Returns the key space's epoch (number that each flush raises), in the form of
+        `Blocks.epochs`: if the store has another epoch after a read, the read is void."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
@@ -220,15 +223,16 @@ class Epochs:
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
-        """Returns True if the store has an epoch for the key space and has confirmed it lately, so
-        its blocks may be read and written."""
+        """Returns True if the store has an epoch (number that each flush raises) for the key space
+        and has confirmed it lately, so its blocks may be read and written."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have confirmed the key space's epoch lately. Then the key
-        space's blocks on this node's disk are newer than all flushes."""
+        """Returns True if all stores have lately confirmed the key space's epoch (number that each
+        flush raises). Then the key space's blocks on this node's disk are newer than all
+        flushes."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
@@ -262,14 +266,15 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits up to MEET_S until the stores have given the key space's epochs. Blocks that an
-        engine stores before that count as possibly older than a flush."""
+        """Waits up to MEET_S until the stores have sent the key space's epochs (numbers that
+        flushes raise). Blocks that an engine stores before that count as possibly older than a
+        flush."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
-        """Asks the store for the key space's epoch, unless the store has confirmed it lately.
-        Returns True once `is_confirmed` is True. Returns False if the store is away, or has not
-        confirmed at `until_s`, a time of time.monotonic."""
+        """Asks the store for the key space's epoch (number that each flush raises), unless the
+        store has confirmed it lately. Returns True once `is_confirmed` is True. Returns False if
+        the store is away, or has not confirmed at `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             if self.is_confirmed(store, key_space_id):
@@ -290,9 +295,11 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Does the same as `confirm_all`, but also waits for stores that are away, unless their
-        tier reports a problem. This may take some seconds for a store that has just started, so it
-        is for prefetches, which can wait. `until_s`: a time of time.monotonic."""
+        """Asks the stores for the key space's epoch (number that each flush raises), and waits
+        until all stores have confirmed it. Unlike `confirm_all`, also waits for stores that are
+        away, unless their tier reports a problem. This may take some seconds for a store that has
+        just started, so it is for prefetches, which can wait. `until_s`: a time of
+        time.monotonic."""
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
         while key_space_id in self._core.key_spaces and any(

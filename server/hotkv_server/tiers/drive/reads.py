@@ -186,8 +186,9 @@ class TierReads:
         return float(np.quantile(recent, share)) if len(recent) else 0.0
 
     def bytes_per_s(self) -> float:
-        """Returns the mean bytes per second of a recent read; 0 if these found no blocks. The tier
-        as a whole is faster if it does several reads at the same time."""
+        """Returns the mean speed of recent reads that found blocks, in bytes per second; 0 if no
+        recent read found any. The tier as a whole is faster if it does several reads at the same
+        time."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0

@@ -55,8 +55,8 @@ UP_TIMEOUT_S = 30.0
 
 @dataclass(slots=True)
 class Coming:
-    """A move up: blocks that are being loaded from a tier into host memory. `num_waiting`: number
-    of callers that wait for it."""
+    """A move of blocks up: from a tier into host memory. `num_waiting`: number of callers that wait
+    for it."""
 
     source: TierSource
     move: Move
@@ -249,8 +249,8 @@ class Tiers:
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Loads blocks from tiers, and waits until they are in host memory, at most for
-        `lookup_wait_s`. The loaded blocks are pinned until the caller calls `let_go`. If the caller
-        is cancelled, it need not."""
+        `lookup_wait_s`. The loaded blocks are pinned until the caller calls `let_go`. A caller that
+        is cancelled need not call it."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):

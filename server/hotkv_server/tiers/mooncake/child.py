@@ -35,7 +35,7 @@ ABSENT_CODE, FULL_CODE = -704, -200
 LOST_CODES = frozenset((-900, -901))
 """Codes which mean that the master did not answer: RPC_FAIL, and a request that timed out."""
 MAX_DIGITS = 19
-"""Most digits of an epoch, which fits 64 bits."""
+"""Most digits of an epoch (a number of 64 bits that each flush raises)."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,8 +45,8 @@ class MasterLostError(Exception):
 
 
 class AwayError(Exception):
-    """An epoch can't be read, because the process whose memory stored it is gone. The master lists
-    the values in that memory for some seconds more."""
+    """An epoch (number that each flush raises) can't be read, because the process whose memory
+    stored it is gone. The master lists the values in that memory for some seconds more."""
 
 
 class Child:
@@ -164,8 +164,8 @@ class Child:
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch under the key `name`; if there is none, begins an epoch above all
-        `known` epochs.
+        """Returns the epoch (number that each flush raises) under the key `name`; if there is none,
+        begins an epoch above all `known` epochs.
 
         A put under an existing key changes nothing. So if two nodes begin an epoch at the same
         time, both return the epoch that was put first.

@@ -192,7 +192,7 @@ def mooncake_tier(
 ) -> RemoteTier:
     """Returns a tier in Mooncake Store.
 
-    `arena_fd`: descriptor of the arena's file, as in `MooncakeClient`.
+    `arena_fd`: descriptor of the arena's file.
     `on_epoch`, `staged`: see `RemoteTier`. If there is staging memory, the children map it in place
         of the arena.
     """

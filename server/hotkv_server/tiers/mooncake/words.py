@@ -22,7 +22,7 @@ def quoted(key: bytes) -> str:
 
 
 def epoch_key(fingerprint: str) -> str:
-    """Returns the key under which a key space's epoch is stored."""
+    """Returns the key under which a key space's epoch (number that each flush raises) is stored."""
     return f"hotkv/1/{fingerprint}/epoch"
 
 
@@ -44,7 +44,8 @@ class Line:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, until_s: float | None = None) -> dict[str, Any]:
-        """Waits for a message and returns it. `until_s`: as in `send`."""
+        """Waits for a message and returns it. Blocks at most until `until_s`, a time of
+        time.monotonic; None: no limit."""
         while b"\n" not in self._received:
             self._limit(until_s)
             more = self._socket.recv(RECEIVE_BYTES)

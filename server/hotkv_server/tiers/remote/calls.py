@@ -17,14 +17,15 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals, Show
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
-"""Most bytes of blocks in a part. Such a part takes a few milliseconds, so a read hardly waits
-behind a part of a write, and a large call has parts for all connections."""
+"""Most bytes of blocks in a part (blocks of a call that a connection moves at once). Such a part
+takes a few milliseconds, so a read hardly waits behind a part of a write, and a large call has
+parts for all connections."""
 PART_BLOCKS = 64
 PART_KEYS = 1024
-"""Most keys in a part that moves no blocks."""
+"""Most keys in a part of a call that moves no blocks."""
 MAX_QUEUED_PARTS = 1 << 14
-"""Most parts in the queue; a call that would exceed it fails at once. The drive bounds the bytes of
-its calls, so this limit is hardly ever reached."""
+"""Most parts of calls in the queue; a call that would exceed this number fails at once. The drive
+bounds the bytes of its calls, so this limit is hardly ever reached."""
 
 
 class RemoteCall:
@@ -52,8 +53,8 @@ class RemoteCall:
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Adds epochs that the store has in place of the expected epochs. If there are any, the
-        call ends with all its blocks ABSENT. Empty: does nothing."""
+        """Adds epochs (numbers that flushes raise) that the store has in place of the expected
+        epochs. If there are any, the call ends with all its blocks ABSENT. Empty: does nothing."""
         with self._lock:
             self._changed.update(changed)
 
@@ -111,7 +112,7 @@ def cut_keys(num_keys: int) -> Iterator[slice]:
 
 
 class PartQueue:
-    """Parts that wait for a connection. Thread-safe."""
+    """Parts of calls that wait for a connection. Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()

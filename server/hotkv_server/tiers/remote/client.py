@@ -23,9 +23,10 @@ MAX_WORDS = 200
 class StoreError(Exception):
     """A call or a connect failed, and the connection must be closed.
 
-    The tier is then down, so its calls fail at once, until a connect succeeds. LostError and
-    LateError say when the tier stays up. The message continues a sentence that begins with the
-    store's name, as in "valkey at ...".
+    The tier is then down, so its calls fail at once, until a connect succeeds. Exceptions: after a
+    LostError of a call, and after a LateError at the deadline of a call that moves blocks, the tier
+    stays up. The message continues a sentence that begins with the store's name, as in "valkey at
+    ...".
     """
 
 
@@ -71,7 +72,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Checks which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns the
-        store's epochs that differ from `expected`; if there are any, no code is set."""
+        store's epochs (numbers that flushes raise) that differ from `expected`; if there are any,
+        no code is set."""
 
     def read(
         self,
@@ -82,7 +84,7 @@ class Client(Protocol):
         until_s: float,
     ) -> Epochs:
         """Reads the keys' values into the slots and sets the codes. Deletes damaged values. Returns
-        the epochs that differ, as `probe` does."""
+        the store's epochs (numbers that flushes raise) that differ from `expected`."""
 
     def write(
         self,
@@ -94,16 +96,19 @@ class Client(Protocol):
         until_s: float,
     ) -> None:
         """Stores the bytes of each slot under its key; a key that exists keeps its value. Sets the
-        codes, and the seals of STORED blocks. `depths`: as in `Blocks`."""
+        codes, and the seals (check values) of STORED blocks. `depths`: for each block, the number
+        of blocks before it in its sequence."""
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces. Begins an epoch for each that has none."""
+        """Returns the epochs of key spaces (numbers that flushes raise). Begins an epoch for each
+        key space that has none."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Ends the epoch of a key space. Returns the next epoch, which is above `floor`.
+        """Ends the epoch of a key space (the number that each flush raises). Returns the next
+        epoch, which is above `floor`.
 
         If the server is full and can't store the next epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. Raises

@@ -35,7 +35,7 @@ from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.workers import Workers
 
 Cut = Callable[[Int64s], Iterator[slice]]
-"""Splits rows of blocks into parts, given their sizes in bytes."""
+"""Splits the blocks of a call into parts (slices of their rows), given their sizes in bytes."""
 
 
 CONNECTION_BYTES = 128 << 10

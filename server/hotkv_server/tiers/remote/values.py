@@ -19,13 +19,14 @@ HEAD_BYTES = _HEAD.size
 
 
 def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
-    """Returns the head of a block's value, and the block's seal."""
+    """Returns the head (first bytes) of a block's value, and the block's seal (check value)."""
     sealed = seal(key, content)
     return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """Checks the head of a value that should hold a block of `num_bytes`. Does not check the seal.
+    """Checks the head (first bytes) of a value that should hold a block of `num_bytes`. Does not
+    check the seal (check value).
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
     format, and CORRUPT if it is damaged, foreign or of another size. `value_bytes`: the value's
@@ -43,5 +44,6 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
 
 
 def is_sound(key: bytes, head: memoryview, content: memoryview) -> bool:
-    """Returns True if the seal in `head` matches the key and `content`, the block's bytes."""
+    """Returns True if the seal (check value) in `head` matches the key and `content`, the block's
+    bytes."""
     return bool(seal(key, content) == _HEAD.unpack(head)[-1])

@@ -1,4 +1,5 @@
-"""The threads of a remote tier. Each has a connection and executes a part of a call at a time.
+"""The threads of a remote tier. Each thread has a connection, and executes one part of a call (some
+of the call's blocks) at a time.
 
 Always true: a connection on which a part has failed is closed before the part ends. While the
 server has a known problem, parts end at once without asking it, and one thread at a time tries to
@@ -66,19 +67,19 @@ class RemoteHealth:
             return True
 
     def connected(self) -> None:
-        """Notes that the server has accepted a connection."""
+        """Records that the server has accepted a connection."""
         with self._lock:
             if self._problem:
                 log.info("%s can be used again", self._name)
             self._problem, self._retry_at_s = "", float("inf")
 
     def worked(self) -> None:
-        """Notes that a call has succeeded."""
+        """Records that a call has succeeded."""
         self._failures = 0
 
     def fail(self, words: str) -> None:
-        """Notes that the server can't be used, and sets the time of the next try. `words`: the rest
-        of a message that begins with the server's name."""
+        """Records that the server can't be used, and sets the time of the next try. `words`: the
+        rest of a message that begins with the server's name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:
@@ -114,11 +115,13 @@ class RemoteLimits:
 class Workers:
     """The threads of a remote tier and their queue; see the module. Thread-safe.
 
-    `name`: the server in messages, such as "valkey at host:port". Begins with the tier's kind.
-    `num_writers`: number of threads that also execute writes; fewer if the server's writes are
-        slow. None: all threads.
-    `connects_first`: threads connect before they take a part. Used if connecting takes long, so
-        that a part does not wait for it while another thread is connected.
+    `name`: the name of the server in messages, such as "valkey at host:port". Begins with the
+        tier's kind.
+    `num_writers`: number of threads that may execute writes too; None: all threads. A tier whose
+        store writes slowly passes a smaller number.
+    `connects_first`: each thread connects before it takes a part (some blocks of a call) out of the
+        queue. Used if connecting takes long: otherwise a part could wait for its thread to connect
+        while another thread is connected and idle.
     """
 
     def __init__(

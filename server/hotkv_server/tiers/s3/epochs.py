@@ -46,7 +46,8 @@ def epoch_path(fingerprint: str) -> str:
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns a key space's epoch; NO_EPOCH if it has none. Raises StoreError."""
+    """Returns a key space's epoch (number that each flush raises); NO_EPOCH if it has none. Raises
+    StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
@@ -71,8 +72,9 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns the epochs of several key spaces, as `begin_epoch` does. Reads all at the same time.
-    Omits a key space whose epoch is not a number. Raises StoreError."""
+    """Returns the epochs of several key spaces (numbers that flushes raise), and begins an epoch
+    for each key space that has none (NO_EPOCH if the store has no room for it). Reads all at the
+    same time. Omits a key space whose epoch is not a number. Raises StoreError."""
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):

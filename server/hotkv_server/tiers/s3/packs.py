@@ -25,7 +25,8 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in one epoch, as `{fingerprint}/{epoch}`. Its packs are in a folder of this name."""
+"""A key space in one epoch (number that each flush raises), as `{fingerprint}/{epoch}`. Its packs
+are in a folder of this name."""
 Tags = NDArray[np.uint64]
 """Array of values of `tag`."""
 
@@ -68,7 +69,7 @@ class Pack:
 
     @property
     def age(self) -> int:
-        """A number that is greater for older packs, as in `age_of`."""
+        """A number that is greater for older packs."""
         return age_of(self.name)
 
 
@@ -109,8 +110,8 @@ def age_of(name: str) -> int:
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age, as in `age_of`, of a pack made at `time_us` microseconds of the wall
-    clock."""
+    """Returns a number that is greater for older packs, for a pack made at `time_us` microseconds
+    of the wall clock."""
     return _LAST_US - time_us
 
 

@@ -153,7 +153,9 @@ class Pipe(Protocol):
         """Returns the next reply, in the order of the commands."""
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Reads the next reply as `Replies.value` does. Called in place of `next`."""
+        """Reads the next reply, which must be a string, null or an error; puts a string's bytes
+        into `head` and the memory that `place` returns (`Replies.value`). Called in place of
+        `next`."""
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
         """Returns False if a failover could lose the last write of a key. Returns True if a replica

@@ -105,36 +105,36 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Returns the key under which a key space's epoch is stored."""
+    """Returns the key under which a key space's epoch (number that each flush raises) is stored."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
 def get(fingerprint: str) -> Command:
-    """Returns the command that reads an epoch."""
+    """Returns the command that reads a key space's epoch (number that each flush raises)."""
     return Command.of(epoch_key(fingerprint), b"GET")
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """Returns the command that begins an epoch if the key space has none. `now_us`: microseconds of
-    the wall clock."""
+    """Returns the command that begins an epoch (number that each flush raises) if the key space has
+    none. `now_us`: microseconds of the wall clock."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to an epoch."""
+    """Returns the command that adds `by` to a key space's epoch (number that each flush raises)."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
 def remove(fingerprint: str) -> Command:
-    """Returns the command that removes an epoch. A full server refuses INCRBY but not UNLINK, so a
-    flush can end an epoch there too."""
+    """Returns the command that removes a key space's epoch (number that each flush raises). A full
+    server refuses INCRBY but not UNLINK, so a flush can end an epoch there too."""
     return Command.of(epoch_key(fingerprint), b"UNLINK")
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """Returns the epoch or NO_EPOCH as `parsed` does; None if the reply is not an epoch. Raises
-    UnusableError."""
+    """Returns the epoch in a reply; NO_EPOCH if the key is absent, None if the reply is not an
+    epoch. Raises UnusableError."""
     try:
         return parsed(reply)
     except LostError:

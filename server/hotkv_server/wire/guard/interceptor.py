@@ -37,10 +37,10 @@ from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
 
 MAX_PARTS = 1 << 15
-"""Most fields, list entries and messages in a request: some 20 ms of the event loop. A layout of
-100 layers has a tenth of this."""
+"""Most fields, list entries and messages in a request: parsing this many takes some 20 ms of the
+event loop. A layout of 100 layers has a tenth of this number."""
 FREE_BYTES = 8192
-"""A message this short is not weighed: it can't have many parts."""
+"""The parts of a message of at most this many bytes are not counted: it can't have many."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
@@ -58,8 +58,8 @@ def _children(kind: Descriptor) -> Children:
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Returns whether a message of this kind has at most MAX_PARTS parts. Raises DecodeError if it
-    is incomplete."""
+    """Returns whether a message of this kind has at most MAX_PARTS parts (fields, list entries and
+    messages). Raises DecodeError if it is incomplete."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -69,8 +69,8 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Returns the number of parts; stops early above MAX_PARTS. Raises IndexError if the message is
-    incomplete."""
+    """Returns the number of a message's parts (fields, list entries and messages); stops early
+    above MAX_PARTS. Raises IndexError if the message is incomplete."""
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -144,7 +144,7 @@ class Malformed:
         return "malformed"
 
     request_id = -1
-    """Unknown: the client's number is lost with its message."""
+    """The id is unknown: the client's number is lost with its message."""
 
 
 MALFORMED = Malformed(

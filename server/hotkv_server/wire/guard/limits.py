@@ -17,7 +17,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 BURST_S = 2.0
-"""After a quiet time, as many answers are sent at once as the rate allows in this time."""
+"""After a quiet time, as many answers may be sent at once as the rate allows in BURST_S."""
 MAX_WAIT_S = 1.0
 """Longest wait for the answer to a malformed message. A flood over many connections is bounded by
 the number of calls that the server accepts at a time."""
@@ -66,7 +66,7 @@ class Pace:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
-        """Waits until the next answer may be sent."""
+        """Waits until the next answer to a malformed message or refused session may be sent."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:

@@ -59,7 +59,8 @@ class TlsFiles:
 
 
 class Certificates:
-    """Credentials of a server port that follow the files. Raises as `TlsFiles.read`."""
+    """Credentials of a server port that follow the files. Raises OSError, ssl.SSLError or
+    UnsafeError if the files can't be used."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files

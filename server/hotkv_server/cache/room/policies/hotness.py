@@ -40,9 +40,9 @@ from hotkv_server.cache.room.policies.shared import (
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""Factor by which the hits of earlier epochs are multiplied at the end of each epoch."""
+"""Factor by which the hits of earlier epochs are multiplied at the end of each epoch (EPOCH_S)."""
 MARGIN = 1.01
-"""Factor by which a contender must win to replace the current winner."""
+"""A contender replaces the current winner only if it has more than this many times as many hits."""
 HOLD_MARGIN = 1.04
 """Additional factor by which a contender that holds blocks back must beat the others. Its shadow
 cache holds sampled keys without their prefixes, so its hits are less certain."""
@@ -52,8 +52,8 @@ less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""The sample restarts when the cache holds so few blocks that they require a share this many times
-as large."""
+"""The sample of keys restarts when the cache holds so few blocks that the share of sampled keys
+must grow by this factor."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
 """Places for sampled keys per block of a shadow cache: for the keys that shadows hold, and for keys
@@ -147,13 +147,14 @@ class Duel:
 
     @property
     def hold_s(self) -> float:
-        """How long blocks are held: the winner's `hold_s`; 0 while holding is not allowed."""
+        """How long blocks are held (not evicted) after a use: the `hold_s` of the winning
+        contender; 0 while holding is not allowed."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender's shadow cache up to the last epoch; hits of older epochs count
-        less."""
+        """Hits of each contender's shadow cache up to the end of the last epoch (EPOCH_S); hits of
+        older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:

@@ -287,11 +287,11 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key among `asked`, head to tail, in every shadow cache. A
-    shadow holds at most `limit` keys.
+    """Records a use of each sampled key among `asked` (blocks of a request, from the first on) in
+    every shadow cache. A shadow holds at most `limit` keys.
 
     Keys of a call never displace each other: a cache stores as many of a request's blocks as find
-    room, from the head on. A key is not stored either if it would displace a key that was used
+    room, from the first on. A key is not stored either if it would displace a key that was used
     within `hold_s`.
     """
     num_contenders = rules.shape[0]

@@ -28,7 +28,7 @@ class Stamps:
 
     @property
     def state(self) -> NDArray[np.uint64]:
-        """The bits of the stamps."""
+        """The stamps' bits as integers: a view of the same memory."""
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:

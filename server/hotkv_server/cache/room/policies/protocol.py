@@ -41,8 +41,8 @@ class Policy(Protocol):
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
         """Records a miss of blocks that were not stored because they found no room; `victims` may
-        have held other blocks back. The blocks are in chain order. `depth`: blocks of the chain
-        before them."""
+        have held other blocks back. The blocks are in chain order. `depth`: number of blocks before
+        them in the chain."""
 
     def allow_keeping(self, allowed: bool) -> None:
         """Sets whether `victims` may return fewer entries than can be evicted; at first it may. If
@@ -87,4 +87,4 @@ class Policy(Protocol):
         """Returns the values that the policy has adapted, by metric name."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if books disagree. Linear in capacity."""
+        """Raises AssertionError if books disagree. Takes time linear in the capacity."""

@@ -284,7 +284,7 @@ def _kept(num_seen: int, count: int) -> int:
 
 LOOKED_ENTRIES = 1 << 14
 """Most entries that a `take` examines. After that many, the skipped entries (pinned, or of other
-slot sizes) move behind the rest."""
+slot sizes) move behind the other demoted entries."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
 """Parts that are compacted for each part that is added, so that old parts shrink faster than new
