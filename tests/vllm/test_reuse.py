@@ -14,8 +14,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from transformers import PretrainedConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.config.model import AttnTypeStr, ModelConfig
 from vllm.config.pooler import SEQ_POOLING_TYPES, TOK_POOLING_TYPES
+from vllm.distributed.aux_output_connector.store import BlockObjectStore, BlockObjectStoreError
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import CpuArchEnum
 from vllm.v1.kv_cache_interface import RSWASpec, UniformTypeKVCacheSpecs
@@ -96,6 +98,7 @@ def engine(
     chunks: bool = True,
     encodes: bool = False,
     backend: str = "",
+    experts: bool = False,
 ) -> tuple[Any, Any]:
     """Returns the parts of an engine's two configs that hotkv reads. `caches` and `chunks`: vLLM's
     flags for prefix caching and chunked prefill."""
@@ -108,6 +111,7 @@ def engine(
             static_forward_context={"layer.0": layer, "moe": SimpleNamespace()} if backend else {}
         ),
         is_mm_encoder_only=encodes,
+        aux_output_config=AuxOutputConfig(enable_return_routed_experts=experts),
     ), SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=one) for one in specs or (full_spec(),)]
     )
@@ -193,6 +197,17 @@ def test_batch_invariance(
     why = reuse.why_forbidden(*engine(backend=backend))
     is_forbidden = is_invariant and backend in ("FLASHINFER", "TRITON_MLA")
     assert why == (f"{FORBIDDEN}batch invariance with {backend}" if is_forbidden else "")
+
+
+def test_outputs_that_a_hit_can_not_give() -> None:
+    why = reuse.why_forbidden(*engine(encodes=True))
+    assert why == f"{FORBIDDEN}this engine runs the multi-modal encoder only"
+    assert reuse.why_forbidden(*engine(experts=True)).startswith(
+        "with enable_return_routed_experts"
+    )
+    # What such a vLLM does with a block of another engine.
+    with pytest.raises(BlockObjectStoreError):
+        BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
 
 
 def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

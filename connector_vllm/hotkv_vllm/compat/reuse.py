@@ -17,7 +17,7 @@ Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, 
 `use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
 `SchedulerConfig.enable_chunked_prefill`, `non_causal` and the class of each layer's KV cache spec,
 `attn_backend` of the layers in `static_forward_context`, `envs.VLLM_BATCH_INVARIANT`,
-`current_platform`.
+`AuxOutputConfig.enable_return_routed_experts`, `current_platform`.
 """
 
 from typing import Any
@@ -42,15 +42,15 @@ def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def why_forbidden(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns the reason for which vLLM itself forbids prefix caching in this engine; empty if it
-    does not forbid it."""
+    """Returns the reason for which vLLM itself forbids prefix caching in this engine, or for which
+    it can't serve a hit of hotkv; empty if there is none."""
     why = (
         _of_platform(vllm_config)
         or _of_model(vllm_config)
         or _of_specs(kv_cache_config)
         or _of_layers(vllm_config)
     )
-    return why and f"vLLM itself forbids prefix caching: {why}"
+    return f"vLLM itself forbids prefix caching: {why}" if why else _of_outputs(vllm_config)
 
 
 def _of_platform(vllm_config: Any) -> str:
@@ -110,3 +110,19 @@ def _of_layers(vllm_config: Any) -> str:
     }
     forbidden = sorted(names & NO_REUSE_IF_BATCH_INVARIANT)
     return f"batch invariance with {', '.join(forbidden)}" if forbidden else ""
+
+
+def _of_outputs(vllm_config: Any) -> str:
+    """Returns why a hit would end the engine although vLLM forbids none.
+
+    vLLM keeps the experts of the tokens that this engine has computed, by block hash, and raises at
+    a hit in any other block. Source: `BlockObjectStore.get_concatenated` in vLLM 0.32, whose
+    `VllmConfig._verify_aux_output_compatibility` refuses only some connectors, by name.
+    """
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is None or not outputs.enable_return_routed_experts:
+        return ""
+    return (
+        "with enable_return_routed_experts vLLM needs the experts of every token of a hit, and has "
+        "them only of tokens that this engine computed"
+    )
