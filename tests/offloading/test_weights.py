@@ -290,7 +290,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
     ("hook", "arguments"),
     [
         ("connect", (None,)),
-        ("arrived", (None,)),
+        ("arrived", (SimpleNamespace(request_id="r"),)),
         ("matched", (None, 0, 0)),
         ("allocated", (None, 0)),
         ("finished", (None,)),
@@ -305,6 +305,7 @@ def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, argum
     assert side.edge.broken == {f"door.{hook}"}
     if hook in ("begin_step", "update"):
         assert not tier.serves, "nothing is shared before the ranks have been asked again"
+    assert tier.told == ({"r": True} if hook == "arrived" else {})
 
 
 def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
