@@ -134,7 +134,7 @@ FALLBACKS: dict[str, str] = {
     "door.before_step": "The rank does not answer about its weights, and nothing is shared.",
     "door.report": "The scheduler asks again.",
     "door.connect": "There is no session, so every lookup misses.",
-    "door.arrived": "The tier does not know the request: nothing of it is looked up or stored.",
+    "door.arrived": "The request is left out: nothing of it is looked up or stored.",
     "door.matched": "The request's report says less.",
     "door.allocated": "The request is not reported.",
     "door.finished": "The request's end is not reported.",

@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from hotkv_client import Flushed
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -20,6 +23,7 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.stats import HookClock, HotKVStats
@@ -92,6 +96,36 @@ class Watch:
         return self.now
 
 
+def rank_of(number, weights):
+    """Returns the connector of a rank. Only the first rank has a job of vLLM's to report."""
+    one = object.__new__(HotKVOffloadingConnector)
+    ended = None if number else OffloadingWorkerMetadata({7: 1})
+    one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)
+    one._connector_metadata = None
+
+    def report(_):
+        said = weights.take_report()
+        return DoorReport(weights={} if said is None else {number: said})
+
+    one._door_worker = SimpleNamespace(report=report)
+    return one
+
+
+def joined(ranks):
+    """Returns the ranks' reports of a step as vLLM joins them."""
+    reports = [one.build_connector_worker_meta() for one in ranks]
+    outputs = [
+        ModelRunnerOutput(
+            [], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=it)
+        )
+        for it in reports
+    ]
+    output = KVOutputAggregator(NUM_RANKS).aggregate(outputs)
+    report = output.kv_connector_output.kv_connector_worker_meta
+    assert report.completed_jobs == {7: 1}
+    return report if isinstance(report, DoorReport) else DoorReport()
+
+
 def space_of(identity="files"):
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,))
     return KeySpace("m", identity, "bfloat16", (group,), 16)
@@ -127,6 +161,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.side, self.tier = made(self.patch)
         self.watches = [Watch() for _ in range(NUM_RANKS)]
         self.ranks = [RankWeights(watch, "") for watch in self.watches]
+        self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
         self.cached: set[str] = set()
         self.computed: str | None = None
         self.identities = {"files": "first"} | {_identity(name): name for name in NAMES}
@@ -135,25 +170,23 @@ class WeightsMachine(RuleBasedStateMachine):
     def teardown(self):
         self.patch.undo()
 
-    @rule(name=st.sampled_from(NAMES))
-    def write(self, name):
-        for watch in self.watches:
-            watch.now, watch.touched = name, True
+    @rule(
+        name=st.sampled_from(NAMES), noticing=st.sets(st.sampled_from(range(NUM_RANKS)), min_size=1)
+    )
+    def write(self, name, noticing):
+        for number, watch in enumerate(self.watches):
+            watch.now, watch.touched = name, watch.touched or number in noticing
 
     def step(self, num_tokens):
         now = self.watches[0].now
         self.side.begin_step(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
         self.check()
         orders = DoorMetadata({}, {}, weights=self.side.order)
-        report = DoorReport()
         for rank in self.ranks:
             rank.obey(orders.weights)
         if num_tokens:
             self.cached.add(now)
-        for number, rank in enumerate(self.ranks):
-            if (said := rank.take_report()) is not None:
-                report.weights[number] = said
-        self.side.update(report, ())
+        self.side.update(joined(self.connectors), ())
         # Blocks of the previous step have arrived in the primary tier.
         if self.computed is not None and self.tier.serves:
             assert self.weights_of_space() == self.computed, "stored under other weights"
@@ -202,6 +235,16 @@ class WeightsMachine(RuleBasedStateMachine):
 TestWeights = WeightsMachine.TestCase
 
 
+def test_a_write_that_only_the_second_rank_notices_is_heard():
+    """The first rank's report, to which vLLM joins the second's, has only jobs of vLLM's."""
+    engine = WeightsMachine()
+    engine.write("second", noticing={1})
+    engine.run()
+    engine.run()
+    assert not engine.tier.serves
+    engine.teardown()
+
+
 @pytest.mark.parametrize("counts_media", [False, True])
 @pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("has_media", [False, True])
@@ -247,7 +290,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
     ("hook", "arguments"),
     [
         ("connect", (None,)),
-        ("arrived", (None,)),
+        ("arrived", (SimpleNamespace(request_id="r"),)),
         ("matched", (None, 0, 0)),
         ("allocated", (None, 0)),
         ("finished", (None,)),
@@ -262,6 +305,7 @@ def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, argum
     assert side.edge.broken == {f"door.{hook}"}
     if hook in ("begin_step", "update"):
         assert not tier.serves, "nothing is shared before the ranks have been asked again"
+    assert tier.told == ({"r": True} if hook == "arrived" else {})
 
 
 def test_a_reset_that_breaks_holds_the_tier(monkeypatch):

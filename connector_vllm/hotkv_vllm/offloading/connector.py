@@ -100,7 +100,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
             return theirs
         meta = self._connector_metadata
         ours = self._door_worker.report(meta if isinstance(meta, DoorMetadata) else None)
-        return theirs if not ours.says_something else ours.beside(theirs)
+        # Never vLLM's own class: if it comes first, joining drops what other ranks say to hotkv.
+        return ours.beside(theirs) if theirs is not None or ours.says_something else None
 
     # ------------------------------------------------------------------------------ scheduler hooks
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import ScheduleEndContext
 
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, steps
 from hotkv_vllm.config import ConnectorConfig
@@ -149,7 +150,7 @@ class DoorScheduler:
     def _keys(self, request: Any) -> Any:
         return () if self._is_excluded(request) else request.block_hashes
 
-    @hook(nothing, of="door")
+    @hook(lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door")
     def arrived(self, request: Any) -> None:
         """Notifies the tier of a new request."""
         now_s = time.monotonic()
