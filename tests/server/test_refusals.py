@@ -138,7 +138,8 @@ class World:
                 sequences=[sparse_pb2.SequenceReport(sequence_id="s")], layers=[layer]
             ),
             "report_use": lambda: session_pb2.ReportUse(
-                requests=[session_pb2.RequestReport(hashes=bytes(64), prompt_token_count=40)]
+                requests=[session_pb2.RequestReport(hashes=bytes(64), prompt_token_count=40)],
+                prefill_tokens_per_s=7.0,
             ),
             "open_residency": lambda: residency_pb2.OpenResidencyRequest(
                 residency_id="a", groups=[room]
