@@ -10,8 +10,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from hotkv_proto.errors import Reason
+from hotkv_proto.v1 import events_pb2
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node import broadcast as feed_module
 from hotkv_server.node.broadcast import Feeds
+from hotkv_server.wire.errors import stream
 from tests.core.support import reason_of
 
 
@@ -70,6 +73,30 @@ def test_large_items_fill_a_feed_and_one_alone_always_fits() -> None:
         assert asyncio.run(feed.get(5)) == ([huge], 1)
         feeds.put([half, half, Item(5)])
         assert asyncio.run(feed.get(5)) == ([half, Item(5)], 1)
+
+
+def test_the_answers_of_a_stream_fit_a_message() -> None:
+    feeds: Feeds[Item] = Feeds()
+
+    def message(item: Item) -> events_pb2.Event:
+        return events_pb2.Event(removed=events_pb2.BlocksRemoved(hashes=bytes(item.num_bytes)))
+
+    def response(parts: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:
+        return events_pb2.SubscribeResponse(events=parts, lost_event_count=lost)
+
+    async def run() -> None:
+        answers = stream(None, mock.Mock(), 0, feeds, message, response)
+        await anext(answers)
+        # All of them together have the bytes of a message, without what the message adds.
+        num_bytes = MAX_MESSAGE_BYTES // 256
+        overhead = message(Item(0, num_bytes)).ByteSize() - num_bytes
+        feeds.put([Item(number, num_bytes - overhead) for number in range(256)])
+        read: list[events_pb2.SubscribeResponse] = []
+        while sum(len(answer.events) for answer in read) < 256:
+            read.append(await anext(answers))
+        assert max(answer.ByteSize() for answer in read) <= MAX_MESSAGE_BYTES
+
+    asyncio.run(run())
 
 
 def test_readers_are_bounded() -> None:

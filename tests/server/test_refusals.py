@@ -24,6 +24,7 @@ import hotkv_server
 import hotkv_sparse
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SelectConfig, SessionConfig
+from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
@@ -59,7 +60,16 @@ from tests.server.sparse_support import (
     RepresentationEngine,
     queries,
 )
-from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, block_ids, hashes
+from tests.server.support import (
+    FULL,
+    NUM_BLOCKS,
+    PAGE_BYTES,
+    WINDOW,
+    GroupsEngine,
+    block_ids,
+    hashes,
+    number_of,
+)
 
 Make = Callable[..., PagedEngine]
 Request = session_pb2.ConnectRequest
@@ -128,7 +138,8 @@ class World:
                 sequences=[sparse_pb2.SequenceReport(sequence_id="s")], layers=[layer]
             ),
             "report_use": lambda: session_pb2.ReportUse(
-                requests=[session_pb2.RequestReport(hashes=bytes(64), prompt_token_count=40)]
+                requests=[session_pb2.RequestReport(hashes=bytes(64), prompt_token_count=40)],
+                prefill_tokens_per_s=7.0,
             ),
             "open_residency": lambda: residency_pb2.OpenResidencyRequest(
                 residency_id="a", groups=[room]
@@ -473,6 +484,21 @@ def test_a_unary_call_is_refused(
             call(request_)
     assert (caught.value.code(), reason_of(caught.value)) == (CODES[reason], int(reason))
     assert state(world.server) == before
+
+
+def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
+    with (
+        closing(GroupsEngine(server.target, (FULL,) * 8, "explained")) as one,
+        AdminClient(server.target) as admin,
+    ):
+        prompt = hashes(8192)
+        # What became of a block takes more words than that it never came.
+        one.store(BlockRun(0, prompt[:2048], block_ids(2048) % NUM_BLOCKS))
+        number = number_of(admin, one.key_space.model)
+        admin.flush(number)
+        with pytest.raises(HotKVError) as caught:
+            admin.explain(number, b"".join(prompt))
+    assert caught.value.reason is LARGE
 
 
 # -------------------------------------------------------------------------------- sessions by hand

@@ -20,6 +20,7 @@ from hotkv_client.types import EventsRead
 from hotkv_client.wire import answers
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.groups import GroupKind
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, EventHub, KeySpaceCleared
 from hotkv_server.events.service import EngineReader
@@ -158,6 +159,21 @@ class Telling(RuleBasedStateMachine):
 
 
 TestTelling = Telling.TestCase
+
+
+def test_answers_fit_a_message_however_much_has_happened() -> None:
+    runs = [
+        Telling.run(0, list(range(first, first + 2000)), Medium.CPU, "")
+        for first in range(0, 80_000, 2000)
+    ]
+    hub = EventHub()
+    hub.add_key_space(1, KEY_SPACE)
+    reader = EngineReader(hub, 1, lambda: iter(runs))
+    hub.publish(runs)
+    read = [reader.read(0) for _ in range(40)]
+    assert max(answer.ByteSize() for answer in read) <= MAX_MESSAGE_BYTES
+    told = [event.stored.hashes for one in read for event in one.read_events.events]
+    assert told == 2 * [run.hashes.tobytes() for run in runs]
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ into protobuf messages."""
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any
 
 from hotkv_proto.messages.cache import extra_keys_message, packed_words
 from hotkv_proto.v1 import events_pb2, events_pb2_grpc, session_pb2
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import (
     BlocksRemoved,
@@ -29,6 +29,8 @@ MEDIA = {
 
 MOST_EVENTS = 256
 """Most events in an answer to an engine."""
+ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
+"""Most bytes of the events in an answer to an engine, if there are several."""
 STATE_STEPS = 32
 """Most events of the present state that are made before the event loop runs other tasks."""
 
@@ -109,6 +111,7 @@ class EngineReader:
         self._stack.close()
         self._feed = self._stack.enter_context(self._hub.feeds.reader())
         self._present: Iterator[BlocksStored] | None = self._state()
+        self._next: BlocksStored | None = None
         self._begins = True
 
     def close(self) -> None:
@@ -123,16 +126,12 @@ class EngineReader:
         events, protobuf would copy it into that message, which takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
-        items, lost = self._feed.take(most) if self._present is None else ([], 0)
+        items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)
         if lost:
             self._begin()
             items = []
         if self._present is not None:
-            items = [
-                item
-                for event in islice(self._present, min(most, STATE_STEPS))
-                if (item := self._hub.timed(event)) is not None
-            ]
+            items = list(self._of_state(self._present, min(most, STATE_STEPS)))
             if not items:
                 self._present = None
         begins, self._begins = self._begins, False
@@ -144,6 +143,20 @@ class EngineReader:
             if item.event.key_space_id == self._key_space_id:
                 _fill(answer.events.add(), item)
         return whole
+
+    def _of_state(self, present: Iterator[BlocksStored], most: int) -> Iterator[TimedEvent]:
+        """Yields the next events of the present state, at most `most`."""
+        left_bytes = ANSWER_BYTES
+        for at in range(most):
+            event, self._next = self._next or next(present, None), None
+            if event is None:
+                return
+            left_bytes -= event.num_bytes
+            if at and left_bytes < 0:
+                self._next = event
+                return
+            if (item := self._hub.timed(event)) is not None:
+                yield item
 
 
 # ----------------------------------------------------------------------------------------- messages

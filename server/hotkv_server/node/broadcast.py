@@ -6,6 +6,7 @@ how many it lost. The node never waits for a reader.
 
 import asyncio
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
@@ -62,10 +63,16 @@ class Feed(Generic[T]):
         await self._ready.wait()
         return self.take(most)
 
-    def take(self, most: int) -> tuple[list[T], int]:
-        """Returns at most `most` items without waiting. Also returns how many items were lost since
-        the last report of a loss."""
-        items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
+    def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
+        """Returns at most `most` items without waiting; several items have at most `most_bytes`
+        together. Also returns how many items were lost since the last report of a loss."""
+        items: list[T] = []
+        num_bytes = 0
+        while self._items and len(items) < most:
+            num_bytes += self._items[0].num_bytes + ITEM_BYTES
+            if items and num_bytes > most_bytes:
+                break
+            items.append(self._items.popleft())
         self._num_bytes -= sum(item.num_bytes + ITEM_BYTES for item in items)
         # A lost item is newer than every queued item: report the loss with the last queued item.
         lost, self._lost = (0, self._lost) if self._items else (self._lost, 0)

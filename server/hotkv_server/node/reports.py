@@ -115,14 +115,14 @@ class Reports:
         self.counters = ReportCounters()
         self.watched: Feeds[WatchedReport] = Feeds()
 
-    async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Records a use of the blocks that the requests used, and pins blocks with a retention.
-
-        Checks all reports first: if it raises, no report has an effect. Other tasks run between
-        requests.
-        """
+    def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Raises INVALID_FIELD or TOO_LARGE unless `note` may be called with these reports."""
         for report in reports:
             check(report, session.key_space, self._core.config.max_blocks_per_call)
+
+    async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Records a use of the blocks that the requests used, and pins blocks with a retention.
+        Other tasks run between requests."""
         now_s, unix_time_s = time.monotonic(), time.time()
         number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
         self.watched.put(

@@ -93,6 +93,12 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             lying,
             len(hashes) * space.hash_block_tokens,
         )
+        if await asyncio.to_thread(response.ByteSize) > MAX_MESSAGE_BYTES:
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"the answer has more than {MAX_MESSAGE_BYTES} bytes; name a key_space_id, or a "
+                "shorter prompt",
+            )
     return response
 
 

@@ -317,19 +317,20 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
-    speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
-    used = _hash_lists(session, request.groups)
-    session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
-    node.core.touch(session.record.number, used, time.monotonic())
     if len(request.loads) > MAX_REPORTS:
         raise HotKVError(
             Reason.TOO_LARGE,
             f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
             "message; send several",
         )
+    speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
+    used = _hash_lists(session, request.groups)
     loads = read_load_ends(request.loads)
     reports = read_reports(request.requests, session.key_space.hash_bytes)
     ended = read_ended(request.ended, session.key_space.hash_bytes)
+    node.reports.check(session, reports)
+    node.core.touch(session.record.number, used, time.monotonic())
+    session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     await node.reports.note(session, reports)
     node.reports.loads_ended(session, loads)
     node.reports.ended(session, ended)

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.errors import STATUS_KEY, error_status
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node.broadcast import Feeds, Measured
 from hotkv_server.node.node import Node
 from hotkv_server.wire.guard.limits import LineBound
@@ -134,8 +135,9 @@ Item = TypeVar("Item", bound=Measured)
 Part = TypeVar("Part", bound=Message)
 Response = TypeVar("Response", bound=Message)
 
-MAX_RESPONSE_BYTES = 4 << 20
 MAX_RESPONSE_ITEMS = 256
+MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 16 * MAX_RESPONSE_ITEMS
+"""Most bytes of the items in an answer. In the message each item has some bytes more."""
 
 
 async def stream(
