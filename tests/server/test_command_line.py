@@ -140,6 +140,8 @@ SLIPS = [
     ("statsu", "no command statsu; did you mean status?"),
     ("status --jsn", "no --jsn; did you mean --json?"),
     ("blocks --limt 3", "did you mean --limit?"),
+    ("blocks --limit -3", "'-3': give a whole number, 1 to 10,000"),
+    ("flush --key-space 9999999999", "'9999999999': give a whole number, 0 to"),
     # `ping` has no --limit, though `blocks` has.
     ("ping --limit 3", "there is no --limit; did you mean --live?"),
     ("evict zz", "'zz' is no hexadecimal block hash"),
@@ -190,7 +192,7 @@ SLIPS = [
 """Slips of the person who types, and words of the answer."""
 FAILURES = [
     ("blocks --key-space 4000", "key_space_id 4000 is unknown", "UNKNOWN_KEY_SPACE"),
-    ("blocks --limit -3", "page_size", "INVALID_FIELD"),
+    ("blocks --page zz", "page_token is none", "INVALID_FIELD"),
     ("status --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
     ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
     ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),

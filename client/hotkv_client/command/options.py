@@ -13,7 +13,7 @@ from hotkv_client.command.help_text import CommandParser
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
-MAX_SECONDS, MAX_WAIT_S, MAX_GIB = 1e7, 60.0, 1e9
+MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
 """Largest numbers that options take: larger ones would be refused, or not fit the messages."""
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
@@ -75,7 +75,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     """
     for name in ("blocks", "evict", "explain", "events"):
         made[name].add_argument(
-            "--key-space", type=int, default=0, help="number of the key space (default: all)"
+            "--key-space",
+            type=_whole(0, MAX_ID),
+            default=0,
+            help="number of the key space (default: all)",
         )
     made["top"].add_argument(
         "--interval",
@@ -92,7 +95,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "text until Ctrl-C)",
     )
     made["flush"].add_argument(
-        "--key-space", type=int, required=True, help="number of the key space"
+        "--key-space", type=_whole(0, MAX_ID), required=True, help="number of the key space"
     )
     made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
     _add_size_options(made["size"])
@@ -120,7 +123,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     for name in ("record", "export", "prefetch", "size"):
         made[name].add_argument(
             "--key-space",
-            type=int,
+            type=_whole(0, MAX_ID),
             default=0,
             help="number of the key space (default: the only one)",
         )
@@ -132,7 +135,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["record"].add_argument(
         "--max-blocks",
-        type=int,
+        type=_whole(1, MAX_ID),
         default=20_000_000,
         help="stop after so many different blocks (default: %(default)s)",
     )
@@ -149,7 +152,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         help="begin with the blocks that are cached, as far as the server knows their tokens",
     )
     made["blocks"].add_argument(
-        "--limit", type=int, default=50, help="most blocks to list (default: %(default)s)"
+        "--limit",
+        type=_whole(1, 10_000),
+        default=50,
+        help="most blocks to list (default: %(default)s)",
     )
     made["blocks"].add_argument("--page", default="", help="continue a listing")
     made["savings"].add_argument(
@@ -168,7 +174,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "hashes", nargs="*", help="block hashes in hexadecimal, or their first digits"
     )
     made["evict"].add_argument(
-        "--group", type=int, default=None, help="group of the hashes (default: all)"
+        "--group", type=_whole(0, MAX_ID), default=None, help="group of the hashes (default: all)"
     )
     made["evict"].add_argument(
         "--dry-run", action="store_true", help="drop nothing; show what would go"
@@ -208,7 +214,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
     made["hints"].add_argument(
-        "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
+        "--limit",
+        type=_whole(1, 1_000),
+        default=50,
+        help="most hints to list (default: %(default)s)",
     )
 
     made["doctor"].add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
@@ -287,6 +296,18 @@ def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
         return found
 
     return number
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `least` to `most`."""
+
+    def whole(text: str) -> int:
+        found = _parsed(text)
+        if not least <= found <= most or found % 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, {least} to {most:,}")
+        return int(found)
+
+    return whole
 
 
 def _parsed(text: str) -> float:
