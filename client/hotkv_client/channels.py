@@ -130,7 +130,11 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "nobody listens there: the server has ended, or is not yet so far",
     ),
     (
-        ("Domain name not found", "DNS resolution failed", "Name or service not known"),
+        (
+            *("Domain name not found", "DNS resolution failed", "Name or service not known"),
+            *("Misformatted domain name", "Unparsable name", "Failed to parse port"),
+            "empty address list",
+        ),
         "no host of that name is known; --target is unix:/PATH or HOST:PORT",
     ),
     (

@@ -1,13 +1,17 @@
 """A parser of command lines. Each error is a single line; for an unknown flag or word it suggests a
-known name that is similar."""
+known name that is similar. `ended` ends a command that is interrupted."""
 
 import argparse
 import difflib
+import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 CLOSE_RATIO = 0.6
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, the same as in shells."""
 _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 
@@ -70,3 +74,18 @@ class Parser(argparse.ArgumentParser):
 def _hint(word: str, known: Iterator[str]) -> str:
     close = difflib.get_close_matches(word, list(known), 1, CLOSE_RATIO)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def ended(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status: 130 after Ctrl-C; 0 if the reader of the output
+    stops early, as `head` does."""
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Otherwise Python would write the buffered rest when it exits, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import hotkv_proto
 from hotkv_proto import extras, native
-from hotkv_proto.command_line import Parser
+from hotkv_proto.command_line import Parser, ended
 from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
@@ -30,7 +30,7 @@ def kernels() -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit status: 0; 1 if the server could not start; 2 for bad
-    settings or input. A broken invariant ends the process with 70."""
+    settings or input; 130 after Ctrl-C. A broken invariant ends the process with 70."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
@@ -75,17 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, flags = parser.parse_known_args(arguments)
     if known.command != "arenas" and not native.available():
         sys.exit(f"hotkv-server: {native.why_unavailable()}")
-    if known.command == "run":
-        return _run(known, flags)
-    if known.command == "tiers":
-        return _check_tiers(known, flags)
-    if flags:
+    if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    if known.command == "compile":
-        return _compile()
-    if known.command == "arenas":
-        return arenas.run(known)
-    return simulation.run(known)
+    if known.command == "run" and not (known.check or known.help_settings):
+        # A server prints nothing, so a broken pipe would be a defect.
+        return _run(known, flags)
+    runs = {
+        "run": lambda: _run(known, flags),
+        "tiers": lambda: _check_tiers(known, flags),
+        "compile": _compile,
+        "arenas": lambda: arenas.run(known),
+        "simulate": lambda: simulation.run(known),
+    }
+    return ended(runs[known.command])
 
 
 def _compile() -> int:

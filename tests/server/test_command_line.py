@@ -2,6 +2,7 @@
 that do not run."""
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -17,6 +18,7 @@ from demo.processes import ROOT, Server
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli, host_bench
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.command_line import INTERRUPTED
 from hotkv_server.settings import tomllib
 from tests.server.commands import HOTKV, prompt_hashes, runner
 from tests.server.places import store
@@ -67,9 +69,15 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     assert "shorter than a block" in short and "0 of 0" not in short
 
 
-def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
+SERVER = (sys.executable, "-m", "hotkv_server")
+
+
+@pytest.mark.parametrize("command", [(*HOTKV, "blocks"), (*SERVER, "run", "--help-settings")])
+def test_a_reader_that_stops_early_sees_no_traceback(
+    server: Server, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
     """Closes the pipe like `hotkv status | head -0`."""
-    command = [*HOTKV, "blocks", "--target", server.target]
+    monkeypatch.setenv("HOTKV_TARGET", server.target)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -90,7 +98,19 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGINT)
                 assert process.stderr is not None
                 assert process.stderr.read() == ""
-    assert process.returncode == cli.INTERRUPTED
+    assert process.returncode == INTERRUPTED
+
+
+def test_ctrl_c_ends_a_simulation_without_a_traceback(tmp_path: Path) -> None:
+    """While it reads a trace that never ends."""
+    os.mkfifo(trace := tmp_path / "trace")
+    command = [*SERVER, "simulate", "--trace", str(trace)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    with process, trace.open("w"):
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == INTERRUPTED
 
 
 def test_options_stand_before_or_after_the_command(
@@ -112,6 +132,7 @@ FILES = {
     "salted": '{"prompt": "a", "cache_salt": "s"}',
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
+    "bytes": "\xff\xfe",
 }
 """Files for the typing errors."""
 ENGINE, WHOLE = "--engine http://127.0.0.1:9", "--bytes-per-token 1 --prefill-tokens-per-s 1"
@@ -119,6 +140,8 @@ SLIPS = [
     ("statsu", "no command statsu; did you mean status?"),
     ("status --jsn", "no --jsn; did you mean --json?"),
     ("blocks --limt 3", "did you mean --limit?"),
+    ("blocks --limit -3", "'-3': give a whole number, 1 to 10,000"),
+    ("flush --key-space 9999999999", "'9999999999': give a whole number, 0 to"),
     # `ping` has no --limit, though `blocks` has.
     ("ping --limit 3", "there is no --limit; did you mean --live?"),
     ("evict zz", "'zz' is no hexadecimal block hash"),
@@ -128,12 +151,23 @@ SLIPS = [
     ("evict", "give the hashes of blocks, or --all"),
     ("evict abcd12 --all", "give the hashes of blocks, or --all"),
     ("status --target @/nowhere", "/nowhere"),
+    ("status --target ,", ", names no server; write A,B,C"),
+    ("status --target ''", "'' names no server; give unix:/PATH or HOST:PORT"),
+    ("ping --timeout-s inf", "'inf': give 0.001 to 10,000,000 seconds"),
+    ("ping --timeout-s soon", "'soon': give 0.001"),
+    ("record trace --seconds -5", "'-5': give 0 to 10,000,000 seconds"),
+    ("export hot --gib inf", "'inf': give 0 to 1,000,000,000 GiB"),
+    ("import bytes", "bytes:1: this is no file of `hotkv export`"),
+    ("import bytes --wait nan", "'nan': give 0 to 60 seconds"),
+    ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
+    ("drain --timeout inf", "'inf': give 0"),
     ("top --interval 0", "--interval 0: give 0.1"),
     ("top --count -1", "--count -1"),
     ("bench --seconds 0", "--seconds 0: give 1 to 3600"),
     ("bench --arena-mib 16", "--arena-mib 16: give 256"),
     ("explain", "the prompt is empty"),
     ("explain @/nowhere", "/nowhere"),
+    ("explain @bytes", "bytes: this is no text"),
     ("explain --chat text", "--chat FILE and --engine URL: give both or neither"),
     ("explain --engine http://a", "give both or neither"),
     ("explain --chat text --engine b 12", "give one of a prompt, --session and --chat"),
@@ -151,18 +185,20 @@ SLIPS = [
     ("size trace --bytes-per-token 1 --arena much", "'much' is no size"),
     ("size trace --bytes-per-token 1", "give --block-tokens"),
     ("size trace --bytes-per-token -1", "must be above 0"),
+    ("size trace --bytes-per-token x", "'x' must be above 0"),
     (f"size trace {WHOLE} --block-tokens 512 --policy best", "unknown policy best"),
     (f"size /nowhere {WHOLE} --block-tokens 512", "/nowhere"),
 ]
 """Typing errors, with words of the answer."""
 FAILURES = [
     ("blocks --key-space 4000", "key_space_id 4000 is unknown", "UNKNOWN_KEY_SPACE"),
-    ("blocks --limit -3", "page_size", "INVALID_FIELD"),
+    ("blocks --page zz", "page_token is none", "INVALID_FIELD"),
     ("status --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
     ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
     ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
     ("size --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
     ("status --target no.host.invalid:1", "no host of that name is known", "INTERNAL"),
+    ("status --target http://a", "--target is unix:/PATH or HOST:PORT", "INTERNAL"),
     ("status --target 127.0.0.1:9", "nobody listens there", "INTERNAL"),
     ("bench --arena-mib 99999999", "smaller --arena-mib", "FAILED"),
     ("bench --arena-mib 256", "it is not installed: pip install ", "FAILED"),
@@ -187,7 +223,7 @@ def test_what_is_wrong_is_one_line(
     monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
     run, words = runner(capsys, server.target), ["--timeout-s", "5", *shlex.split(typed)]
     ended, printed, plain = run(*words)
     assert (ended, printed) == (status, "") and said in plain, plain

@@ -7,7 +7,6 @@ text of the command.
 import argparse
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -40,13 +39,12 @@ from hotkv_client.command.options import (
 )
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
+from hotkv_proto.command_line import ended
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, the same as in shells."""
 
 
 def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]
     """Promotes the blocks of prompts from lower tiers to host memory, before traffic comes."""
     space: dict[str, Any] | int
     if options.like is not None:
-        with options.like.open() as file:
+        with options.like.open(errors="replace") as file:
             space = warm_start.read_key_space(options.like, file.readline())
     else:
         space, _ = recorder.chosen_key_space(client, options.key_space)
@@ -391,7 +389,6 @@ def _main(arguments: Sequence[str] | None) -> int:
         return failures.wrong(error, as_json=options.json)
     if answer is not None:
         print(json.dumps(answer, indent=2) if options.json else show(answer))
-    sys.stdout.flush()
     return 1 if options.command == "ping" and not answer["serving"] else 0
 
 
@@ -401,14 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success, also if the reader of the output stops early, as `head` does. 1: the server refused
     or is absent. 2: bad input. 130: Ctrl-C.
     """
-    try:
-        return _main(arguments)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Otherwise Python would write the buffered rest when it exits, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return ended(lambda: _main(arguments))
 
 
 if __name__ == "__main__":

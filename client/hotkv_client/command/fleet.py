@@ -30,13 +30,15 @@ SUMS = (
 
 def targets_of(target: str) -> list[str]:
     """Returns the servers that `--target` names: A,B,C, or @FILE with a server a line. Raises
-    OSError, or ValueError if the file names none."""
+    OSError, or ValueError if it names none."""
     if not target.startswith("@"):
-        return [one.strip() for one in target.split(",") if one.strip()]
-    lines = (line.partition("#")[0].strip() for line in Path(target[1:]).read_text().splitlines())
-    found = [line for line in lines if line]
+        words, how = target.split(","), "write A,B,C"
+    else:
+        text = Path(target[1:]).read_text(errors="replace")
+        words, how = [line.partition("#")[0] for line in text.splitlines()], "write one a line"
+    found = [word.strip() for word in words if word.strip()]
     if not found:
-        raise ValueError(f"{target[1:]} names no server; write one a line")
+        raise ValueError(f"{target.removeprefix('@')} names no server; {how}")
     return found
 
 

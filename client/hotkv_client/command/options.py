@@ -1,8 +1,9 @@
 """The options of `hotkv`: options that all commands have, and options of single commands."""
 
 import argparse
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from hotkv_client.command.help_text import CommandParser
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
+MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
+"""Largest numbers that options take: larger ones would be refused, or not fit the messages."""
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -38,9 +41,11 @@ def common_options(*, has_defaults: bool) -> CommandParser:
         return value if has_defaults else argparse.SUPPRESS
 
     common = CommandParser(add_help=False)
-    target = os.environ.get("HOTKV_TARGET", DEFAULT_TARGET)
+    # As for the connector, an empty variable names no target.
+    target = os.environ.get("HOTKV_TARGET") or DEFAULT_TARGET
     common.add_argument(
         "--target",
+        type=_target,
         default=default(target),
         help=f"server (default: $HOTKV_TARGET or {target}); for status also A,B,C or @FILE",
     )
@@ -53,7 +58,7 @@ def common_options(*, has_defaults: bool) -> CommandParser:
         )
     common.add_argument(
         "--timeout-s",
-        type=float,
+        type=_number(0.001, MAX_SECONDS, "seconds"),
         default=default(TIMEOUT_S),
         help=f"longest wait for an answer (default: {TIMEOUT_S:g})",
     )
@@ -70,7 +75,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     """
     for name in ("blocks", "evict", "explain", "events"):
         made[name].add_argument(
-            "--key-space", type=int, default=0, help="number of the key space (default: all)"
+            "--key-space",
+            type=_whole(0, MAX_ID),
+            default=0,
+            help="number of the key space (default: all)",
         )
     made["top"].add_argument(
         "--interval",
@@ -87,13 +95,16 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "text until Ctrl-C)",
     )
     made["flush"].add_argument(
-        "--key-space", type=int, required=True, help="number of the key space"
+        "--key-space", type=_whole(0, MAX_ID), required=True, help="number of the key space"
     )
     made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
     _add_size_options(made["size"])
     made["export"].add_argument("file", type=Path, help="file to write")
     made["export"].add_argument(
-        "--gib", type=float, default=0, help="so many GiB of the hottest blocks (default: all)"
+        "--gib",
+        type=_number(0, MAX_GIB, "GiB"),
+        default=0,
+        help="so many GiB of the hottest blocks (default: all)",
     )
     made["import"].add_argument("file", type=Path, help="file of `hotkv export`")
     made["prefetch"].add_argument(
@@ -105,14 +116,14 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     for name in ("import", "prefetch"):
         made[name].add_argument(
             "--wait",
-            type=float,
+            type=_number(0, MAX_WAIT_S, "seconds"),
             default=30,
             help="longest wait for each 2,000 blocks, in seconds (default: %(default)s)",
         )
     for name in ("record", "export", "prefetch", "size"):
         made[name].add_argument(
             "--key-space",
-            type=int,
+            type=_whole(0, MAX_ID),
             default=0,
             help="number of the key space (default: the only one)",
         )
@@ -124,13 +135,16 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["record"].add_argument(
         "--max-blocks",
-        type=int,
+        type=_whole(1, MAX_ID),
         default=20_000_000,
         help="stop after so many different blocks (default: %(default)s)",
     )
     for name in ("events", "record"):
         made[name].add_argument(
-            "--seconds", type=float, default=0, help="stop after this time (default: at Ctrl-C)"
+            "--seconds",
+            type=_number(0, MAX_SECONDS, "seconds"),
+            default=0,
+            help="stop after this time (default: at Ctrl-C)",
         )
     made["events"].add_argument(
         "--state",
@@ -138,7 +152,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         help="begin with the blocks that are cached, as far as the server knows their tokens",
     )
     made["blocks"].add_argument(
-        "--limit", type=int, default=50, help="most blocks to list (default: %(default)s)"
+        "--limit",
+        type=_whole(1, 10_000),
+        default=50,
+        help="most blocks to list (default: %(default)s)",
     )
     made["blocks"].add_argument("--page", default="", help="continue a listing")
     made["savings"].add_argument(
@@ -157,7 +174,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         "hashes", nargs="*", help="block hashes in hexadecimal, or their first digits"
     )
     made["evict"].add_argument(
-        "--group", type=int, default=None, help="group of the hashes (default: all)"
+        "--group", type=_whole(0, MAX_ID), default=None, help="group of the hashes (default: all)"
     )
     made["evict"].add_argument(
         "--dry-run", action="store_true", help="drop nothing; show what would go"
@@ -170,7 +187,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["drain"].add_argument(
         "--timeout",
-        type=float,
+        type=_number(0, MAX_SECONDS, "seconds"),
         default=0,
         help="seconds to wait for work in flight (default: the server's)",
     )
@@ -197,7 +214,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
     made["hints"].add_argument(
-        "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
+        "--limit",
+        type=_whole(1, 1_000),
+        default=50,
+        help="most hints to list (default: %(default)s)",
     )
 
     made["doctor"].add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
@@ -216,7 +236,7 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument(
         "--seconds",
-        type=float,
+        type=_number(0, MAX_SECONDS, "seconds"),
         default=600,
         help="how long to record without a trace (default: %(default)g)",
     )
@@ -253,11 +273,49 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
     )
 
 
+def _target(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names no server; give unix:/PATH or HOST:PORT")
+    return text
+
+
 def _positive(text: str) -> float:
-    found = float(text)
-    if not 0 < found < float("inf"):
+    found = _parsed(text)
+    if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
     return found
+
+
+def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
+    """Returns a parser of numbers from `least` to `most`. A call would fail on `inf` or `nan`."""
+
+    def number(text: str) -> float:
+        found = _parsed(text)
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: give {least:g} to {most:,.0f} {unit}")
+        return found
+
+    return number
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `least` to `most`."""
+
+    def whole(text: str) -> int:
+        found = _parsed(text)
+        if not least <= found <= most or found % 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, {least} to {most:,}")
+        return int(found)
+
+    return whole
+
+
+def _parsed(text: str) -> float:
+    """Returns the number in a text; `nan` if there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def add_bench_options(made: argparse.ArgumentParser) -> None:

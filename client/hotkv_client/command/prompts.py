@@ -37,7 +37,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
         if word == "-":
             text = sys.stdin.read()
         elif word.startswith("@"):
-            text = Path(word[1:]).read_text()
+            text = _text(Path(word[1:]))
         if text.lstrip().startswith("{"):
             items += map(str, _tokens_of(_json(text, word)))
         else:
@@ -97,7 +97,7 @@ def _said(text: str) -> str:
 def _request(path: Path) -> Mapping[str, Any]:
     """Returns the request in a file. Raises OSError if the file can't be read, ValueError if it
     holds no such request."""
-    text = path.read_text()
+    text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}
     found = _json(text, str(path))
@@ -122,6 +122,13 @@ def _request(path: Path) -> Mapping[str, Any]:
 
 
 _ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --session"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is no text ({error})") from error
 
 
 def _json(text: str, where: str) -> Any:

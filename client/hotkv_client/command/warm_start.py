@@ -63,7 +63,7 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
     wait_s: the longest wait of each call.
     """
     totals = dict.fromkeys(COUNTS, 0)
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         space = read_key_space(path, file.readline())
         for groups in _calls(_groups(path, file)):
             _add(totals, client.prefetch_blocks(space, groups, wait_s=wait_s))
@@ -81,7 +81,7 @@ def fetch_prompts(
     totals = dict.fromkeys(COUNTS, 0)
     num_prompts = num_short = 0
     block_tokens = _block_tokens(client, key_space)
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 packed = _tokens(path, number, line)

@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -31,7 +32,7 @@ from pydantic_settings import (
 
 from hotkv_server.settings import sources
 from hotkv_server.settings.outlets import EventSettings, HttpSettings, TracingSettings
-from hotkv_server.settings.security import SecuritySettings
+from hotkv_server.settings.security import SecuritySettings, TenantSettings
 from hotkv_server.settings.storage import (
     ArenaSettings,
     CopySettings,
@@ -193,9 +194,7 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
     except SettingsError as error:
         raise ValueError(sources.wrong_flags(Settings, str(error))) from error
     except ValidationError as error:
-        raise ValueError(
-            "\n".join(_line(item["loc"], item.get("input"), item["msg"]) for item in error.errors())
-        ) from error
+        raise ValueError("\n".join(map(_line, error.errors()))) from error
 
 
 def _read(config: Path) -> dict[str, Any]:
@@ -208,10 +207,21 @@ def _read(config: Path) -> dict[str, Any]:
         raise ValueError(f"--config: {config}: {error}") from error
 
 
-def _line(location: tuple[int | str, ...], value: object, message: str) -> str:
+def _line(error: ErrorDetails) -> str:
+    """Returns a sentence about a mistake. It quotes no value that could be a secret: of an unknown
+    setting, of a store, of a token."""
+    location, value = error["loc"], error.get("input")
     name = ".".join(str(part) for part in location) or "settings"
-    shown = "" if isinstance(value, dict | BaseModel) else f" is {value!r}"
-    return f"{name}{shown}: {message.removeprefix('Value error, ')}"
+    if error["type"] == "extra_forbidden":
+        known = [known for known, _ in sources.leaves(Settings)]
+        hint = sources.meant(name, known) or "; --help-settings lists them"
+        if location[:2] == ("security", "tenants"):
+            hint = f"; a tenant has {', '.join(TenantSettings.model_fields)}"
+        return f"{name} is no setting{hint}"
+    is_store = location[:1] == ("tiers",) and location[1:2] != ("disk",)
+    is_hidden = is_store or "token" in name or isinstance(value, dict | BaseModel)
+    shown = "" if is_hidden else f" is {value!r}"
+    return f"{name}{shown}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def print_error(message: str) -> None:

@@ -24,6 +24,7 @@ PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
 """Variables with the prefix that are not settings of the server: the command `hotkv` reads them."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
+NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "EnvSettingsSource"')
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -64,9 +65,14 @@ def _bare(name: str) -> str:
 
 
 def wrong_flags(model: type[BaseModel], message: str) -> str:
-    """Rewrites argparse's message about unknown flags, with suggestions. Returns other messages
-    unchanged."""
+    """Rewrites argparse's message about unknown flags, with suggestions, and pydantic's message
+    about a variable that is not JSON. Returns other messages unchanged."""
     _, found, flags = message.partition("unrecognized arguments: ")
+    if match := NOT_JSON.match(message):
+        return (
+            f"{variable_of(match[1])} or a variable that begins so is not JSON; lists and tables "
+            f"are JSON, such as {PREFIX}SECURITY__ALLOWED_UIDS='[1000, 1001]'"
+        )
     if not found:
         return message.removeprefix("error parsing CLI: ")
     known = [flag_of(name) for name, _ in leaves(model)] + ["--config", "--check", "--reset"]

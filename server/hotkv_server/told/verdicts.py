@@ -1,7 +1,7 @@
 """Judges a node in three sentences: is it working, does it pay, and what limits it.
 
 The status page and `hotkv status` show these sentences. They are derived only from the figures of
-`/api/v1/status`; docs/status_page.md lists the condition for each sentence.
+`/api/v1/status`.
 """
 
 from typing import Any
