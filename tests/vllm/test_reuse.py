@@ -20,7 +20,8 @@ from vllm.config.pooler import SEQ_POOLING_TYPES, TOK_POOLING_TYPES
 from vllm.distributed.aux_output_connector.store import BlockObjectStore, BlockObjectStoreError
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import CpuArchEnum
-from vllm.v1.kv_cache_interface import RSWASpec, UniformTypeKVCacheSpecs
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec, UniformTypeKVCacheSpecs
 
 from hotkv_vllm.compat import reuse
 from tests.support.waiting import wait_for
@@ -167,6 +168,7 @@ def one_group(*layers: Any) -> Any:
 
 
 NON_CAUSAL = replace(full_spec(), non_causal=True)
+PER_TOKEN_SPEC = replace(full_spec(), kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
 WINDOWED_ANSWERS = RSWASpec(
     block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, rswa_window=64
 )
@@ -208,6 +210,30 @@ def test_outputs_that_a_hit_can_not_give() -> None:
     # What such a vLLM does with a block of another engine.
     with pytest.raises(BlockObjectStoreError):
         BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+@pytest.mark.parametrize("warms", [False, True])
+def test_scales_that_the_first_step_resets(is_v2: bool, warms: bool) -> None:
+    vllm_config, kv_cache_config = engine(None, full_spec(), PER_TOKEN_SPEC)
+    vllm_config.use_v2_model_runner = is_v2
+    vllm_config.kernel_config = SimpleNamespace(enable_jit_warmup=warms)
+    vllm_config.cache_config.cache_dtype = "int8_per_token_head"
+    why = reuse.why_forbidden(vllm_config, kv_cache_config)
+    assert ("vLLM resets the scales of kv_cache_dtype int8_per_token_head" in why) == (
+        not (is_v2 and warms)
+    )
+
+
+def test_vllms_attention_resets_scales_when_it_first_runs() -> None:
+    layer = object.__new__(TritonAttentionImpl)
+    layer._kv_quant_mode = PER_TOKEN_SPEC.kv_quant_mode
+    pages = torch.full((2, 2, BLOCK_TOKENS, 2 * (32 + 4)), 7, dtype=torch.int8)
+    layer._pth_key_value_caches(pages)
+    assert (pages == 7).sum() == pages.numel() * 32 // 36
+    pages.fill_(7)
+    layer._pth_key_value_caches(pages)
+    assert (pages == 7).all()
 
 
 def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, 
 `use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
 `SchedulerConfig.enable_chunked_prefill`, `non_causal` and the class of each layer's KV cache spec,
 `attn_backend` of the layers in `static_forward_context`, `envs.VLLM_BATCH_INVARIANT`,
-`AuxOutputConfig.enable_return_routed_experts`, `current_platform`.
+`AuxOutputConfig.enable_return_routed_experts`, `kv_quant_mode` of each layer's spec,
+`VllmConfig.use_v2_model_runner`, `KernelConfig.enable_jit_warmup`, `current_platform`.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import CpuArchEnum
-from vllm.v1.kv_cache_interface import RSWASpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec, iter_layer_specs
 
 from hotkv_vllm.compat import Unsupported
 
@@ -42,15 +43,17 @@ def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def why_forbidden(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns the reason for which vLLM itself forbids prefix caching in this engine, or for which
-    it can't serve a hit of hotkv; empty if there is none."""
+    """Returns the reason for which vLLM itself forbids prefix caching in this engine, or would
+    spoil a hit that hotkv loads; empty if there is none."""
     why = (
         _of_platform(vllm_config)
         or _of_model(vllm_config)
         or _of_specs(kv_cache_config)
         or _of_layers(vllm_config)
     )
-    return f"vLLM itself forbids prefix caching: {why}" if why else _of_outputs(vllm_config)
+    if why:
+        return f"vLLM itself forbids prefix caching: {why}"
+    return _of_outputs(vllm_config) or _of_scales(vllm_config, kv_cache_config)
 
 
 def _of_platform(vllm_config: Any) -> str:
@@ -125,4 +128,26 @@ def _of_outputs(vllm_config: Any) -> str:
     return (
         "with enable_return_routed_experts vLLM needs the experts of every token of a hit, and has "
         "them only of tokens that this engine computed"
+    )
+
+
+def _of_scales(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Returns why the engine's first step would spoil loaded KV.
+
+    vLLM's Triton attention sets the scales in all pages of a layer to 1 when the layer first runs.
+    Only the warm-up of runner V2 runs it before requests come. Source:
+    `TritonAttentionImpl._ensure_scale_caches` and `Worker.compile_or_warm_up_model` in vLLM 0.32.
+    """
+    modes = [
+        getattr(spec, "kv_quant_mode", KVQuantMode.NONE)
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    ]
+    if not any(mode.is_per_token_head for mode in modes) or (
+        vllm_config.use_v2_model_runner and vllm_config.kernel_config.enable_jit_warmup
+    ):
+        return ""
+    return (
+        f"without its kernels' warm-up (enforce_eager, or runner V1) vLLM resets the scales of "
+        f"kv_cache_dtype {vllm_config.cache_config.cache_dtype} in its first step, after loads"
     )
