@@ -34,10 +34,12 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
+from hotkv_client.link import descriptor_socket
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, HttpServer
 from hotkv_server.wire.health import HealthService
 from tests.robustness.raw_client import RawSession
@@ -305,6 +307,14 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
     with marked_engine(server.target) as session:
         session.ping(10)
     assert b"farewell" not in server.log.read_bytes()
+
+
+def test_who_leaves_before_its_ticket_comes_is_no_defect(server: Server) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(str(descriptor_socket(server.target)))
+        peer.send(session_pb2.LinkRequest(wants_ticket=True).SerializeToString())
+    wait_for(lambda: b"left before the answer" in server.log.read_bytes())
+    assert b"a call failed in the server" not in server.log.read_bytes()
 
 
 def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:

@@ -16,8 +16,10 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.tables import show_status
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import Reason
 from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.places import found
+from tests.server.refusals import refused
 from tests.server.support import hashes
 from tests.server.tiered import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered
 from tests.support.waiting import wait_for
@@ -64,6 +66,12 @@ def test_a_lookup_or_a_lease_fetches_its_hit_for_the_next_one(shared: Tiered) ->
         ask(engine, chain)
         wait_for(lambda: bool(engine.session.probe(0, chain).all()))
     assert shared.loads(chain, content)
+
+
+def test_a_lease_on_no_group_is_refused_before_a_tier_is_asked(shared: Tiered) -> None:
+    assert shared.engine is not None
+    asked = shared.engine.session.acquire("a", [GroupHashes(-1, hashes(1))])
+    assert refused(asked).reason is Reason.INVALID_FIELD
 
 
 def lease(engine: PagedEngine, chain: list[bytes]) -> list[bool]:

@@ -328,12 +328,12 @@ class LiveSession:
         numbers its representations (compact forms of keys, for sparse attention) after the key
         space's groups.
 
-        Raises INVALID_FIELD for a number that is too high. The core refuses negative numbers.
+        Raises INVALID_FIELD for a number that is negative or too high.
         """
         num_groups, kinds = len(self.key_space.groups), self.record.representations
-        if named < num_groups:
+        if 0 <= named < num_groups:
             return named
-        if named - num_groups >= len(kinds):
+        if not 0 <= named - num_groups < len(kinds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"group_index is {named}; this key space has {num_groups} groups and the "

@@ -206,6 +206,9 @@ class DescriptorServer:
                 raise
             session.close_link = connection.close
             return True
+        except ConnectionError:
+            log.info("descriptor socket: the peer left before the answer")
+            return False
         except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
             refusal = as_refusal(self._node, error, f"descriptor socket {peer}")
             try:
