@@ -101,6 +101,16 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode == INTERRUPTED
 
 
+def test_a_server_that_hangs_is_not_a_stream_without_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket(socket.AF_UNIX) as hanging:
+        hanging.bind(str(tmp_path / "admin.sock"))
+        hanging.listen()
+        ended, printed, said = runner(capsys, f"unix:{tmp_path}/grpc.sock")("events", "--seconds=1")
+    assert (ended, printed) == (1, "") and "no answer in time" in said
+
+
 def test_ctrl_c_ends_a_simulation_without_a_traceback(tmp_path: Path) -> None:
     """While it reads a trace that never ends."""
     os.mkfifo(trace := tmp_path / "trace")
