@@ -86,6 +86,14 @@ def test_a_reader_that_stops_early_sees_no_traceback(
     assert process.returncode == 0
 
 
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [*SERVER, "run", "--help-settings"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "the output is not whole: No space left on device\n"
+
+
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     """While it waits for a server that takes the call and never answers."""
     with socket.socket(socket.AF_UNIX) as hanging:
