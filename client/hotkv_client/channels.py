@@ -138,6 +138,10 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "no host of that name is known; --target is unix:/PATH or HOST:PORT",
     ),
     (
+        ("before receiving SETTINGS",),
+        "the server accepts connections and does not answer: it is busy or hangs",
+    ),
+    (
         ("Handshake", "handshake", "SSL", "CERTIFICATE", "TLS"),
         "no TLS connection: the server speaks none there, or --tls-ca, --tls-certificate or "
         "--tls-server-name do not fit it",

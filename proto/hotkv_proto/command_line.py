@@ -3,6 +3,7 @@ known name that is similar. `ended` ends a command that is interrupted."""
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
@@ -78,14 +79,19 @@ def _hint(word: str, known: Iterator[str]) -> str:
 
 def ended(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit status: 130 after Ctrl-C; 0 if the reader of the output
-    stops early, as `head` does."""
+    stops early, as `head` does; 1 if the output's disk is full."""
     try:
         status = command()
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         # Otherwise Python would write the buffered rest when it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if error.errno == errno.EPIPE:
+            return 0
+        print(f"the output is not whole: {error.strerror}", file=sys.stderr)
+        return 1

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import hotkv_proto
 from hotkv_proto import extras, native
-from hotkv_proto.command_line import Parser, ended
+from hotkv_proto.command_line import INTERRUPTED, Parser, ended
 from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
@@ -78,8 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
-        # A server prints nothing, so a broken pipe would be a defect.
-        return _run(known, flags)
+        # Not by `ended`: a server prints nothing, so a broken pipe would be a defect.
+        try:
+            return _run(known, flags)
+        except KeyboardInterrupt:
+            return INTERRUPTED
     runs = {
         "run": lambda: _run(known, flags),
         "tiers": lambda: _check_tiers(known, flags),

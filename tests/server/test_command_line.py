@@ -86,6 +86,14 @@ def test_a_reader_that_stops_early_sees_no_traceback(
     assert process.returncode == 0
 
 
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [*SERVER, "run", "--help-settings"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "the output is not whole: No space left on device\n"
+
+
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
     """Interrupts a command that waits for a server which accepts the call and never answers."""
     with socket.socket(socket.AF_UNIX) as hanging:
@@ -99,6 +107,16 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
                 assert process.stderr is not None
                 assert process.stderr.read() == ""
     assert process.returncode == INTERRUPTED
+
+
+def test_a_server_that_hangs_is_not_a_stream_without_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket(socket.AF_UNIX) as hanging:
+        hanging.bind(str(tmp_path / "admin.sock"))
+        hanging.listen()
+        ended, printed, said = runner(capsys, f"unix:{tmp_path}/grpc.sock")("events", "--seconds=1")
+    assert (ended, printed) == (1, "") and "no answer in time" in said
 
 
 def test_ctrl_c_ends_a_simulation_without_a_traceback(tmp_path: Path) -> None:

@@ -135,13 +135,18 @@ class Terminal:
     """`hotkv top` on a pseudo-terminal."""
 
     def __init__(
-        self, server: Server, *flags: str, width: int = WIDTH, height: int = HEIGHT
+        self,
+        server: Server,
+        *flags: str,
+        width: int = WIDTH,
+        height: int = HEIGHT,
+        term: str = "xterm-256color",
     ) -> None:
         self.screen = pyte.Screen(width, height)
         self._stream = pyte.ByteStream(self.screen)
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            os.environ.update(TERM="xterm-256color", COLUMNS=str(width), LINES=str(height))
+            os.environ.update(TERM=term, COLUMNS=str(width), LINES=str(height))
             arguments = ["--target", server.target, "top", "--interval", "0.2", *flags]
             os.execv(sys.executable, [*HOTKV, *arguments])
 
@@ -203,6 +208,14 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.press("?")
     terminal.wait("choose a row")
     terminal.end()
+
+
+@pytest.mark.usefixtures("readings")
+def test_a_terminal_without_a_cursor_shows_lines(server: Server) -> None:
+    """As in a build's log or an editor's shell."""
+    terminal = Terminal(server, "--count", "0", term="dumb")
+    terminal.wait("hotkv-server", "alpha")
+    terminal.end("\x03")
 
 
 def test_the_screen_goes_on_while_its_server_hangs_dies_and_comes_back() -> None:

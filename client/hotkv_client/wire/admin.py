@@ -100,14 +100,19 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
     """Yields the answers of a server stream until its deadline.
 
-    Raises HotKVError if the stream fails earlier.
+    Raises HotKVError if the stream fails earlier, or has had no answer at all: a server sends the
+    first answer at once.
 
     seconds: the stream's deadline, as it was given to the call; 0: no deadline.
     """
+    has_answered = False
     try:
-        yield from call
+        for answer in call:
+            has_answered = True
+            yield answer
     except grpc.RpcError as error:
-        if not seconds or error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+        is_end = has_answered and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        if not seconds or not is_end:
             raise as_error(error) from error
     finally:
         call.cancel()

@@ -77,7 +77,8 @@ POLL_S = 0.05
 
 
 def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """Shows a screen on a terminal, or lines if output is a pipe or `count` or `as_json` is set.
+    """Shows a screen on a terminal, or lines if output is a pipe, if the terminal can't move its
+    cursor, or if `count` or `as_json` is set.
 
     Raises HotKVError if the server does not answer, ValueError for invalid options.
     """
@@ -87,7 +88,8 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
         )
     if count < 0:
         raise ValueError(f"--count {count}: give a number of readings, 0 for no end")
-    if count or as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    has_screen = sys.stdin.isatty() and sys.stdout.isatty() and _has_cursor()
+    if count or as_json or not has_screen:
         with contextlib.suppress(KeyboardInterrupt):
             show_lines(client, interval_s, count, as_json=as_json)
         return
@@ -97,6 +99,11 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
             "with --count"
         )
     show_screen(client, interval_s)
+
+
+def _has_cursor() -> bool:
+    """Returns whether the terminal can move its cursor; rich draws nothing on others."""
+    return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
