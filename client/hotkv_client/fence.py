@@ -66,7 +66,8 @@ class Fence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight by setting every word. `take` clears a word again."""
+        """Revokes all stores in flight: sets the words of all stores (one word per store). `take`
+        clears a word for its next store."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
@@ -130,8 +131,8 @@ class SharedFence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight by setting every word. `Revocations.take` clears a word
-        again."""
+        """Revokes all stores in flight: sets the words of all stores (one word per store) on this
+        session's page. `Revocations.take` clears a word for its next store."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:

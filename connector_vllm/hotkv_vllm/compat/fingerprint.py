@@ -321,8 +321,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _model_settings(config: Any) -> Any:
-    """Returns a transformers config without its path and the version of the library that wrote it,
-    at any depth."""
+    """Returns a copy of a transformers config. The copy and all nested configs lack two fields: the
+    model's path, and the version of the transformers library."""
     if isinstance(config, dict):
         return {
             name: _model_settings(entry)

@@ -212,7 +212,9 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """Returns whether a live request of an adapter may use the shared cache."""
+        """Returns whether a request with a LoRA adapter may use the shared cache now, and if not,
+        whether the request should wait (see `Standing`). NEVER if `arrived` did not register the
+        request, or the adapter's bytes changed or are unknown."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER

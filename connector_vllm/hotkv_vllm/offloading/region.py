@@ -19,10 +19,10 @@ class NoRegion(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The rows (each a chunk of one KV cache group) of the primary tier. Row r begins at byte
-    `offset` + r * `row_bytes` of the file.
+    """The rows of vLLM's primary tier (the CPU memory of its KV offloading), each a chunk of one KV
+    cache group. Row r begins at byte `offset` + r * `row_bytes` of the file `fd`.
 
-    fd: a duplicate of vLLM's descriptor. The owner of the region closes it.
+    fd: a duplicate of vLLM's descriptor of the file. The owner of the region closes the duplicate.
     """
 
     fd: int
@@ -40,8 +40,8 @@ class Region:
 
 
 def region_of(view: memoryview) -> Region:
-    """Returns the file and the place of the rows that a view with shape [rows, bytes] shows. Raises
-    NoRegion, OSError."""
+    """Returns the file in which the rows of `view` (shape [rows, bytes]) lie, and their place in
+    the file. Raises NoRegion, OSError."""
     rows = np.asarray(view)
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
         raise NoRegion(f"the primary tier has shape {rows.shape} and strides {rows.strides}")

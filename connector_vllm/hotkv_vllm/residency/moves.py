@@ -56,8 +56,12 @@ class Relief:
 
 
 def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
-    """Returns the requests to move off the device, in order. `reliefs`: the requests that can be
-    moved, in the order in which they came."""
+    """Returns the ids of the requests to move off the device, in the order of the moves (see the
+    module).
+
+    reliefs: the requests that can be moved, in the order in which they came, each with the blocks
+        that its move would yield.
+    """
     free, unpromised, left, chosen = demand.free, -demand.promised, dict(reliefs), []
 
     def move(request_id: str) -> None:

@@ -3,10 +3,11 @@ they may occupy. Scheduler thread only.
 
 Five classes, each with a rule:
 - `LoadOrders` collects the orders to the workers about loads.
-- `Quarantine` keeps blocks that a hung server may still write out of vLLM's pool.
+- `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
 - `LoadRoom` limits how many loads hold device blocks at once.
-- `OtherLoads` tracks loads of connectors beside this one, because they decide what may be stored.
+- `OtherLoads` tracks loads of other connectors: blocks that such a load may have failed to fill
+  must not be stored.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,14 +25,15 @@ class LoadOrders:
     """The orders about loads that the next step carries to the workers, and the loads whose end
     vLLM awaits. Scheduler thread only.
 
-    Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and its end
-    is handled once. Ends of other connectors' loads are ignored.
+    Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and the
+    load's end is handled once. Ends of other connectors' loads are ignored.
 
-    Fallbacks of broken hooks read and write the plain attributes and call no methods: a fault in a
-    method must not break the fallback too.
+    If a hook (a method that vLLM calls) raises, its fallback reads and writes the plain attributes
+    below and calls no methods of this class: a fault in a method must not break the fallback too.
 
     jobs: loads to begin, by request.
-    cancelled, abandoned: requests whose load is to be cancelled or reported as failed.
+    cancelled: requests whose load the workers are to cancel.
+    abandoned: requests whose load the workers are to report as failed.
     awaited: requests whose load's end vLLM awaits.
     """
 

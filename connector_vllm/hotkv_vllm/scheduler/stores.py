@@ -462,8 +462,9 @@ class StorePlanner:
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
     ) -> None:
-        """Plans the stores of a request that ends. Blocks whose hash became known after the last
-        step are stored with the next step, if they are still unwritten then."""
+        """Plans the stores of a request that ends: blocks whose hash became known after the
+        request's last step. They are stored with the engine's next step, up to the first block that
+        the next step overwrites."""
         if self._is_closed or not self._session.connected:
             return
 

@@ -122,8 +122,9 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report a request whose KV may be shared, if it can decode with a long
-        context."""
+        """Begins to report a new request to the server, if the request's first decode step has a
+        context of at least `min_context_tokens` (shorter contexts are decoded dense). The request's
+        KV must be allowed to be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)

@@ -450,8 +450,8 @@ class Capability:
     async def check_blocks(
         self, model: str, block_tokens: int, hashes: Sequence[int]
     ) -> BoolMask | None:
-        """Returns which blocks of a prompt are cached, in any medium; None if this capability
-        answers no such questions.
+        """Returns which blocks of a prompt are cached, in any medium; None if this capability can't
+        tell.
 
         model: the name that requests use.
         block_tokens: tokens in a block; 0: whatever the model's blocks have.

@@ -242,8 +242,12 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Returns a line (`inspect.story`) about each entry that variables of the failing calls name,
-    innermost call first; at most MAX_STORIES."""
+    """Returns a line with the present state (`inspect.story`) of each entry of the cache that an
+    exception may concern, at most MAX_STORIES lines; empty if the block index is not found.
+
+    Looks in the frames of the exception's traceback, innermost first, for entry numbers in local
+    variables called as in ENTRY_NAMES.
+    """
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):

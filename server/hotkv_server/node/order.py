@@ -45,13 +45,13 @@ class MarkReader(Protocol):
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Returns whether the mark has passed, without waiting.
+        """Returns whether the engine's device has passed the mark, without waiting.
 
         Raises DeviceError if the mark can't be read.
         """
 
     def close(self) -> None:
-        """Closes everything. After it, `has_passed` raises DeviceError."""
+        """Closes the events or words. `has_passed` then raises DeviceError."""
 
 
 class EventMarks:
@@ -120,7 +120,7 @@ class DeviceWords:
     """Reads marks (points in the engine's device queue) that are counters in words of device
     memory, through a copy in host memory.
 
-    If the copy does not show that a mark has passed, `has_passed` starts a new copy.
+    If the copy does not show that the device has passed a mark, `has_passed` starts a new copy.
     """
 
     kind = OrderKind.FLAGS

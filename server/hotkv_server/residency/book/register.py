@@ -89,8 +89,8 @@ class ResidentGroup:
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations (compact forms of keys). `positions`
-        increase, and none of them has a row."""
+        """Adds rows for blocks, without representations (compact forms of keys). `positions` must
+        increase, and the group must not have a row for any of them yet."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
