@@ -55,7 +55,8 @@ class AdminClient:
     def ping(self, service: str = "") -> bool:
         """Returns whether the server serves. Uses the engines' socket, not the admin socket.
 
-        service: "live" asks whether the server is healthy; the answer is True even while it drains.
+        service: "live" asks whether the server is healthy; the answer is True even while the server
+            drains.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)

@@ -30,7 +30,7 @@ SUMS = (
 
 def targets_of(target: str) -> list[str]:
     """Returns the servers that `--target` names: A,B,C, or @FILE with a server a line. Raises
-    OSError, or ValueError if the file names none."""
+    OSError, or ValueError if the file names no server."""
     if not target.startswith("@"):
         return [one.strip() for one in target.split(",") if one.strip()]
     lines = (line.partition("#")[0].strip() for line in Path(target[1:]).read_text().splitlines())

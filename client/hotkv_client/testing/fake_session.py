@@ -486,8 +486,8 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """Returns a future for a store over a shared fence. It resolves with `answer`, or at once
-        if the store is cancelled.
+        """Returns a future for a store over a shared fence. The future resolves with `answer`, or
+        at once if the store is cancelled.
 
         The store's word stays in use until `answer`, the server's own future, is resolved.
         """

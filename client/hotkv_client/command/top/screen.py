@@ -75,7 +75,7 @@ class View:
     inside: show only the chosen engine, with its details.
     paused: the screen keeps the figures of the last reading.
     helps: show the help of the keys.
-    problem: why the last reading failed; empty if it did not.
+    problem: why the last reading failed; empty if it did not fail.
     hit_ratios: hit ratios of the last readings, oldest first.
     """
 
