@@ -107,7 +107,7 @@ class CudaHotSets:
 
     def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
         """Sets up the hot set (blocks on the device to which a step attends) of a new sequence.
-        Call it between two steps. Blocks until the tables are copied to the device.
+        Call this method between two steps. Blocks until the tables are copied to the device.
 
         sequence: the state (index in the tables) of the sequence.
         blocks: the blocks that the slots 0, 1, … already contain, most recently used first.
