@@ -168,11 +168,11 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     sparse, adapters: None without a report.
     handshakes: one per rank, if the scheduler asked for them.
     settled_step, timed_step: the step's numbers; 0 without a number.
-    overdue_loads: transfers that the server was asked to end and has not ended.
+    overdue_loads: transfers that the server was asked to end, and that have not ended.
     settled_loads: by held transfer, the number of ranks in which the server can't write any more.
     load_seconds: by request, the longest time that the server took for its load in any rank. Below
         0 if a rank's time limit was reached.
-    links: by rank, why it has no session; empty if it has a session.
+    links: by rank, why the rank has no session; empty if the rank has a session.
     weights: reports by rank.
     """
 

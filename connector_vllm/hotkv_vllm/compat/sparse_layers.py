@@ -77,7 +77,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
 
 
 def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
-    """Returns the reason for which a CUDA engine can't decode sparsely; empty if it can."""
+    """Returns the reason for which a CUDA engine can't decode sparsely; empty if the engine can."""
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
         return (

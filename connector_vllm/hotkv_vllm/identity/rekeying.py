@@ -49,8 +49,8 @@ class WeightsOrder:
 class WeightsReport:
     """A rank's report to the scheduler.
 
-    question: number of the check that it answers; 0 if the rank has noticed a change unasked and
-        has no digest yet.
+    question: number of the check that the report answers; 0 if the rank has noticed a change
+        unasked and has no digest yet.
     is_original: the rank has the weights that it started with.
     was_written: the weights were written since the last check that has ended.
     """
@@ -179,7 +179,7 @@ class Rekeying:
         """Returns the order about weights that this step carries to the ranks; None until the first
         check.
 
-        Every step carries it, since a step may break."""
+        Every step carries the order, since a step may break."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)

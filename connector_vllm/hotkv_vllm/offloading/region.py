@@ -52,7 +52,7 @@ def region_of(view: memoryview) -> Region:
 
 def _mapped_file(begin: int, end: int) -> tuple[int, int]:
     """Returns the inode that is mapped over all of the addresses, and the offset in the file at
-    which they begin. Raises NoRegion."""
+    which the addresses begin. Raises NoRegion."""
     found: tuple[int, int] | None = None
     at = begin
     with open("/proc/self/maps") as maps:

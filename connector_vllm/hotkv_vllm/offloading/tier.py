@@ -78,8 +78,8 @@ class RequestInTier:
     """The tier's state for a request.
 
     request: vLLM's `Request`; None if the connector has not passed it to the tier.
-    is_excluded: True if its hashes do not cover all that decides its KV, so that it does not use
-        the cache.
+    is_excluded: True if the request's hashes do not cover all that decides the request's KV, so
+        that the request does not use the cache.
     ready: by key, whether the server has the chunk, as of `probed_s`.
     answer: future of the server's answer about chunks that the block table does not show; None
         before the server was asked.
@@ -108,7 +108,7 @@ class HotKVTier(SecondaryTierManager):
     """Implements the tier interface that vLLM's `TieringOffloadingManager` calls.
 
     settings: the connector's settings, `hotkv.target` and so on (`config.ConnectorConfig`). Raises
-        ConfigError if one is wrong, or can't be served behind vLLM's offloading.
+        ConfigError if a setting is wrong, or can't be used behind vLLM's offloading.
 
     may_load, may_store: True if the engine's role allows loads, and stores.
     may_repeat: True if chunks that are on the device already may be stored.
@@ -357,7 +357,7 @@ class HotKVTier(SecondaryTierManager):
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
         """Asks the block table. Asks the server too if there is no table, or if the server has
-        tiers below host memory; these are asked once for a request."""
+        tiers below host memory; these tiers are asked once for a request."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -454,7 +454,7 @@ class HotKVTier(SecondaryTierManager):
         known: RequestInTier,
     ) -> list[BlockRun]:
         """Returns chains of the chunks that the server lacks. vLLM gives keys in any order; their
-        positions in the prompt say which follow each other."""
+        positions in the prompt say which chunks follow each other."""
         ends = _ends_of(context)
         at = {(get_offload_group_idx(key), end): key for key, end in ends.items()}
         runs: list[BlockRun] = []

@@ -279,8 +279,8 @@ class _Once:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """Calls `done` with the future's result, or `failed` if it has none. If `done` raises, calls
-    `failed`."""
+    """Calls `done` with the future's result, or `failed` if the future has no result. If `done`
+    raises, calls `failed`."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -42,7 +42,7 @@ class Relief:
     """The blocks that the device's pool gains if a request is moved off the device.
 
     freed: blocks that the move frees, less the hot slots (device blocks for selected blocks) that
-        it allocates; may be negative.
+        the move allocates; may be negative.
     unpromised: blocks that the request no longer needs for its prompt.
     """
 

@@ -133,7 +133,7 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Makes `_sizes` hold `page_bytes` at least `count` times. Most calls find it so."""
+        """Makes `_sizes` hold `page_bytes` at least `count` times. Most calls find the array so."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 
@@ -206,9 +206,9 @@ class PageStaging:
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
         """Returns pages of `layer`: first the pages of the server's slots at addresses `slots` [n],
-        then the pages at addresses `here` [m]. They are valid until the next call.
+        then the pages at addresses `here` [m]. The pages are valid until the next call.
 
-        goes_on: the next layer is going to ask for the same slots.
+        goes_on: True if the next layer is going to ask for the same slots.
         """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
@@ -331,8 +331,9 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Fills hot slots with the pages of these positions, if they do not hold them yet. Returns
-        the slots' blocks. Raises LostBytesError."""
+        """Fills hot slots (device blocks for selected blocks) with the pages of the blocks at these
+        positions, unless the slots hold the pages already. Returns the slots' blocks. Raises
+        LostBytesError."""
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
             raise LostBytesError(

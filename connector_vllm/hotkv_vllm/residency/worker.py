@@ -49,9 +49,10 @@ only the server has."""
 class BatchRow:
     """A row of the batch.
 
-    blocks: int32, its block table; entries of freed blocks are meaningless.
-    whole_table: int32, its block table with the hot slots that hold the freed blocks, for a context
-        that fits in the hot slots; None before a layer needs it.
+    blocks: int32, the row's block table; entries of freed blocks are meaningless.
+    whole_table: int32, the row's block table with the hot slots (device blocks for selected blocks)
+        that hold the freed blocks, for a context that fits in the hot slots; None before a layer
+        needs it.
     """
 
     row: int

@@ -382,7 +382,8 @@ class WrittenBlocks:
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Records the schedule of a step. Its blocks are computed only if `of_step` is called."""
+        """Records the schedule of a step. The blocks that the step writes are computed only if
+        `of_step` is called."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:

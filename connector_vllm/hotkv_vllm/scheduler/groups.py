@@ -78,9 +78,9 @@ class CachedGroups:
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
         """Returns vLLM's hashes of a group's blocks; every request has them.
 
-        They distinguish the blocks of a request. They must be salted before they name blocks in the
-        server, because two requests with equal hashes may differ in inputs that vLLM's hash does
-        not cover.
+        These hashes distinguish the blocks of a request. The hashes must be salted before they name
+        blocks in the server, because two requests with equal hashes may differ in inputs that
+        vLLM's hash does not cover.
         """
         return self._of_group(request.block_hashes, index)
 

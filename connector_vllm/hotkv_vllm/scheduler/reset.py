@@ -79,7 +79,7 @@ class CacheReset:
         return accepted
 
     def hold(self) -> None:
-        """Schedules a reset that could not begin. The next steps begin it."""
+        """Schedules a reset that could not begin. The next steps begin the reset."""
         self.under_way = self._stores.is_held = True
         self._answer = None
         self._retry_at_s = 0.0

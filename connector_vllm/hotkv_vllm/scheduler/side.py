@@ -175,8 +175,8 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines, and discards what this side
-        knows of it.
+        """Empties the shared cache of this key space, for all engines, and discards this side's
+        knowledge of the cache.
 
         Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
         most.

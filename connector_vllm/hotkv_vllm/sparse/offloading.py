@@ -49,7 +49,7 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Ids of the host blocks to load, int32. They are pinned until the load ends."""
+    """Ids of the host blocks to load, int32. The blocks are pinned until the load ends."""
 
     blocks: I32
 
@@ -146,7 +146,7 @@ class SparseOffloadingManager:
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
         """Allocates host blocks int32 for new blocks, which become ready in `complete_store`.
-        Raises OVERLOADED if there are too few."""
+        Raises OVERLOADED if too few blocks are free."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
@@ -192,7 +192,7 @@ class HostPages(Protocol):
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages of `hot` to blocks [n]. Raises an error if they can't be stored."""
+        """Copies pages of `hot` to blocks [n]. Raises an error if the pages can't be stored."""
         ...
 
 
@@ -273,8 +273,8 @@ class _Staged:
 
 class ResidencyPages:
     """A residency of hotkv-server. Pages are read from the mapped arena, without a call. A block is
-    stored once all layers have provided their page of it. After that it is read only while the
-    server pins it.
+    stored once all layers have provided their page of it. After that the block is read only while
+    the server pins it.
 
     memory: uint8 [L, S, page bytes], staging memory that `session` has registered. Blocks wait here
         for their store. A slot of the server has a block's pages in the same order of layers.

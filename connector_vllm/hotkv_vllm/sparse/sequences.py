@@ -38,7 +38,7 @@ class StreamCount:
     """Counts how often the session has found a server. All sequences end with the stream in which
     they were created.
 
-    The session's thread calls it; it then calls `then`.
+    The session's thread calls this object, which then calls `then`.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -66,7 +66,7 @@ class _Followed:
     num_sent: number of blocks that were sent to the server, per group. The next block is complete
         at `next_tokens`.
     answers: futures of the calls whose answers were not read yet.
-    has_decoded: True once its first sparse step has been planned.
+    has_decoded: True once the request's first sparse step has been planned.
     end_by_s: after the request's end, the time at which its sequences are deleted even if its last
         selections have not arrived.
     """

@@ -58,8 +58,8 @@ class LayerFaults:
 
     A layer that has failed `MAX_IN_A_ROW` times without a good step between is turned off for
     `FIRST_REST_STEPS` steps, then for twice as many with each further fault, up to
-    `LONGEST_REST_STEPS`. A good step resets this. The first fault and the first rest of a layer are
-    logged, once each.
+    `LONGEST_REST_STEPS`. A good step resets both numbers. The first fault and the first rest of a
+    layer are logged, once each.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class LayerFaults:
         return f"LayerFaults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
-        """Returns True if sparse attention is off for the layer in this step, so that it attends to
-        everything."""
+        """Returns True if sparse attention is off for the layer in this step, so that the layer
+        attends to everything."""
         trouble = self._troubles.get(layer_name)
         return trouble is not None and step < trouble.until_step
 
@@ -114,7 +114,7 @@ class LayerFaults:
 class _Sequence:
     """The state of a request's sequence.
 
-    layers: its state in each layer, by the layer's name.
+    layers: the sequence's state in each layer, by the layer's name.
     selected: bool, positions that were selected since the last report.
     """
 
@@ -243,7 +243,8 @@ class SparseWorker:
 
     def gave_up(self, layer_name: str) -> None:
         """Records that the layer attends to everything in this step, because its block tables could
-        not be rewritten. If an exception is being handled, it counts as the layer's fault."""
+        not be rewritten. If an exception is being handled, the exception counts as the layer's
+        fault."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
