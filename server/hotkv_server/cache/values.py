@@ -69,7 +69,8 @@ class CoreConfig:
         arena.
     check_stride: stride of check values, see `integrity.check_values`; 0 turns them off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
-    is_backed: False if the arena has no memory yet; `Space.grow` then reports how much it has.
+    is_backed: False if the arena has no memory yet; `Space.grow` then reports how much of the arena
+        has memory.
     """
 
     arena_bytes: int
@@ -102,7 +103,7 @@ class Run:
     """A chain of consecutive blocks of a group.
 
     hashes: uint32 words [n, 8].
-    parent: hash words [8] of the block before the first; None at the root.
+    parent: hash words [8] of the block before the first block; None if the run begins its sequence.
     depth: number of blocks that precede the first block in its sequence.
     """
 
@@ -184,7 +185,7 @@ class SessionRecord:
 
     number: the session's public number; only the node knows its secret id.
     representations: group index of each kind of representation (compact form of keys, for sparse
-        attention) that it declares.
+        attention) that the session declares.
     """
 
     number: int

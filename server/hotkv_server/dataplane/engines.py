@@ -38,8 +38,8 @@ class Gate(Protocol):
 
 
 class CopyJob:
-    """The copies of a transfer. A copy engine splits it into pieces. `cancel` may be called from
-    any thread and takes effect between pieces.
+    """The copies of a transfer. A copy engine splits the job into pieces. `cancel` may be called
+    from any thread and takes effect between pieces.
 
     `gate`: delays the job (see `Gate`). `CopyEngines` polls it; the copy engines of single devices
         assume that it has passed.
@@ -99,8 +99,8 @@ class CopyJob:
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of `piece_done` calls that end the job; ends it at once for 0. Only copy
-        engines call it."""
+        """Sets the number of `piece_done` calls that end the job; ends the job at once for 0. Only
+        copy engines call it."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:

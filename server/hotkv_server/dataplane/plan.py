@@ -28,9 +28,9 @@ have more."""
 class Region:
     """Memory of this process.
 
-    address, num_bytes: where it lies, and its size.
+    address, num_bytes: where the memory lies, and its size.
     name: for messages.
-    device: number of its device, or HOST.
+    device: number of the memory's device, or HOST.
     """
 
     address: int

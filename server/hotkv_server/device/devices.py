@@ -160,8 +160,8 @@ class Devices:
 
         Raises DeviceError, also if another tenant has the allocation open: a handle alone gives no
         access to another tenant's memory. Raises ValueError if the memory is on another device than
-        `device`. CUDA alone would not refuse it: it also opens memory of devices that can reach
-        each other.
+        `device`. CUDA alone would not refuse such memory: CUDA also opens memory of another device
+        that this device can reach.
         """
         with self._lock:
             opened = self._memory.get((device, handle))

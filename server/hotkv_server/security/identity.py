@@ -26,11 +26,11 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 class Peer:
     """A peer with its proofs; by default without proofs.
 
-    `where`: its address, for people.
-    `uid`: of its process; -1 if unknown.
-    `gids`: all its groups.
-    `token_digest`: SHA-256 of the bearer token that it sent; empty without a token.
-    `certificate_names`: of the client certificate that the TLS handshake has verified.
+    `where`: the peer's address, for people.
+    `uid`: user id of the peer's process; -1 if unknown.
+    `gids`: all groups of the peer's process.
+    `token_digest`: SHA-256 of the bearer token that the peer sent; empty without a token.
+    `certificate_names`: names in the client certificate that the TLS handshake has verified.
     """
 
     where: str = "nobody"

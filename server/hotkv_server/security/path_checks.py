@@ -41,10 +41,10 @@ def check_runtime_dir(path: Path) -> None:
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
     """Makes the directory of the arena if it is missing. Raises UnsafeError unless this user owns
-    it, and others can't read it.
+    the directory, other users have no access to it, and its group can't write to it.
 
-    `is_private`: its group can't read it either. Otherwise tenants in the group could read each
-        other's blocks.
+    `is_private`: True: the directory's group must have no access either, because tenants in the
+        group could read each other's blocks.
     """
     _make(path, 0o700)
     status = _directory(path)

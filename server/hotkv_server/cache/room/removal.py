@@ -195,7 +195,7 @@ class Removal:
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
         """Removes ready blocks, with a notice. Pinned blocks keep their slots until `reap` frees
-        them."""
+        the slots."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -215,8 +215,8 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved entries that are pinned, without a notice. They keep their slots until
-        `reap` frees them."""
+        """Detaches reserved entries that are pinned, without a notice. The entries keep their slots
+        until `reap` frees the slots."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
@@ -492,8 +492,8 @@ class Rebalancer:
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
         """Sets the cost of slabs that other sizes are promised (`SlabFloors`) to inf: of each other
-        size its most costly slabs, as many as its floor needs, and as many free slabs as it is
-        short of."""
+        size its most costly slabs, as many as that size's floor needs, and as many free slabs as
+        that size is short of."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:

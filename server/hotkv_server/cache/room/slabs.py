@@ -89,8 +89,8 @@ class FreeSlots:
 
 class SlabFloors:
     """The number of slots of each size that were promised, for example to residencies: the floor of
-    the size. Keeps enough slabs available for them. A promise in bytes alone would be weak, because
-    a pinned slot blocks its slab for every other slot size.
+    the size. Keeps enough slabs available for the promised slots. A promise in bytes alone would be
+    weak, because a pinned slot blocks its slab for every other slot size.
 
     lent: returns the number of slabs that a size has.
     num_free: returns the number of free slabs.
@@ -337,7 +337,8 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 
 class SlabPool:
-    """Slots of any size in an arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
+    """Slots of any size in an arena. Offsets are in bytes from the arena's start, multiples of
+    SLOT_ALIGN.
 
     num_slabs: slabs of the whole arena.
     num_backed: slabs that have memory.
@@ -386,8 +387,8 @@ class SlabPool:
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
-        """Marks the first `num_bytes` of the arena as having memory. Slabs that lie wholly in them
-        may be lent from here on."""
+        """Marks the first `num_bytes` of the arena as having memory. Slabs that lie wholly in these
+        bytes may be lent from here on."""
         reached = self._owner[: num_bytes // self.slab_bytes]
         fresh = np.flatnonzero(reached == ABSENT)
         reached[fresh] = FREE
@@ -432,7 +433,8 @@ class SlabPool:
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Returns the slot size that each slab is lent to; FREE, or ABSENT if it has no memory. A
+        """Returns the slot size that each slab is lent to; FREE if the slab is not lent, ABSENT if
+        it has no memory. A
         view: do not change it."""
         return self._owner
 
@@ -540,7 +542,7 @@ class SlabPool:
         return heads
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
-        """Marks slots as used while a pool is rebuilt after a restart. Raises ValueError if they
+        """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
         overlap.
 
         A run (slabs that were lent together) is rebuilt up to its last used slot. Its slabs count

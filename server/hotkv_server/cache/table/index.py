@@ -153,8 +153,8 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Removes ready or reserved entries from the table. They keep their numbers and slots until
-        `remove_detached`."""
+        """Removes ready or reserved entries from the table. The entries keep their numbers and
+        slots until `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 

@@ -299,7 +299,8 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Tries a call MAX_TRIES times. Returns whether it succeeded, and its first failure."""
+        """Tries a call MAX_TRIES times. Returns whether the call succeeded, and the first
+        failure."""
         first = ""
         for _ in range(MAX_TRIES):
             try:
