@@ -225,7 +225,7 @@ class HintWork:
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
         """Sets the outcome of an action that was done for all blocks that are ready. clipped:
-        reason why the action itself was reduced; empty if it was not."""
+        reason why the action itself was reduced; empty if it was not reduced."""
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
         elif outcome.num_done < outcome.num_blocks:

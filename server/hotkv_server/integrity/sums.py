@@ -31,7 +31,7 @@ def add_sums(
     """Adds to `sums` [n] the sums of a shard: `num_bytes` bytes at `offsets` [n] of the memory, 1
     line in every `strides[i]`.
 
-    Releases the GIL; the bytes must not change until it returns. Raises ValueError if a range
+    Releases the GIL; the bytes must not change until the call returns. Raises ValueError if a range
     leaves the memory.
     """
     if len(offsets) and (

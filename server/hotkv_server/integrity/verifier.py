@@ -160,11 +160,11 @@ class Verifier:
 
     def next_batch(self) -> Entries | None:
         """Returns the ready entries that a scrub compares next, by number; None at the end of a
-        pass, after which it starts again. Looks at most at SCANNED_ENTRIES, so a batch may be
-        empty.
+        pass; the next call begins another pass. Looks at no more than SCANNED_ENTRIES entries, so a
+        batch may be empty.
 
-        Numbers that come into use during a pass belong to the next: otherwise a pass would follow
-        the stores, a few blocks at a time, and never end."""
+        Numbers that come into use during a pass belong to the next pass: otherwise a pass would
+        follow the stores, a few blocks at a time, and never end."""
         index, first = self._core.space.index, self._next_entry
         self._pass_end = self._pass_end or index.num_numbers
         if first >= self._pass_end:

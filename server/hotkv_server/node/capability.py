@@ -147,7 +147,8 @@ class Epochs(Protocol):
         every flush, also of other nodes."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True. Returns its last answer."""
+        """Waits, for a bounded time, until `may_serve` returns True. Returns the last answer of
+        `may_serve`."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
@@ -328,7 +329,7 @@ class Capability:
         """Writes files for the next server. Blocks; called on a thread for files (`Clerk`)."""
 
     def release(self) -> None:
-        """Closes resources outside the node. Called after the node has ended, or if it never
+        """Closes resources outside the node. Called after the node has ended, or if the node never
         started. Blocks the calling thread."""
 
     # Events

@@ -127,11 +127,11 @@ class Health:
     ) -> AsyncIterator[None]:
         """Yields for ever, each time after a pause, and watches the current task as `name`.
 
-        wake: ends a pause early, but not before WAKE_S. It is cleared before the turn.
+        wake: ends a pause early, but not before WAKE_S. The event is cleared before the turn.
 
-        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck.
-        A loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
-        tier, a file or anything else that may hang: it starts a task for that.
+        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck. A
+        loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
+        tier, a file or anything else that may hang; it must start a task for that.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
@@ -174,8 +174,8 @@ class Health:
             self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
-        """Checks all watched parts. A stall counts when two checks in a row see it: a process that
-        was stopped for a while recovers at once."""
+        """Checks all watched parts. A stall counts when two checks in a row see the stall: a
+        process that was stopped for a while recovers at once."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}

@@ -298,8 +298,8 @@ def open_order(
     CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks the
     calling thread.
 
-    Its `message` names the marks that failed. Words are preferred, because only the engine's queue
-    writes them: CUDA does not document the state of an event whose engine has died.
+    The `message` of the result names the marks that failed. Words are preferred, because only the
+    engine's queue writes them: CUDA does not document the state of an event whose engine has died.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

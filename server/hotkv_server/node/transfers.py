@@ -110,7 +110,7 @@ each run (consecutive blocks of a group), for each block."""
 
 
 class Deadline:
-    """The deadline of a transfer: cancels a late job, and explains it in `message`.
+    """The deadline of a transfer: cancels a late job, and explains the cancel in `message`.
 
     Always true: waiting for the engine's device does not make a transfer late. Its timeout begins
     when the mark has passed, or at once without a mark. On the event loop, except `mark_passed`.
@@ -221,7 +221,8 @@ class Transfer:
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
-    blocks that have been compared, and fails if any of them is condemned before it ends.
+    blocks that have been compared, and fails if any of these blocks is condemned before the load
+    ends.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class Transfer:
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
         """Starts a transfer that the core has begun with these slots. The future is done after the
-        last access to its memory."""
+        last access to the transfer's memory."""
         means, call = self._means, self._call
         self._slots = slots
         try:

@@ -94,8 +94,8 @@ class Proofs:
 class Tenant:
     """A tenant.
 
-    `sees_table`: whether its sessions may map the block table.
-    `max_sessions`: 0: no limit for this tenant.
+    `sees_table`: whether the tenant's sessions may map the block table.
+    `max_sessions`: most sessions of the tenant; 0: no limit for this tenant.
     """
 
     name: str
@@ -194,8 +194,8 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """Returns a new ticket for the peer. Raises OVERLOADED if its user has too many
-        outstanding."""
+        """Returns a new ticket for the peer. Raises OVERLOADED if the peer's user has too many
+        outstanding tickets."""
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER

@@ -52,7 +52,7 @@ _ABSENT = object()
 
 class Reloader:
     """Reloads settings; see the module. `load` reads the settings again, and raises ValueError if
-    they are wrong."""
+    the settings are wrong."""
 
     def __init__(
         self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
@@ -68,8 +68,8 @@ class Reloader:
         return f"Reloader({len(self._running)} settings)"
 
     def __call__(self) -> bool:
-        """Reads the settings and applies the changes. If they are unusable, logs why and returns
-        False. Never raises. On the event loop."""
+        """Reads the settings and applies the changes. If the settings are unusable, logs why and
+        returns False. Never raises. On the event loop."""
         try:
             return self._reload()
         except Exception as error:

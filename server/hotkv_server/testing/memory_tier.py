@@ -85,7 +85,8 @@ class MemoryStore:
         return sum(len(content) for content, _ in self.content.values())
 
     def damage(self, name: bytes | int, at: int = 0) -> None:
-        """Flips a bit of a stored block. name: its key, or its place. at: offset of the byte."""
+        """Flips a bit of a stored block. name: the block's key, or its place. at: offset of the
+        byte."""
         content, value = self.content[name]
         changed = bytearray(content)
         changed[at] ^= 1

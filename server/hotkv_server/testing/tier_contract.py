@@ -116,7 +116,7 @@ class Bench:
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
         """Returns the argument of a call about the blocks with these numbers, in these slots.
-        sizes: their bytes; empty: whole slots."""
+        sizes: sizes of the blocks in bytes; empty: whole slots."""
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
         blocks = Blocks([key(number) for number in numbers], at, num_bytes)

@@ -123,8 +123,8 @@ class Endpoints:
 
 
 class RpcServer:
-    """The gRPC side of a node. It serves from `start` on. Raises OSError, UnsafeError or ValueError
-    if it can't listen."""
+    """The gRPC side of a node, which serves from `start` on. The constructor raises OSError,
+    UnsafeError or ValueError if the server can't listen."""
 
     def __init__(
         self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints

@@ -69,7 +69,7 @@ class Room:
         keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Makes room for `count` slots of `size` bytes for the tenant `taker`, as far as entries
-        may be evicted for it.
+        may be evicted for that tenant.
 
         is_block: True if representations (compact forms of keys) of other blocks may be dropped to
             make room.

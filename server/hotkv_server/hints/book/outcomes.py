@@ -86,7 +86,8 @@ class _Tracked:
 
     keys: keys of the prompt's hash blocks up to the end of the action's range.
     start: position at which the action's range begins.
-    seen: for each block of the range, True if a request has hit it since, bool [stop - start].
+    seen: for each block of the range, True if a request has hit the block since the action, bool
+        [stop - start].
     """
 
     outcome: HintOutcome
@@ -128,8 +129,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget and returns True. If fewer are left,
-        subtracts nothing and returns False."""
+        """Subtracts `count` actions from the tenant's budget and returns True. If the budget has
+        fewer actions left, subtracts nothing and returns False."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)

@@ -48,8 +48,8 @@ class Copies:
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
-        """Queues blocks that engines stored on this node. Blocks of a sequence must be in its
-        order."""
+        """Queues blocks that engines stored on this node. Blocks of a sequence must be in the order
+        of the sequence."""
         self.lanes[STORED].add(entries)
         self.on_stored()
 

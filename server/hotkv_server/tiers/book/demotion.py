@@ -162,8 +162,8 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Returns the size of the places for the next `num_blocks` of a group. Counts them if the
-        group is not encoded at present."""
+        """Returns the size of the places for the next `num_blocks` of a group. Counts these blocks
+        if the group is not encoded at present."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)

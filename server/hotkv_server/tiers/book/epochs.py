@@ -71,10 +71,10 @@ class EpochStanding:
     `confirmed_s`: when the last question was sent whose answer confirmed the settled epoch.
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
-    `raise_s`: when the last raise was sent, or the earliest time for the next.
+    `raise_s`: when the last raise was sent, or the earliest time for the next raise.
     `raise_for`: number of requested flushes that the last raise covers.
     `told`: number of requested flushes that the store's epoch covers.
-    `told_s`: when the store answered the raise for them.
+    `told_s`: when the store answered the raise for those requests.
     """
 
     epoch: int = NO_EPOCH
@@ -243,7 +243,7 @@ class EpochBook:
 
     def _seal_anew(self, record: Record) -> None:
         """Gives the key space a new seal number for the disk. Blocks that were written before don't
-        match it, even if a power loss restores their records."""
+        match the new number, even if a power loss restores their records."""
         self.last += 1
         record.local = self.last
         self.revision += 1
@@ -447,8 +447,8 @@ class EpochBook:
 
     def rest(self, known: Collection[str], now_s: float) -> None:
         """Marks key spaces that are no longer in use as idle. If there are more than MAX_RECORDS
-        records, also forgets those of key spaces that are idle and not in `known`, the key spaces
-        of this node."""
+        records, also forgets the records of key spaces that are idle and not in `known`, the key
+        spaces of this node."""
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not record.is_waiting:

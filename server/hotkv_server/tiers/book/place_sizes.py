@@ -95,7 +95,8 @@ class PlaceSizes:
             known.fitted_blocks //= 2
 
     def kept_plain(self, key_space_id: int, group: int, num_blocks: int) -> None:
-        """Counts blocks of a group that were written plain because it is not encoded at present."""
+        """Counts blocks of a group that were written plain because the group is not encoded at
+        present."""
         known = self._groups[key_space_id, group]
         known.plain_blocks += num_blocks
         if known.plain_blocks >= RETRY_BLOCKS:

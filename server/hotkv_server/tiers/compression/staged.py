@@ -186,7 +186,8 @@ class Staged:
             self._memory = self._codec = None
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless all parts are free. Don't call it while a part is in use."""
+        """Raises AssertionError unless all parts are free. Don't call this method while a part is
+        in use."""
         with self._changed:
             self._extents.check_invariants()
             assert self._extents.free_bytes == self.num_bytes, "a part is lost"
@@ -252,7 +253,7 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Frees an extent. It must have been allocated with this offset and size."""
+        """Frees an extent. The extent must have been allocated with this offset and size."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

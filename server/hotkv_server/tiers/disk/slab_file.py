@@ -74,7 +74,7 @@ class FileIO:
 
 
 class SlabFileError(OSError):
-    """The slab file is unusable. The message says why, and how to mend it."""
+    """The slab file is unusable. The message says why, and how to mend the file."""
 
 
 class SlabFile:
@@ -220,8 +220,8 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
 
 
 def _make_direct(fd: int, path: Path) -> bool:
-    """Turns direct I/O on and tests it with a read, because some file systems refuse it only then.
-    Returns False if the file system does not support it."""
+    """Turns direct I/O on and tests it with a read, because some file systems refuse direct I/O
+    only at a read. Returns False if the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

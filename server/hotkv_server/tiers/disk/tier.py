@@ -174,7 +174,7 @@ class DiskTier:
         """Implements `Tier`. Waits at most `close_wait_s` for a disk that hangs.
 
         If the disk still hangs after that time, calls under way have not ended, and the arena must
-        stay mapped. When the disk answers, the calls end and the file is closed. Don't call this
+        stay mapped. When the disk answers, the calls end and the file is closed. Don't call `close`
         from an `on_done`.
         """
         self._closing.set()

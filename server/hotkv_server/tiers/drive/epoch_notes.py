@@ -41,8 +41,8 @@ class _Content:
 
 
 class EpochNotes:
-    """Reads and writes the copies of the file; see the module. Without folders it does nothing, and
-    the book ends with the process."""
+    """Reads and writes the copies of the file; see the module. Without folders this object does
+    nothing, and the book ends with the process."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)

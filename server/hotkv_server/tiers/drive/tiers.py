@@ -56,7 +56,7 @@ UP_TIMEOUT_S = 30.0
 @dataclass(slots=True)
 class Coming:
     """A move of blocks up: from a tier into host memory. `num_waiting`: number of callers that wait
-    for it."""
+    for the move."""
 
     source: TierSource
     move: Move
@@ -250,7 +250,7 @@ class Tiers:
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Loads blocks from tiers, and waits until they are in host memory, at most for
         `lookup_wait_s`. The loaded blocks are pinned until the caller calls `let_go`. A caller that
-        is cancelled need not call it."""
+        is cancelled need not call `let_go`."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):

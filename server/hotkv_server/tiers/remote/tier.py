@@ -51,8 +51,8 @@ class RemoteTier:
 
     `cut_reads`, `cut_writes`: split reads and writes into parts.
     `on_epoch`: called with (fingerprint, epoch) if the store has another epoch than a call
-        expected, before that call is answered. NO_EPOCH: the store has no epoch. It is called from
-        any thread and must not block.
+        expected, before that call is answered. NO_EPOCH: the store has no epoch. `on_epoch` is
+        called from any thread and must not block.
     `staged`: staging memory of clients that encode; the tier closes it. None without encoding.
     """
 

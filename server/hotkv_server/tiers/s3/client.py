@@ -105,7 +105,7 @@ class S3Client:
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Implements `Client`. Answers from the index in memory; asks the bucket only for the
-        epochs, and for a listing of a key space that it has not listed yet."""
+        epochs, and for the packs of a key space whose packs were not listed yet."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:

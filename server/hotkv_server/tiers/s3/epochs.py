@@ -46,14 +46,14 @@ def epoch_path(fingerprint: str) -> str:
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns a key space's epoch (number that each flush raises); NO_EPOCH if it has none. Raises
-    StoreError."""
+    """Returns a key space's epoch (number that each flush raises); NO_EPOCH if the key space has no
+    epoch. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns a key space's epoch, and begins an epoch if it has none. Returns NO_EPOCH if the
-    store has no room for the epoch. Raises StoreError.
+    """Returns a key space's epoch (number that each flush raises). If the key space has no epoch,
+    begins an epoch. Returns NO_EPOCH if the store has no room for the epoch. Raises StoreError.
 
     `now_us`: microseconds of the wall clock.
     """
@@ -107,8 +107,8 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
 
 
 def check_conditions(bucket: Bucket, until_s: float) -> None:
-    """Checks that the store honours If-None-Match and If-Match. Raises UnusableError if it does
-    not."""
+    """Checks that the store honours If-None-Match and If-Match. Raises UnusableError if the store
+    ignores one of these conditions."""
     bucket.put(CHECK, b"1", until_s)
     found = bucket.get(CHECK, until_s)
     if found is None:

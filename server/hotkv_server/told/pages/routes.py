@@ -202,10 +202,10 @@ class SavingsPage:
         """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0 for
         all time.
 
-        Requests a new computation, unless the same one is already requested. It begins when the
-        running computation has ended and the rest (pause) after it is over. While the node computes
-        or rests, returns the latest answer for the same window if there is one. Otherwise waits for
-        the new answer. Raises the node's errors.
+        Requests a new computation, unless the same computation is requested already. The
+        computation begins when the running computation has ended and the rest (pause) after it is
+        over. While the node computes or rests, returns the latest answer for the same window if
+        there is one. Otherwise waits for the new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -268,7 +268,7 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
     """Returns which blocks [n] are cached, from the first capability that answers such questions;
-    None if none does.
+    None if no capability answers them.
 
     model: name of the model. block_tokens: tokens of a block. hashes: the router's block hashes.
     """

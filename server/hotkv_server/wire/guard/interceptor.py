@@ -59,7 +59,7 @@ def _children(kind: Descriptor) -> Children:
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
     """Returns whether a message of this kind has at most MAX_PARTS parts (fields, list entries and
-    messages). Raises DecodeError if it is incomplete."""
+    messages). Raises DecodeError if the message is incomplete."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -128,8 +128,8 @@ Guard = Callable[[Any], None]
 class Malformed:
     """Replaces a request that could not be parsed or had too many parts; names the reason.
 
-    It holds no exception object. An exception that is raised several times keeps the frames of all
-    its raises alive, with their requests.
+    This object holds no exception object. An exception that is raised several times keeps the
+    frames of all its raises alive, with their requests.
     """
 
     reason: Reason

@@ -84,8 +84,8 @@ class Certificates:
             self._files, self._stamp = files, ()
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns new credentials if the files have changed since the last handshake; None if they
-        have not, or can't be used."""
+        """Returns new credentials if the files have changed since the last handshake; None if the
+        files have not changed, or can't be used."""
         with self._lock:
             try:
                 stamp = self._files.stamp()
