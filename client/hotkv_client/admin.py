@@ -64,7 +64,8 @@ class AdminClient:
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
         """Returns the server's report about a topic, in the form of JSON.
 
-        Without a topic it returns the topics and their filters. docs/told.md describes the fields.
+        Without a topic returns the names of all topics and the filters of each. docs/told.md
+        describes the fields.
         """
         given = {name: str(value) for name, value in filters.items() if value}
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
@@ -265,7 +266,8 @@ class AdminClient:
         """Returns the savings of the cache per engine, and the savings that a larger cache would
         have.
 
-        since_s: computes them from the requests of this many last seconds; 0: from all requests.
+        since_s: computes the savings from the requests of this many last seconds; 0: from all
+            requests.
         """
         return self.tell("savings", since_s=since_s)
 

@@ -72,7 +72,8 @@ class Pending:
 
 
 class Connection:
-    """A connection of a session, with the calls that wait for answers. Thread-safe once it is open.
+    """A connection of a session, with the calls that wait for answers. Thread-safe once the
+    connection is open.
 
     outbox: requests to send, in order; None ends the stream.
     link: the connection to the descriptor socket; None for a TCP target or if it is not needed.

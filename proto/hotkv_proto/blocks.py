@@ -43,7 +43,7 @@ class BlockRun:
         context.
     depth: position of the first block in the context, in blocks.
 
-    The server uses the next fields only for events. They may be empty:
+    The server uses the next fields only for events. These fields may be empty:
 
     token_ids: tokens of all the blocks, in order.
     lora_name: name of the LoRA adapter.
@@ -106,7 +106,7 @@ MAX_TTL_S = 86_400.0
 class Retention:
     """How a request wants the blocks that it uses to be retained.
 
-    The server may ignore this hint; the request is served in any case. Requests set it in
+    The server may ignore this hint; the request is served in any case. Requests set this hint in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
     `hotkv.v1.Retention`.
 

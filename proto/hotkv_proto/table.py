@@ -122,7 +122,7 @@ class TableGeometry:
 
 class BlockTable:
     """A mapped table: `buckets`, uint32 [num_buckets, 16], and `records`, uint32 [capacity + 1,
-    18], both views of the file. Its methods are safe while the server writes."""
+    18], both views of the file. The table's methods are safe while the server writes."""
 
     def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
         self.geometry = geometry

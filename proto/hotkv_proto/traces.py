@@ -258,7 +258,7 @@ class _Bounds(SpanProcessor):
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread; returns False if it takes longer than CLOSE_S."""
+        """Runs a call on the helper thread; returns False if the call takes longer than CLOSE_S."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -375,7 +375,7 @@ class _Export(SpanExporter):
 
 def _hear_the_sdk() -> None:
     """Adds `_Answers.filter` to all loggers of the SDK, so that their messages about an export are
-    stored with the batch. Call it after the SDK has created its loggers."""
+    stored with the batch. Call this function after the SDK has created its loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("opentelemetry"):
             logging.getLogger(name).addFilter(_answers.filter)

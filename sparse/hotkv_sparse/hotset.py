@@ -98,7 +98,7 @@ class Step:
     map: the blocks to which the caller must attend, after it has made the copies of `load`.
     load: blocks to copy from host memory into their slots, before the step attends.
     prefetch: int32, selected blocks that did not fit into `load`, heaviest first. The caller passes
-        them to `begin_prefetch`.
+        these blocks to `begin_prefetch`.
     num_selected: number of selected candidates, without always kept blocks.
     num_resident: number of selected candidates that were already in the map.
     """
@@ -318,8 +318,8 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """Reports the end of the prefetches into `slots`: they are written, or, if `success` is
-        False, the prefetches failed and will not write to the slots any more."""
+        """Reports the end of the prefetches into `slots`: the slots are written, or, if `success`
+        is False, the prefetches failed and will not write to the slots any more."""
         answer = self._kernels.hot_finish_prefetch(
             np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )

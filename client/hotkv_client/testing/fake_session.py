@@ -301,7 +301,8 @@ class FakeSession:
         name: id of the call's lease, transfer, residency or sequence; empty without an id.
         what: the arguments to record.
         act: computes the answer.
-        begin: runs when the call reaches the server. If it raises HotKVError, that is the answer.
+        begin: runs when the call reaches the server. If `begin` raises HotKVError, the error is the
+            answer.
         """
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()

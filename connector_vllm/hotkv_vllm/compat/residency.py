@@ -502,7 +502,7 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Connects this object to vLLM's block manager. vLLM's scheduler calls it from its
+        """Connects this object to vLLM's block manager. vLLM's scheduler calls this method from its
         constructor.
 
         stored_tokens: returns the leading tokens of a request that need not stay on the device.

@@ -335,7 +335,7 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
     """Shortens a granted hit to about `limit` tokens, if a whole hit of that length exists. Returns
-    its length."""
+    the new length."""
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:
         shorter = finder.groups.longest_hit(hit.ready, computed_tokens, computed_tokens + limit)

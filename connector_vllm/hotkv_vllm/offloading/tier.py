@@ -253,7 +253,8 @@ class HotKVTier(SecondaryTierManager):
             link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
-        """Closes the session in the background. All jobs over it have ended."""
+        """Closes the session in the background. All jobs over the session must have ended
+        before."""
         session, self._session = self._session, None
         transfers, self._transfers = self._transfers, None
         if transfers is not None:

@@ -77,7 +77,7 @@ class CudaSequence:
         which blocks are selected).
     addresses: int64, by position, the address at which the device reads the block in the arena; 0
         if not known.
-    pin: the server's pin under which the addresses are read; None before it is known.
+    pin: the server's pin under which the addresses are read; None before the pin is known.
     """
 
     request_id: str

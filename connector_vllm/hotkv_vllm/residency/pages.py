@@ -89,7 +89,7 @@ def slot_places(
 
 class PageCopier:
     """Copies pages between the engine's memory, the mapped arena and staging areas, by address. One
-    caller at a time. Its threads hold no GIL."""
+    caller at a time. The copier's threads hold no GIL."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         """num_threads: number of threads; None for as many as there are cores, up to
@@ -162,7 +162,7 @@ def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 class PageStaging:
     """The staging area: pages of a whole batch side by side, for one call of attention. One thread
-    uses it. Its memory is never freed.
+    uses it. The area's memory is never freed.
 
     There are two areas. While a layer attends to one, the pages that the next layer needs from the
     arena are copied into the other, if a core is free for that.

@@ -52,8 +52,8 @@ class Resident:
         stream.
     is_held: True if the request is left out of steps because its next block would have no room.
     opened: the server's answer to the reservation; None before.
-    pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
-        not known whether a server that came back holds the blocks where they were.
+    pin: the pin under which workers may read the kept blocks. `pin` differs from `opened` while it
+        is not known whether a server that came back holds the blocks where they were.
     refusal: reason why the server will never reserve room; empty otherwise.
     waited_s: seconds, up to `seen_s`, in which the server has not accepted any of the request's
         blocks.

@@ -133,7 +133,7 @@ class ResidentRequests:
 
     def has_room(self, request_id: str) -> bool:
         """Returns True if room is reserved for a request that outgrows the device. vLLM's manager
-        calls it."""
+        calls this method."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 
@@ -368,8 +368,8 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Handles the answers of a new server: it either has kept a request's blocks at the same
-        offsets, or the request has lost them."""
+        """Handles the answers of a new server: the server either has kept a request's blocks at the
+        same offsets, or the request has lost them."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:

@@ -80,8 +80,8 @@ class KeptRows:
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations (compact forms of keys) by format. They are valid until
-        the next `take`."""
+        """Returns a layer's representations (compact forms of keys) by format. The representations
+        are valid until the next `take`."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():

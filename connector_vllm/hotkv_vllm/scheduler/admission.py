@@ -236,8 +236,8 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """Abandons a load that vLLM waits for. The workers report it as failed, and the request is
-        offered no other hit."""
+        """Abandons a load that vLLM waits for. The workers report the load as failed, and the
+        request is offered no other hit."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:

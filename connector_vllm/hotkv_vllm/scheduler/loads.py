@@ -67,7 +67,7 @@ class LoadOrders:
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Drops a load that vLLM awaits: the workers report it as failed."""
+        """Drops a load that vLLM awaits: the workers report the load as failed."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
@@ -308,7 +308,7 @@ class LoadRoom:
 
     def bind(self, manager: Any) -> None:
         """Sets vLLM's block manager. Models with resident requests need no limit: their own manager
-        counts them in full."""
+        counts such requests in full."""
         kinds = manager.coordinator.single_type_managers
         if not any(isinstance(one, ResidentManager) for one in kinds) and any(
             one.max_admission_blocks_per_request is not None for one in kinds

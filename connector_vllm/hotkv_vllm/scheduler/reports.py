@@ -109,7 +109,7 @@ class UseReports:
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))
 
     def send(self, now_s: float) -> None:
-        """Sends one message with all reports; drops them without a server."""
+        """Sends one message with all reports; drops the reports without a server."""
         if not (self._waiting or self._ended or self._loads):
             return
         waiting, self._waiting = self._waiting, []

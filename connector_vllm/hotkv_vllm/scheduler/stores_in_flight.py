@@ -257,15 +257,15 @@ class StoresInFlight:
     # ------------------------------------------------------------------------------- taking back
 
     def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
-        """Revokes the stores that read any of these blocks. Returns their ids, for the step to
-        list."""
+        """Revokes the stores that read any of these blocks. Returns the ids of these stores, for
+        the step to list."""
         found = {self.reading[block] for block in blocks if block in self.reading}
         for store_id in found:
             self._take_back(store_id)
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores. Returns their ids, for the step to list."""
+        """Revokes all stores. Returns the stores' ids, for the step to list."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))

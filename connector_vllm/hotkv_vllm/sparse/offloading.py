@@ -162,7 +162,7 @@ class SparseOffloadingManager:
         return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks `new_blocks` as ready; frees them if the store failed."""
+        """Marks `new_blocks` as ready; frees these blocks if the store failed."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -230,7 +230,7 @@ class ArrayPages:
 
     def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
         """Copies rows of `source` to rows of `destination`, both contiguous uint8 [blocks, page
-        bytes]. Raises INVALID_FIELD if they don't fit."""
+        bytes]. Raises INVALID_FIELD if the rows don't fit."""
         size = self._pages.shape[2]
         for pages, rows in ((source, sources), (destination, destinations)):
             if (
@@ -513,7 +513,7 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """Ends a sequence. Wait for its jobs first."""
+        """Ends a sequence. The sequence's jobs must have ended before."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]

@@ -238,8 +238,8 @@ class RankSession:
         )
 
     def leave(self) -> bool:
-        """Ends the session without waiting for the server. Its transfers stop even if no new
-        session can be opened. Returns False without a session."""
+        """Ends the session without waiting for the server. The session's transfers stop even if no
+        new session can be opened. Returns False without a session."""
         if self.session is None or self._session_config is None or self.memory is None:
             return False
         session, self.session = self.session, None

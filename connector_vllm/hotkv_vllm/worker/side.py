@@ -255,7 +255,7 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Returns the requests whose load is over. All of them count as failed."""
+        """Returns the requests whose load is over. All these loads count as failed."""
         failed, over = self.loads.take_failed()
         self.report.give_marks_back(over)
         return failed

@@ -131,8 +131,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask per list. Only a hint: it neither pins nor
-        touches blocks."""
+        """Returns which blocks are ready, a mask per list. The answer is only a hint: a lookup
+        neither pins nor touches blocks."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -278,7 +278,7 @@ class CacheCore(CacheBooks):
         written. Returns BlockResult values, an array per run.
 
         A representation (compact form of a block's keys, for sparse attention) whose block is not
-        ready by now is dropped; its result is ABORTED.
+        ready by now is dropped; the representation's result is ABORTED.
 
         sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
@@ -485,7 +485,8 @@ class CacheCore(CacheBooks):
             pinner.condemned(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the eviction notices since the last call. The node sends them to sessions."""
+        """Returns the eviction notices since the last call. The node sends the notices to
+        sessions."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
 

@@ -181,8 +181,8 @@ class Grace:
         self.num_bytes = int(self._index.slot_bytes(entries).sum())
 
     def revoke(self) -> None:
-        """Revokes the validity words of earlier servers' readers, if there are any: they no longer
-        trust what they read."""
+        """Revokes the validity words of earlier servers' readers, if there are such readers. The
+        readers then no longer trust the bytes that they read."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 

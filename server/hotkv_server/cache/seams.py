@@ -65,7 +65,8 @@ class Pinner(Protocol):
         Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the books of this object disagree. Takes time linear in the
+        capacity."""
 
 
 # Tiers below host memory. A tier reports to the core where its blocks lie.
@@ -124,4 +125,5 @@ class Below(Protocol):
         1]."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the books of this object disagree. Takes time linear in the
+        capacity."""

@@ -67,7 +67,7 @@ class CoreConfig:
         the blocks of their residencies in the arena.
     client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
         arena.
-    check_stride: stride of check values, see `integrity.check_values`; 0 turns them off.
+    check_stride: stride of check values, see `integrity.check_values`; 0 turns check values off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
     is_backed: False if the arena has no memory yet; `Space.grow` then reports how much of the arena
         has memory.
@@ -127,8 +127,8 @@ class SlotRun:
     """The blocks that a transfer copies for a run.
 
     positions: positions of the copied blocks in the run (consecutive blocks of a group), int64 [m].
-    offsets: their slot offsets, int64 [m].
-    entries: their entry numbers, uint32 [m].
+    offsets: the blocks' slot offsets, int64 [m].
+    entries: the blocks' entry numbers, uint32 [m].
     """
 
     group_index: int
@@ -152,7 +152,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: it is not among the last removals, which are remembered."""
+    """Why a block was removed. NONE: the block is not among the last removals, which are
+    remembered."""
 
     NONE = 0
     ROOM = 1
@@ -171,8 +172,8 @@ class Cause(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Blocks that were removed. The node reports them to the sessions of the key space. `hashes`:
-    uint32 words [n, 8]."""
+    """Blocks that were removed. The node reports the blocks to the sessions of the key space.
+    `hashes`: uint32 words [n, 8]."""
 
     key_space_id: int
     group_index: int

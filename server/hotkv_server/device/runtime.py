@@ -25,7 +25,7 @@ class DeviceError(Exception):
     """Raised if a call failed.
 
     is_lost: every later call on that device will fail too, for the lifetime of this process. Work
-        in its streams has stopped accessing memory.
+        in the device's streams has stopped accessing memory.
     """
 
     def __init__(self, message: str, *, is_lost: bool = False) -> None:

@@ -51,7 +51,7 @@ def has_device_node(folder: Path = DEVICE_NODES) -> bool:
 
 
 def new_runtime() -> DeviceRuntime:
-    """Loads CUDA. Raises DeviceError if it does not work. Takes seconds."""
+    """Loads CUDA. Raises DeviceError if CUDA does not work. Takes seconds."""
     from hotkv_server.device.cupy_runtime import CupyRuntime
 
     return CupyRuntime()

@@ -213,7 +213,7 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position behind the newest record. It only grows."""
+        """Position behind the newest record. The position only grows."""
         with self._written():
             return self._head
 
@@ -490,8 +490,8 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
-    """Returns the run (consecutive blocks) of a record. Its `key_space_id` is 0, because records
-    have fingerprints."""
+    """Returns the run (consecutive blocks) of a record. The run's `key_space_id` is 0, because
+    records have fingerprints."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )

@@ -156,14 +156,14 @@ class EventPublisher(Protocol):
         under another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops them if the queue is full."""
+        """Queues events, in order. Drops the events if the queue is full."""
 
     def settle(self) -> None:
         """Notifies readers of lost events of which they have not yet been notified. Called about
         once per tick of the node."""
 
     def is_alive(self) -> bool:
-        """Returns False if its thread has died."""
+        """Returns False if the publisher's thread has died."""
 
     def stalled_s(self, now_s: float) -> float:
         """Returns how long ago its thread last made progress, in seconds."""

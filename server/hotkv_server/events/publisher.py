@@ -252,7 +252,7 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops them if the queue is full."""
+        """Queues events, in order. Drops the events if the queue is full."""
         for number, part in itertools.groupby(events, _key_space_id):
             of_key_space = tuple(part)
             for topic in self._by_key_space[number]:

@@ -107,7 +107,8 @@ class HintedBlocks:
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
         """Returns the blocks in a prompt's range, by group.
 
-        whole: if True, leaves out blocks that begin before the range; if False, includes them.
+        whole: if True, leaves out blocks that begin before the range; if False, includes these
+            blocks.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start

@@ -345,8 +345,8 @@ class NodeMemory:
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; their memory is freed once no process maps it. Blocks while a piece of
-        the arena is being prefaulted."""
+        """Removes the files; the files' memory is freed once no process maps the files. Blocks
+        while a piece of the arena is being prefaulted."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 

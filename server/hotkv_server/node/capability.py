@@ -129,7 +129,7 @@ class Lying:
     name: name of the tier.
     masks: for each list, a mask of its blocks that lie in the tier.
     is_up: True if the tier can be read.
-    bytes_per_s: rate of its last reads; 0 if no read has found a block.
+    bytes_per_s: rate of the tier's last reads; 0 if no read has found a block.
     """
 
     name: str
@@ -247,7 +247,7 @@ class BlocksBelow(Protocol):
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Promotes the listed blocks that lie in tiers below host memory, as far as there is room.
-        Returns when they are promoted, or at `until_s`."""
+        Returns when the blocks are promoted, or at `until_s`."""
 
 
 class Tracer(Protocol):
@@ -407,8 +407,8 @@ class Capability:
     def status(self, *, has_names: bool) -> Figures:
         """Returns fields of the status page.
 
-        has_names: False leaves out the names of tenants, models and engines.
-        A value may be a function; it is called later, on another thread.
+        has_names: False leaves out the names of tenants, models and engines. A value may be a
+        function, which is called later, on another thread.
         """
         return {}
 
@@ -423,7 +423,7 @@ class Capability:
         return {}
 
     def counters(self) -> Mapping[str, float]:
-        """Returns counters by metric name without `hotkv_`. They never fall."""
+        """Returns counters by metric name without `hotkv_`. Counters never fall."""
         return {}
 
     def gauges(self) -> Mapping[str, float]:

@@ -126,7 +126,7 @@ class DeviceWords:
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Reads the words once. Blocks until they are read. Raises DeviceError."""
+        """Reads the words once. Blocks until the words are read. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -189,7 +189,7 @@ class SessionOrder:
 
     marks: reads the marks. None for the kind HOST: the engine sends a transfer only after its
         device has passed the mark.
-    message: why the server accepted less than the engine offered; empty if it accepted all.
+    message: why the server accepted less than the engine offered; empty if the server accepted all.
     """
 
     marks: MarkReader | None = None

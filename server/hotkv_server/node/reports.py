@@ -118,8 +118,8 @@ class Reports:
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
         """Records a use of the blocks that the requests used, and pins blocks with a retention.
 
-        Checks all reports first: if it raises, no report has an effect. Other tasks run between
-        requests.
+        Checks all reports first: if a check raises, no report has an effect. Other tasks run
+        between requests.
         """
         for report in reports:
             check(report, session.key_space, self._core.config.max_blocks_per_call)

@@ -144,7 +144,8 @@ class Sessions:
         return session
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space, with or without a session, and saves it. Returns its number.
+        """Registers a key space, with or without a session, and saves the key space. Returns the
+        key space's number.
 
         Raises DRAINING, and the errors of Catalog.register.
         """
@@ -196,8 +197,8 @@ class Sessions:
     async def register_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
     ) -> tuple[OrderKind, str]:
-        """Maps and opens a session's memory. The descriptors of its files must have arrived over
-        the descriptor socket.
+        """Maps and opens a session's memory. The descriptors of the memory's files must have
+        arrived over the descriptor socket.
 
         order: the marks that the engine offers, by which transfers follow the work of the engine's
             device.

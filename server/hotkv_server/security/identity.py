@@ -54,8 +54,8 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """Returns a name from a certificate. Quotes it if it could be confused with another kind of
-    name."""
+    """Returns a name from a certificate. Quotes the name if it could be confused with another kind
+    of name."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 

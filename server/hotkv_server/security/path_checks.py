@@ -24,8 +24,8 @@ class UnsafeError(Exception):
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets if it is missing. Raises UnsafeError unless its owner is
-    this user or root, and other users can't write to it."""
+    """Makes the directory of the sockets if it is missing. Raises UnsafeError unless the
+    directory's owner is this user or root, and other users can't write to it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):

@@ -263,7 +263,8 @@ class Selected:
     selection: the selected blocks. The other fields are empty unless the server records the hot
         set.
     map: blocks of the hot set, with their slots in the client's memory.
-    evicted: blocks that lose their slots. The client must free these before it executes `load`.
+    evicted: blocks that lose their slots. The client must free these slots before it executes
+        `load`.
     load: blocks that the client must copy into slots.
     """
 
@@ -290,7 +291,7 @@ class KeptHotSet:
     def follow(self, where: Span, num_complete: int) -> I32:
         """Updates the hot set (the blocks in the client's hot slots) to a longer context: its span
         and its number of complete blocks. The new blocks, including the partial block, get slots.
-        Returns the blocks that lose their slots to them."""
+        Returns the blocks that lose their slots to the new blocks."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)

@@ -241,7 +241,8 @@ class Selections:
     restart has restored are compared with their check values before they are read. Selections run
     on separate threads; selections of the same sequence run in order.
 
-    num_served: number of answered selections. latency: histogram of their time in seconds.
+    num_served: number of answered selections. latency: histogram of the times of selections, in
+        seconds.
     """
 
     def __init__(

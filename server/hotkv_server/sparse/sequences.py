@@ -93,7 +93,7 @@ class LiveSequence:
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
         """Returns the hot set (the blocks in the client's hot slots) that the server records for a
-        layer and shard; None if it records no hot sets."""
+        layer and shard; None if the server records no hot sets."""
         if not spec.hot_blocks:
             return None
         if (layer, shard) not in self.hot_sets:

@@ -166,7 +166,7 @@ class FakeAllocation:
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns its bytes as flag words."""
+        """Returns the allocation's bytes as flag words."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -209,8 +209,8 @@ class KnownMemory:
     """A memory that streams may copy.
 
     start, end: the memory's range of addresses.
-    shadow: address in this process at which the bytes of the range really are. For device memory it
-        differs from `start`, which has no pages.
+    shadow: address in this process at which the bytes of the range really are. For device memory
+        the shadow differs from `start`, which has no pages.
     device: number of the memory's device; HOST for registered host memory.
     """
 
@@ -265,7 +265,7 @@ class Ranges:
         )
 
     def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
-        """Registers host memory. Raises DeviceError unless it is whole pages that are not
+        """Registers host memory. Raises DeviceError unless the memory is whole pages that are not
         registered yet."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(

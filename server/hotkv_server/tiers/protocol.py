@@ -63,7 +63,7 @@ def raised(now_us: int, *known: int) -> int:
 
 
 class Read(enum.IntEnum):
-    """The result of reading a block. Only FOUND fills its slot; other slots have undefined
+    """The result of reading a block. Only FOUND fills the block's slot; other slots have undefined
     bytes."""
 
     FOUND = 1

@@ -106,7 +106,7 @@ class Endpoints:
     tls: None for TCP without TLS.
     malformed_per_s: how many malformed messages are answered per second; further answers wait.
     audit: admin calls to record: off, changes or all.
-    audit_file: None records them in the server's log.
+    audit_file: file for these calls; None records them in the server's log.
     """
 
     socket: Path

@@ -184,7 +184,7 @@ class CudaHotSets:
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 
         blocks: int32 [R, S], the selected blocks of each row.
-        weights: float32 [R, S], their weights; inf for always kept blocks.
+        weights: float32 [R, S], the selected blocks' weights; inf for always kept blocks.
         numbers: int32 [R], number of selected blocks of each row.
         """
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config

@@ -186,7 +186,7 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Finds the state of each row of the batch. Writes it to `own_of`, and, for rows
+        """Finds the state of each row of the batch. Writes the state to `own_of`, and, for rows
         that attend sparsely, to `state_of`.
 
         rows: int32 [S, B], for each block of a state the row of its representation (compact form of

@@ -135,8 +135,8 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room, in parts, for any call that adds these blocks. Returns their state; None if
-        other calls ran in between.
+        """Makes room, in parts, for any call that adds these blocks. Returns the blocks' state;
+        None if other calls ran in between.
 
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
@@ -660,7 +660,8 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks all reserved and written entries of a lease as aborted: they never become ready."""
+        """Marks all reserved and written entries of a lease as aborted: these entries never become
+        ready."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 

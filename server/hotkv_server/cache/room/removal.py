@@ -206,8 +206,8 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, without a notice. Remembers their
-        keys if it is given a cause."""
+        """Removes reserved entries that will not be written, without a notice. Remembers the
+        entries' keys if `cause` is given."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)

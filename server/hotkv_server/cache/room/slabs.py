@@ -97,9 +97,9 @@ class SlabFloors:
 
     Always true between two calls of the core: if some sizes have fewer slabs than their floors
     need, that many slabs are free. A size gets free slabs only if enough stay free for the floors
-    of other sizes. It gives slabs to another size only down to its own floor. So a size has room
-    for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs are
-    counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
+    of other sizes. A size gives slabs to another size only down to its own floor. So a size has
+    room for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs
+    are counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class SlabPool:
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise they get memory
+        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise slabs get memory
         through `back` and `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
@@ -545,8 +545,8 @@ class SlabPool:
         """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
         overlap.
 
-        A run (slabs that were lent together) is rebuilt up to its last used slot. Its slabs count
-        as having memory from here on; the caller prefaults them.
+        A run (slabs that were lent together) is rebuilt up to its last used slot. The run's slabs
+        count as having memory from here on; the caller prefaults them.
         """
         if not len(offsets):
             return

@@ -134,7 +134,7 @@ class Room:
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns `coming_slots` and counts them as refused: removes their bytes from
+        """Returns `coming_slots` and counts these slots as refused: removes the slots' bytes from
         `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
@@ -392,8 +392,8 @@ class Space:
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if `make_room` need not be called for so many slots: they are free, and no
-        tenants are configured."""
+        """Returns False if `make_room` need not be called for so many slots: the slots are free,
+        and no tenants are configured."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.room.shares(aligned(slot_bytes))
@@ -411,7 +411,7 @@ class Space:
         has_promise: bool = False,
     ) -> Entries:
         """Reserves slots for keys that are not in the index, in order, as many as find room.
-        Returns their entries.
+        Returns the entries of these keys.
 
         Call `make_room` before: `insert` evicts only if the tenant's burst bound (the most bytes
         that it may hold) requires that. While the arena grows, fewer slots are reserved: see

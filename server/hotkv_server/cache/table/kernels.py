@@ -263,7 +263,7 @@ def insert(
     entries: Any,
 ) -> Any:
     """Links reserved entries for keys that are not in the table, until a key does not fit. Writes
-    their numbers into `entries`.
+    the entries' numbers into `entries`.
 
     Returns how many fitted, the new head of the free numbers, and the first number that was never
     used.

@@ -140,7 +140,7 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job (the copies of a transfer). All its plans must have this lane's
+        """Starts a job (the copies of a transfer). All plans of the job must have this lane's
         direction."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice

@@ -29,8 +29,8 @@ class HintOutcome:
     """The outcome of an action of a hint.
 
     kind: type of the action, as the router sent it.
-    session_id: the router's session to whose blocks the action applies; empty: the blocks of its
-        request.
+    session_id: the router's session to whose blocks the action applies; empty: the blocks of the
+        hint's request.
     came_s: when the hint came, on the monotonic clock.
     reason: explanation of the status, for people.
     num_blocks: number of blocks to which the action applies, over all groups.
@@ -246,7 +246,7 @@ class HintBook:
     """Holds the hints of all tenants, and drops the least recently used tenants beyond the limits.
 
     Tenants with running prefetches are not dropped and do not count for the limit of tenants. After
-    their prefetches have ended, the next call of `tenant` may drop them.
+    the prefetches of such a tenant have ended, the next call of `tenant` may drop the tenant.
     """
 
     def __init__(self, limits: HintLimits | None = None) -> None:

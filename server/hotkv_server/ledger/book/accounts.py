@@ -358,8 +358,8 @@ class Accounts:
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:
-        """Restores an account of an earlier server. Call it in order of use: the account counts as
-        used more recently than the accounts restored before it."""
+        """Restores an account of an earlier server. Call this method in order of use: the account
+        counts as used more recently than the accounts restored before it."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row

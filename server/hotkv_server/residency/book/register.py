@@ -206,7 +206,7 @@ class Residency:
             yield group.pinned()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if its rows disagree."""
+        """Raises AssertionError if the residency's rows disagree."""
         for group in self.groups.values():
             assert len(group.positions) <= group.most, "more blocks than were asked for"
             assert np.all(np.diff(group.positions) > 0), "a position is there twice"

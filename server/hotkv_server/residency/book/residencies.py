@@ -267,8 +267,8 @@ class Residencies:
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins a residency in parts. Before the call, its engine must have closed it or the
-        session's validity word must have changed."""
+        """Unpins a residency in parts. Before the call, the engine must have closed the residency
+        or the session's validity word must have changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
@@ -282,8 +282,8 @@ class Residencies:
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Unpins a whole residency at once. Before the call, its engine must have closed it or the
-        session's validity word must have changed."""
+        """Unpins a whole residency at once. Before the call, the engine must have closed the
+        residency or the session's validity word must have changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass

@@ -103,8 +103,8 @@ class EpochStanding:
 class Record:
     """The record of a key space.
 
-    `local`: the number that the seals (check values) of its blocks on this node's disk include.
-        Each flush changes it, so older blocks don't match. Saved in the file of the book.
+    `local`: the number that the seals (check values) of the key space's blocks on this node's disk
+        include. Each flush changes it, so older blocks don't match. Saved in the file of the book.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
     `need`, `begun`, `ended`: flushes of this node are numbered; these are the numbers of the last
@@ -300,8 +300,8 @@ class EpochBook:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the book's file includes all seal numbers of the disk. Without them the next
-        server could not read the blocks."""
+        """True if the book's file includes all seal numbers of the disk. Without these numbers the
+        next server could not read the blocks."""
         return self.saved >= self._sealed_at
 
     # Questions and raises

@@ -227,8 +227,8 @@ def _rests_at(num_values: Any) -> Any:
 def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
-    """Encodes a block. Returns the size of the encoded form in bytes; 0 if it does not fit the
-    room."""
+    """Encodes a block. Returns the size of the encoded form in bytes; 0 if the form does not fit
+    the room."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2

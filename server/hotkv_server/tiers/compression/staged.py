@@ -58,7 +58,8 @@ class Codec:
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
         """Decodes n blocks, with the same arguments as `encode`. Returns int64 [n]: 1 for each
-        block that was decoded; 0 if its room does not hold an encoded form of its size."""
+        block that was decoded; 0 if the block's room does not hold an encoded form of a block of
+        this size."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
             self._rooms, places, room_sizes, self._blocks, begins, sizes, results
@@ -154,7 +155,7 @@ class Staged:
 
     @property
     def memory(self) -> FileMapping:
-        """The memory. It must have been allocated."""
+        """The staging memory, which must have been allocated before."""
         assert self._memory is not None, "staging memory that was not taken"
         return self._memory
 
@@ -196,7 +197,7 @@ class Staged:
 
 def packed(rooms: Int64s, place: int) -> Int64s:
     """Returns the offsets of ranges that follow each other without gaps, the first at `place`.
-    `rooms`: their sizes."""
+    `rooms`: sizes of the ranges."""
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 

@@ -103,8 +103,8 @@ class SlabFile:
         file if they are missing. Blocks while disk space is allocated.
 
         If the file grows, it keeps its bytes; if it shrinks, the bytes beyond `num_bytes` are lost.
-        Raises SlabFileError if the file can't be used; if it can't grow, it keeps its old size.
-        Raises OSError if the folder can't be created.
+        Raises SlabFileError if the file can't be used; if the file can't grow, it keeps its old
+        size. Raises OSError if the folder can't be created.
 
         `num_bytes`: a multiple of SLOT_ALIGN.
         `direct`: True uses direct I/O, or logs a warning if the file system does not support it.

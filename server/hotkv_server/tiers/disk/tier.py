@@ -61,7 +61,7 @@ class DiskTier:
 
     Calls for the same place in the file may run in any order, so the caller must read or reuse a
     place only after the write to it has ended. Reading, writing, sealing and encoding run without
-    the GIL; Python holds it for microseconds per piece.
+    the GIL; Python holds the GIL for microseconds per piece.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DiskTier:
         `arena`: memory with the slots; must outlive the tier.
         `io`: moves the blocks; None: reads and writes `file`.
         `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
-            closes it.
+            closes `staged`.
         `close_wait_s`: longest time that `close` waits for a disk that hangs.
         """
         self._file = file

@@ -132,7 +132,7 @@ class TierBelow:
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
         """Makes room on the disk. Then begins to move down those of `entries` that are still ready
-        and have not been replaced meanwhile. `is_plain`: stores them without encoding."""
+        and have not been replaced meanwhile. `is_plain`: stores the blocks without encoding."""
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):

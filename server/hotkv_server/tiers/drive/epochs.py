@@ -196,7 +196,7 @@ class Epochs:
 
     def get(self, store: str, key_space_id: int) -> int:
         """Returns the epoch (number that each flush raises) in which the key space's blocks in the
-        store may be read and written; NO_EPOCH if they may not be read or written now."""
+        store may be read and written; NO_EPOCH if these blocks may not be read or written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:

@@ -144,7 +144,7 @@ class LowerMemory:
 
     def keep(self, revision: int, state: ServerState) -> None:
         """Makes the thread write these key spaces in place of the previous key spaces. Does not
-        wait for the disk; `kept_revision` shows when they are written."""
+        wait for the disk; `kept_revision` shows when the key spaces are written."""
         self._wanted = (revision, state)
         self._asked.set()
 
@@ -337,8 +337,9 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Returns the table and the key spaces that an earlier server left, and "". If they are
-    unusable, returns None for both, and the reason. If there are none, the reason is empty."""
+    """Returns the table and the key spaces that an earlier server left, and "". If the files are
+    unusable, returns None for table and key spaces, and the reason. If there are no files, the
+    reason is empty."""
     path = folder / TABLE_FILE
     if not path.exists() and not (folder / STATE_FILE).exists():
         return None, None, ""

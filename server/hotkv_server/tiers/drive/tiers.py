@@ -74,7 +74,8 @@ class Held:
 
 
 class Tiers:
-    """All tiers below host memory. They are asked in this order: `below` (the disk), then `shared`.
+    """All tiers below host memory. Tiers are asked in this order: `below` (the disk), then
+    `shared`.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
     `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.
@@ -219,8 +220,8 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads the blocks of these lists from tiers, as many as there is room for. Waits for them
-        at most until `until_s`, a time of time.monotonic."""
+        """Loads the blocks of these lists from tiers, as many as there is room for. Waits for these
+        blocks at most until `until_s`, a time of time.monotonic."""
         await self._begin_up(key_space_id, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)

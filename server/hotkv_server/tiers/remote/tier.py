@@ -46,7 +46,7 @@ slot."""
 class RemoteTier:
     """A remote tier; see the module and `SharedTier`.
 
-    A read ends at its deadline at the latest. If it has to connect first, it may end up to
+    A read ends at its deadline at the latest. If the read has to connect first, it may end up to
     `RemoteLimits.connect_timeout_s` later, with its slots untouched.
 
     `cut_reads`, `cut_writes`: split reads and writes into parts.

@@ -37,9 +37,9 @@ _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def epoch_path(fingerprint: str) -> str:
-    """Returns the path of a key space's epoch. It is outside `blocks/`, so that the lifecycle rule
-    for blocks does not remove epochs. Raises LostError for a fingerprint with other characters than
-    letters, digits, _ and -."""
+    """Returns the path of a key space's epoch. The path is outside `blocks/`, so that the lifecycle
+    rule for blocks does not remove epochs. Raises LostError for a fingerprint with other characters
+    than letters, digits, _ and -."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise LostError("keeps no epoch under such a fingerprint")
     return f"epochs/1/{fingerprint}"

@@ -166,8 +166,8 @@ class Pipe(Protocol):
 
 
 class ValkeyConnection:
-    """A connection to a single server; see the module and `Pipe`. Connects and logs in when it is
-    made.
+    """A connection to a single server; see the module and `Pipe`. The constructor connects and logs
+    in.
 
     `address`: host and port; None for a Unix socket.
     """

@@ -129,7 +129,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """Makes the answer with the status page. Reads its file once."""
+    """Makes the answer with the status page. Reads the page's file once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")

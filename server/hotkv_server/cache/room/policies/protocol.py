@@ -49,8 +49,8 @@ class Policy(Protocol):
         may. If `allowed` is False, the policy switches at once to its best rule without holding."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Marks entries as not expected to be used again. They are evicted before all others until
-        they are used or refreshed. Skips entries that were never admitted."""
+        """Marks entries as not expected to be used again. Demoted entries are evicted before all
+        others until they are used or refreshed. Skips entries that were never admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
         """Marks entries as expected to be used by `until_s`. Until then, `victims` with a
