@@ -229,8 +229,8 @@ class AdminClient:
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Returns, for each tenant that has a session with this id: where the session's blocks are
-        stored, which hints named them, and the receipt of its requests (prompt tokens, hits, saved
-        time)."""
+        stored, which hints named these blocks, and the receipt of the session's requests (prompt
+        tokens, hits, saved time)."""
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         known = {one["tenant"]: one for one in told["sessions"]}

@@ -243,8 +243,8 @@ class Session:
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
-        wants_offsets: the grant also has the blocks' offsets in `arena()`. Fails as NOT_ALLOWED if
-            there is no arena.
+        wants_offsets: True: the grant also has the blocks' offsets in `arena()`. Fails as
+            NOT_ALLOWED if there is no arena.
         """
         return self._call(
             lambda: _wire.acquire(

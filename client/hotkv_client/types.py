@@ -282,10 +282,10 @@ class BlocksCleared:
 class EventsRead:
     """The next events of a session's key space, in order.
 
-    begins_state: the events begin to list the blocks that are cached now. The reader must first
-        discard all blocks that it knows from earlier events. The first answer has this flag, and
-        an answer after the reader was too slow and has missed events.
-    has_more_state: the list of cached blocks continues in the next answer.
+    begins_state: True if the events begin to list the blocks that are cached now. The reader must
+        first discard all blocks that it knows from earlier events. The first answer has this flag,
+        and an answer after the reader was too slow and has missed events.
+    has_more_state: True if the list of cached blocks continues in the next answer.
     """
 
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]

@@ -207,8 +207,8 @@ def hook(
         `of` becomes a prefix of the hook's name.
     otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
     last: the answer if the fallback raises too.
-    is_part: the method is part of another hook. The method is not timed, and the hook goes on if
-        the method raises.
+    is_part: True if the method is part of another hook. The method is not timed, and the hook goes
+        on if the method raises.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:

@@ -276,8 +276,8 @@ def check_context_parallel(
 ) -> None:
     """Raises ValueError if hotkv can't cache a group under context parallelism.
 
-    is_sharded: the group's tokens are distributed over the decode ranks; `block_tokens` then counts
-        the tokens of all decode ranks.
+    is_sharded: True if the group's tokens are distributed over the decode ranks; `block_tokens`
+        then counts the tokens of all decode ranks.
     decode_ranks, prefill_ranks: sizes of the two groups of ranks (DCP, PCP).
 
     Source: the assertions of `HybridKVCacheCoordinator` and its managers in vLLM 0.32.

@@ -87,7 +87,7 @@ class Span:
         """Begins a child span.
 
         began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
-        is_call: the span is a call to another process.
+        is_call: True if the span is a call to another process.
         """
         kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
         return self._traces.start(name, self._span, kind, began_ns)

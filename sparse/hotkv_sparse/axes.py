@@ -304,8 +304,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
     """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
     float32 [N, X, D].
 
-    frequencies_F: in radians per token. RoPE turns channel i together with channel i + F (the NeoX
-        order), and does not turn channels from 2 F on.
+    frequencies_F: frequencies of RoPE in radians per token. RoPE turns channel i together with
+        channel i + F (the NeoX order), and does not turn channels from 2 F on.
     """
     count = len(frequencies_F)
     angles = shifts_N[:, None, None] * frequencies_F

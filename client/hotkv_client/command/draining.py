@@ -25,7 +25,7 @@ def drain(
     """Drains the server and waits until its process has closed its sockets.
 
     Returns the numbers of leases and transfers at the start, and `waited_s`. Raises HotKVError if
-    the server refuses, or still listens CLOSING_S after its own limit has passed.
+    the server refuses, or still listens CLOSING_S after the server's own limit has passed.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.

@@ -215,8 +215,8 @@ class ResidentManager(FullAttentionManager):
         prefill_end: int = 0,
     ) -> int:
         """Returns how many blocks must be allocated, as vLLM's method does, but counts only the
-        blocks that stay on the device. Returns more than the pool has if the request may get no
-        block now."""
+        blocks that stay on the device. Returns more blocks than the pool has if the request may get
+        no block now."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1

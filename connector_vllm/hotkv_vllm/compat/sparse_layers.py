@@ -207,9 +207,9 @@ def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
     """Returns the rotation of heads of this size in radians per token, float64 [F]. Channel i
     rotates with channel i + F.
 
-    None if the rotation is not known: no rotary module has this size, several differ, or the
-    channels have another order. The rotation is read from the tables of the model's rotary modules,
-    which hold for any scaling of RoPE.
+    None if the rotation is not known: no rotary module has this size, modules of this size differ,
+    or the channels have another order. The rotation is read from the tables of the model's rotary
+    modules, which hold for any scaling of RoPE.
     """
     from vllm.model_executor.layers import rotary_embedding
 

@@ -119,9 +119,9 @@ class _Id:
 
 @dataclass(slots=True)
 class _Question:
-    """Asks the ranks for the identity of an id's bytes.
+    """A question to the ranks: which bytes they hold for the adapter with this id.
 
-    asked_s: when a step last carried the question to the workers; None before.
+    asked_s: when a step last carried the question to the workers; None if no step has.
     """
 
     adapter_id: int

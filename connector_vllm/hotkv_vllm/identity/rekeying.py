@@ -51,8 +51,8 @@ class WeightsReport:
 
     question: number of the check that the report answers; 0 if the rank has noticed a change
         unasked and has no digest yet.
-    is_original: the rank has the weights that it started with.
-    was_written: the weights were written since the last check that has ended.
+    is_original: True if the rank has the weights that it started with.
+    was_written: True if the weights were written since the last check that has ended.
     """
 
     question: int
@@ -141,7 +141,7 @@ class Rekeying:
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
         """Returns the identity of the weights with which the engine goes on, once all ranks have
-        answered; None before.
+        answered; None before that.
 
         Called for every planned step. Begins a check that is due, and repeats a check whose answers
         are late.

@@ -193,7 +193,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
 
 def why_off(extra: Mapping[str, Any]) -> str:
-    """Returns why hotkv is off with this version of vLLM; empty if it is on."""
+    """Returns why hotkv is off with this version of vLLM; empty if hotkv is on."""
     return versions.why_off(versions.OFFLOADING, bool(extra.get("hotkv.allow_untested_vllm")))
 
 

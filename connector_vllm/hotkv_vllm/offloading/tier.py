@@ -341,8 +341,9 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns whether the server has the chunk, as a hint; None while the answer is not known.
-        Looks up all chunks of the request at once: single lookups take ten times as long."""
+        """Returns whether the server has the chunk (one or several blocks), as a hint; None while
+        the answer is not known. Looks up all chunks of the request at once: single lookups take ten
+        times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S

@@ -125,7 +125,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         return self.build(0, common_attn_metadata)
 
     def _worker(self) -> CudaWorker | None:
-        """Returns the worker that the connector has attached to the layers; None before."""
+        """Returns the worker that the connector has attached to the layers; None if it has attached
+        no worker yet."""
         context = self.vllm_config.compilation_config.static_forward_context
         impl = getattr(context.get(self._layer_names[0]), "impl", None)
         attached = impl.attached if isinstance(impl, HotFlashImpl) else None

@@ -143,8 +143,8 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy that runs ahead of attention: a layer's pages, from these slots, into one of the
-    staging areas."""
+    """A copy that runs ahead of attention: a layer's pages, from slots of the server's arena, into
+    one of the staging areas."""
 
     layer_idx: int
     slots: I64
@@ -175,7 +175,7 @@ class PageStaging:
         copier: PageCopier,
         usual_blocks: int = 0,
     ) -> None:
-        """layers: in the order in which they attend.
+        """layers: the layers, in the order in which they attend.
 
         usual_blocks: an area grows ahead of its need up to this size, and no further.
         """

@@ -51,10 +51,10 @@ class Resident:
     asked_room, asked_stream: of the reservation call in flight, the number of blocks and the
         stream.
     is_held: True if the request is left out of steps because its next block would have no room.
-    opened: the server's answer to the reservation; None before.
+    opened: the server's answer to the reservation; None before the answer.
     pin: the pin under which workers may read the kept blocks. `pin` differs from `opened` while it
         is not known whether a server that came back holds the blocks where they were.
-    refusal: reason why the server will never reserve room; empty otherwise.
+    refusal: the error if the server will never reserve room; None otherwise.
     waited_s: seconds, up to `seen_s`, in which the server has not accepted any of the request's
         blocks.
     """

@@ -216,7 +216,8 @@ class ResidentSequences:
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or lost its blocks, and frees its rows."""
+        """Forgets a request that has ended or lost its blocks, and frees the request's rows (places
+        for representations)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)

@@ -157,7 +157,8 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Forgets the blocks that the step has overwritten, and finds the request of each row."""
+        """Forgets the representations (compact forms of keys) of the blocks that the step has
+        overwritten, and finds the request of each row."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)

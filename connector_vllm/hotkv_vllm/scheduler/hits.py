@@ -267,7 +267,7 @@ class Patience:
     Scheduler thread only.
 
     clock: returns the time in seconds.
-    wait_for: waits for an answer, at most the given seconds; returns True if it has come.
+    wait_for: waits for an answer, at most the given seconds; returns True if the answer has come.
     """
 
     def __init__(

@@ -358,7 +358,8 @@ class LoadRoom:
             self.holders[request_id] = Holder(held, need)
 
     def ran(self, request_ids: Collection[str]) -> None:
-        """Removes requests that a step runs: vLLM can preempt them if others lack blocks."""
+        """Removes requests that a step runs: vLLM can preempt such requests if others lack
+        blocks."""
         for request_id in self.holders.keys() & request_ids:
             del self.holders[request_id]
 

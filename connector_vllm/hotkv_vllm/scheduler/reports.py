@@ -34,8 +34,8 @@ class UseReports:
     ) -> None:
         """keys: returns a request's hashes, one per hash block; empty if its blocks can't be named.
         prefill: predicts the time that hits save.
-        tells_speed: send the prefill speed with the reports. The server then leaves blocks in slow
-            tiers if the engine computes them sooner.
+        tells_speed: True sends the prefill speed with the reports. The server then leaves blocks in
+            slow tiers if the engine computes them sooner.
         """
         self._session = session
         self._hash_block_tokens = hash_block_tokens

@@ -20,8 +20,8 @@ RETRY_S = 1.0
 class Stores(Protocol):
     """The engine's stores, as a reset sees them.
 
-    in_flight: true while stores are under way.
-    is_held: set while nothing may be stored.
+    in_flight: true (not empty) while stores are under way.
+    is_held: set to True while nothing may be stored.
     """
 
     is_held: bool

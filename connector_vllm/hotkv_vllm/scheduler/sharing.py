@@ -466,7 +466,7 @@ back."""
 class Sharing:
     """Decides whether there is a cache, and opens and closes it.
 
-    joining: the wait for handshakes that vLLM does not forward; None otherwise.
+    joining: the wait for handshakes that vLLM does not forward; None without such a wait.
     """
 
     def __init__(self, engine: Engine) -> None:

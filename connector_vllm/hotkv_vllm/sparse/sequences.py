@@ -62,7 +62,8 @@ class SparseGroup:
 class _Followed:
     """A request that the server follows.
 
-    ids: ids of the request's sequences, one per group, created in stream `stream`; empty before.
+    ids: ids of the request's sequences, one per group, created in stream `stream` (connection of
+        the session); empty before the creation.
     num_sent: number of blocks that were sent to the server, per group. The next block is complete
         at `next_tokens`.
     answers: futures of the calls whose answers were not read yet.

@@ -304,14 +304,15 @@ class SparseWorker:
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
-        """Forgets, in all layers of the group, blocks that the step has overwritten."""
+        """Forgets, in all layers of the group, the representations (compact forms of keys) of
+        blocks that the step has overwritten."""
         written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
         indices = self._layers_of(layer.group)
         self.representations.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
-        """Forgets the blocks that the step has overwritten, and finds the rows that can be
-        sparse."""
+        """Forgets the representations (compact forms of keys) of the blocks that the step has
+        overwritten, and finds the rows that can be sparse."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens

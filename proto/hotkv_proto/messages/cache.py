@@ -44,7 +44,8 @@ MAX_LOADED_BLOCKS = 1 << 17
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for the wire. Raises INVALID_HASH if a hash has a different length."""
+    """Joins hashes for the wire. Raises INVALID_HASH if a hash has another length than
+    `hash_bytes`."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
         raise HotKVError(

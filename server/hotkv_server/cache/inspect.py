@@ -160,7 +160,7 @@ class BlockFigures:
 
     hash_words: uint32 [8].
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
-    last_used_s: in seconds of the core's `now_s`; 0 if never used.
+    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if never used.
     representation_bytes: slot size of the block's representation (compact form of its keys, for
         sparse attention); 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,

@@ -103,7 +103,8 @@ class Below(Protocol):
         earlier."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks for demotion. Returns which of them [n] already lie below."""
+        """Offers ready blocks for demotion. Returns which of them [n] already lie in a tier below
+        host memory."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
         """Returns which blocks of a list are ready in `space`."""

@@ -29,7 +29,7 @@ class Region:
     """Memory of this process.
 
     address, num_bytes: where the memory lies, and its size.
-    name: for messages.
+    name: name of the memory in messages.
     device: number of the memory's device, or HOST.
     """
 

@@ -24,8 +24,8 @@ HOST = -1
 class DeviceError(Exception):
     """Raised if a call failed.
 
-    is_lost: every later call on that device will fail too, for the lifetime of this process. Work
-        in the device's streams has stopped accessing memory.
+    is_lost: True if every later call on that device will fail too, for the lifetime of this
+        process. Work in the device's streams has stopped accessing memory.
     """
 
     def __init__(self, message: str, *, is_lost: bool = False) -> None:

@@ -84,8 +84,8 @@ class Verifier:
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Compares blocks; returns a mask per case of those that agree. Blocks for as long as
-        reading takes. From any thread, without the GIL."""
+        """Compares blocks with their check values; returns for each case a mask of the entries that
+        agree. Blocks for as long as reading takes. From any thread, without the GIL."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:

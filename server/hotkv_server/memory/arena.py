@@ -291,8 +291,8 @@ class NodeMemory:
         """Replaces the old table by the new table, which has the retained entries, and saves its
         state. Raises OSError.
 
-        is_renumbered: a key space number means different key spaces in the two tables. Then no
-            state exists while the tables are exchanged: a start that is killed there leaves an
+        is_renumbered: True if a key space number means different key spaces in the two tables. Then
+            no state exists while the tables are exchanged: a start that is killed there leaves an
             empty cache, not blocks under the wrong key space.
         """
         if is_renumbered:

@@ -143,8 +143,8 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """Returns whether parts of a file have no memory yet. The process that first touches them
-    allocates the memory and is charged for it."""
+    """Returns whether parts of a file have no memory yet. The process that first touches such a
+    part allocates the memory and is charged for it."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 

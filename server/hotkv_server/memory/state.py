@@ -42,7 +42,7 @@ class ServerState:
     """The content of the state file.
 
     slab_bytes: size of the arena's slabs.
-    key_spaces: in the order of their numbers.
+    key_spaces: the known key spaces, in the order of their numbers.
     """
 
     slab_bytes: int

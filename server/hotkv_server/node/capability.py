@@ -381,7 +381,8 @@ class Capability:
         """
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        """Called when a session has closed. `is_last`: its engine has no other session open."""
+        """Called when a session has closed. `is_last`: True if the session's engine has no other
+        session open."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
         """Called when an engine reports a request, before its blocks count as used."""

@@ -71,7 +71,7 @@ class Sign:
 class Health:
     """Watches the server's parts (see the module).
 
-    breach: describes the first broken invariant; empty before.
+    breach: describes the first broken invariant; empty while no invariant has broken.
     broken: event that is set together with `breach`.
     """
 

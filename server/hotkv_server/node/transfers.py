@@ -171,7 +171,7 @@ an array per run (consecutive blocks of a group)."""
 class TransferEnd(TransferResult):
     """How a transfer ended. Times are of the monotonic clock.
 
-    copy_began_s: None if no byte was copied.
+    copy_began_s: when the copy of the first byte began; None if no byte was copied.
     """
 
     copy_began_s: float | None = None

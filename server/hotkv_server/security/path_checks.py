@@ -63,15 +63,15 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if a path of a socket has another kind of file, or a socket of another
-    user. Sockets of this user or root, left by an earlier server, are accepted."""
+    """Raises UnsafeError if there is another kind of file, or another user's socket, at the path of
+    a socket. Sockets of this user or root, left by an earlier server, are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if a path has anything but a regular file of this user or of root. Missing
-    files are accepted."""
+    """Raises UnsafeError if there is anything but a regular file of this user or of root at one of
+    the paths. Missing files are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISREG, "regular file")
 

@@ -73,8 +73,9 @@ class SelectSpec:
     hot_blocks: slots of the hot set that the server records for each layer and shard; 0: the server
         records no hot sets.
     scale: factor of q · k; None: 1 / sqrt(D).
-    centres: by layer; must be the centres with which the representations were made. The server
-        can't check this, because the version of a representation's kind is only a hash.
+    centres: centres (mean keys) by layer; must be the centres with which the representations were
+        made. The server can't check this, because the version of a representation's kind is only a
+        hash.
     """
 
     config: SparseConfig

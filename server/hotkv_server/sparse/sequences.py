@@ -48,7 +48,7 @@ class LiveSequence:
         covered blocks are the leading blocks that were ready with their representations.
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
-    hot_sets: by layer and shard.
+    hot_sets: the recorded hot sets (blocks in the client's hot slots), by layer and shard.
     lock: held during a selection.
     """
 

@@ -99,8 +99,8 @@ class Reloader:
 
     def _can(self, name: str, settings: Settings) -> bool:
         """Returns whether this setting of LIVE can change from the running value to the new value
-        without a restart. These changes can't: the first or the last tenant; TLS on or off; whether
-        TLS asks clients for certificates."""
+        without a restart. A restart is needed to add the first or remove the last tenant, to switch
+        TLS on or off, and to change whether TLS asks clients for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name.startswith("security.tls."):

@@ -208,7 +208,7 @@ class TierFigures:
 class TierMemory:
     """Memory of a tier's buffers, indexes and child processes.
 
-    `held_bytes`: in use now.
+    `held_bytes`: bytes in use now.
     `most_bytes`: the upper limit; 0 if the memory is unbounded.
     """
 

@@ -247,9 +247,9 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Reads how much an earlier server wrote to the disk and when, so that it counts in the daily
-    budget of disk writes. If the note is unusable, logs the reason and begins with the full
-    budget."""
+    """Reads how much an earlier server wrote to the disk and when, so that these writes count in
+    the daily budget of disk writes. If the note is unusable, logs the reason and begins with the
+    full budget."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()

@@ -285,8 +285,8 @@ class RpcServer:
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
         """Sets the health states.
 
-        is_ready: state of the server and of each service.
-        is_alive: state under the name LIVENESS.
+        is_ready: health state of the server and of each service.
+        is_alive: health state under the name LIVENESS.
         """
         self._health.set(
             {

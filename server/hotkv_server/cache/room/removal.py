@@ -381,7 +381,8 @@ class Rebalancer:
 
         taker: the tenant that needs the slots.
         payers: whose blocks may be evicted, tried in this order.
-        is_enough: if given, the work ends when this returns True, and not when the slots are free.
+        is_enough: if given, the work ends when `is_enough` returns True, and not when the slots are
+            free.
         """
 
         def has_free_slots() -> bool:

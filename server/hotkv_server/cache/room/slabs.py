@@ -316,7 +316,7 @@ class _SlabClass:
 
     def counts_of(self, lengths: Int64s) -> Int64s:
         """Returns the number of slots in runs (slabs that are lent together) of these lengths.
-        `lengths`: in slabs."""
+        `lengths`: lengths of the runs, in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 

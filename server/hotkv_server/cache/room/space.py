@@ -73,8 +73,8 @@ class Room:
 
         is_block: True if representations (compact forms of keys) of other blocks may be dropped to
             make room.
-        has_promise: the room was reserved for a residency; representations may be dropped for the
-            residency too.
+        has_promise: True if the room was reserved for a residency; representations may be dropped
+            for the residency too.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
             soon; None if the policy may not hold entries back. Ignored for a tenant within its
             guarantee, and while entries of other slot sizes, representations or blocks in tiers
@@ -417,8 +417,8 @@ class Space:
         that it may hold) requires that. While the arena grows, fewer slots are reserved: see
         `grow`. The caller passes the remaining keys to `decline`.
 
-        has_promise: the room was reserved for a residency; the room is not refused while the arena
-            grows.
+        has_promise: True if the room was reserved for a residency; the room is then not refused
+            while the arena grows.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:

@@ -421,7 +421,7 @@ class EpochBook:
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
         """Drops the stores' confirmations of the key space's epoch, because a read has seen another
-        epoch than this node expected. The stores are then asked at once."""
+        epoch than this node expected. The stores are then asked for the epoch at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S

@@ -115,7 +115,8 @@ def _encode_group(
 
 
 def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: list[Any]) -> None:
-    """Decodes a vector of values, from its indices and the rests at an address, to `target`."""
+    """Decodes a vector of values to `target`, from the values' exponent indices and the rests
+    (signs and mantissas) at an address."""
     left = entries
     for bit in range(4):
         is_set = builder.icmp_unsigned(

@@ -221,7 +221,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
 
 def _make_direct(fd: int, path: Path) -> bool:
     """Turns direct I/O on and tests it with a read, because some file systems refuse direct I/O
-    only at a read. Returns False if the file system does not support it."""
+    only at a read. Returns False if the file system does not support direct I/O."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -82,8 +82,9 @@ class TierBelow:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
-        """Starts moving blocks down. `tell`: called when blocks may have been removed. `on_ready`:
-        called with the entries, the medium and the tier's name after blocks were moved down."""
+        """Starts moving blocks down (from host memory to the disk). `tell`: called when blocks may
+        have been removed. `on_ready`: called with the entries, the medium and the tier's name after
+        blocks were moved down."""
         self._on_ready = on_ready
         if self.memory is not None:
             name = f"the thread that writes the records of {self.name}"

@@ -54,8 +54,8 @@ class TierSource(Protocol):
         """The tier that moves the bytes."""
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier which of the blocks it has, unless the core knows. Waits for the answer at
-        most until `until_s`."""
+        """Asks the tier which of the blocks it has, unless the core knows that already. Waits for
+        the answer at most until `until_s`."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns True if a block that is not in host memory may be in the tier."""

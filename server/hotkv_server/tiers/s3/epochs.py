@@ -73,8 +73,9 @@ def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces (numbers that flushes raise), and begins an epoch
-    for each key space that has none (NO_EPOCH if the store has no room for it). Reads all at the
-    same time. Omits a key space whose epoch is not a number. Raises StoreError."""
+    for each key space that has none (NO_EPOCH if the store has no room for the new epoch). Reads
+    all epochs at the same time. Omits a key space whose epoch is not a number. Raises
+    StoreError."""
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):

@@ -45,9 +45,9 @@ class Login:
 
 
 def read_login(settings: ValkeySettings) -> Login | None:
-    """Returns the login, with the password from its file; None if the settings name no file. Raises
-    UnusableError if other users may access the file, or if the file can't be read, is empty or is
-    too long."""
+    """Returns the login, with the password from the file that the settings name; None if the
+    settings name no file. Raises UnusableError if other users may access the file, or if the file
+    can't be read, is empty or is too long."""
     path = settings.password_file
     if path is None:
         return None

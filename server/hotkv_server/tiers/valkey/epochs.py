@@ -64,7 +64,7 @@ class StoreClock:
     def restored_below(self, reply: Reply, now_s: float) -> int:
         """Returns `restored_below` of `Shown`: the least epoch that can have begun after the
         server's start, if the server has just restarted; else 0. 0 also if the reply lacks the
-        figures. `reply`: to INFO_SERVER. `now_s`: a time of time.monotonic."""
+        figures. `reply`: the reply to INFO_SERVER. `now_s`: a time of time.monotonic."""
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
             return 0

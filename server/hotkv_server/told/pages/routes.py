@@ -59,9 +59,9 @@ PRIVATE: Mapping[str, str] = {
 class Request:
     """The parts of an HTTP request that decide the answer.
 
-    path, query: of the address, without and after the question mark.
+    path, query: the parts of the address before and after the question mark.
     host, authorization, accept: values of these headers; empty if the header is missing.
-    body: of a POST to CHECK_PATH.
+    body: body of a POST to CHECK_PATH.
     """
 
     path: str
@@ -253,8 +253,8 @@ T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """Returns 200, or 503 with the problems of the server. `also_draining`: draining counts as a
-    problem too."""
+    """Returns 200, or 503 with the problems of the server. `also_draining`: True: draining counts
+    as a problem too."""
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
         problems += ("the server drains",)

@@ -311,8 +311,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the answers of a call to health, reflection or channelz, and counts it as a guest:
-        it may last."""
+        """Yields the answers of a call to health, reflection or channelz, and counts the call as a
+        guest, because such a call may last."""
         try:
             with self._guests.stay():
                 async for response in answers:

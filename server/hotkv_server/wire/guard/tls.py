@@ -40,7 +40,7 @@ class TlsFiles:
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Reads the files. Raises OSError, ssl.SSLError (a child of OSError and ValueError) or
-        UnsafeError if they can't be used."""
+        UnsafeError if the files can't be used."""
         check_private_key(self.key)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         judge.load_cert_chain(self.certificate, self.key)
