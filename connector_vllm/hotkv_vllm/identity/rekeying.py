@@ -179,7 +179,7 @@ class Rekeying:
         """Returns the order about weights that this step carries to the ranks; None until the first
         check.
 
-        Every step carries the order, since a step may break."""
+        Every step carries the order, since a step may be lost."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)

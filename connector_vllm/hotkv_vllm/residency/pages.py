@@ -133,7 +133,8 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Makes `_sizes` hold `page_bytes` at least `count` times. Most calls find the array so."""
+        """Makes `_sizes` hold `page_bytes` at least `count` times. In most calls the array is right
+        already."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 

@@ -285,7 +285,7 @@ class Engine:
     learnt_prefill: measured prefill speed, with which a hit's load time is compared. None if every
         hit is to be loaded, as with contexts in host memory.
     failed_loads: requests whose load failed.
-    traces: None without tracing.
+    traces: the traces of requests; None if the setting `tracing` is empty.
     """
 
     vllm_config: Any

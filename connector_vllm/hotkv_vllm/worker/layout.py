@@ -411,7 +411,7 @@ class OwnMemory:
     """A rank's description of its own memory.
 
     note: the part that is sent to the other ranks.
-    memory: None if the memory can't be exported; the note says why.
+    memory: the memory, exported for the server; None if it can't be exported (the note says why).
     """
 
     note: RankNote

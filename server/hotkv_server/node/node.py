@@ -52,8 +52,8 @@ C = TypeVar("C", bound=Capability)
 class Node:
     """Runs a cache server's parts (see the module).
 
-    capabilities: add them before `start`.
-    copy_engine: closed by its maker, not by the node.
+    capabilities: optional parts of the server; add them before `start`.
+    copy_engine: copies blocks. Its maker must close it; the node does not.
     """
 
     def __init__(

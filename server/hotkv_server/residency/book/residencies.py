@@ -186,11 +186,11 @@ class Residencies:
         forms of keys, for sparse attention).
 
         first_position: position of the first block in the request; the other blocks follow it.
-        hashes: hashes of the blocks, uint32 words [n, 8]. Returns the slot offset of each block in
-        the arena [n]; -1 if the block is not pinned, or not yet verified. A block that the
-        residency already pins keeps its offset, even if it has been flushed since. Raises
-        HotKVError: DUPLICATE_ID if the residency has another block at a position,
-        UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
+        hashes: hashes of the blocks, uint32 words [n, 8].
+        Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned, or
+        not yet verified. A block that the residency already pins keeps its offset, even if it has
+        been flushed since. Raises HotKVError: DUPLICATE_ID if the residency has another block at a
+        position, UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
         """
         session = self._sessions.record(session_number)
         _check_position(first_position, len(hashes))

@@ -52,7 +52,7 @@ class EpochNotes:
 
     def read(self, stores: Sequence[str]) -> EpochBook:
         """Returns the book that an earlier server wrote, for the stores with these names; an empty
-        book without a file. Blocks the calling thread."""
+        book if there is no file. Blocks the calling thread."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # A folder with blocks and without a file was left by a server that kept no notes.
