@@ -215,8 +215,8 @@ Join = Callable[[Any, Any], Any]
 
 
 def _each(join: Join) -> Join:
-    """Returns a join of mappings: values that both have are joined by `join`, the rest is
-    copied."""
+    """Returns a function that joins two mappings: `join` joins the values of keys that both
+    mappings have; the other values are copied."""
 
     def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
         shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}

@@ -229,7 +229,8 @@ def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None])
 
 
 def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
-    """Returns how a use differs from this form; empty if it fits."""
+    """Returns how a use in the installed vLLM differs from this form, in words; empty if the use
+    has this form. `form`: None means that the name must be missing."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     if form is None:

@@ -396,7 +396,7 @@ class HotKVTier(SecondaryTierManager):
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
         """Answers a hit for which the primary tier has no room. The request waits a while for its
-        first promotion, because vLLM takes a miss as final."""
+        first promotion (copy into the primary tier), because vLLM takes a miss as final."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:

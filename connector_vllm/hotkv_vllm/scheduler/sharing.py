@@ -171,8 +171,9 @@ class Joining:
         self._requests.pop(request_id, None)
 
     def asks_again(self, now_s: float) -> bool:
-        """Returns True while requests are to be answered "ask again". The time limit runs from the
-        first call. Warns once of late ranks."""
+        """Returns True while vLLM's requests are to be answered "ask again", because ranks may
+        still tell what they store. The time limit runs from the first call. After the limit returns
+        False and warns once."""
         if self._until_s is None:
             self._until_s = now_s + JOINING_PATIENCE_S
         was_late, self.was_late = self.was_late, now_s >= self._until_s

@@ -72,7 +72,8 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that a load must compare before it copies; usually empty."""
+        """Returns the cases (blocks not yet compared with their check values) that a load must
+        compare before it copies; usually empty."""
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [

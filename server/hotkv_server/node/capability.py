@@ -376,7 +376,7 @@ class Capability:
         """Called when blocks have been removed.
 
         notices: blocks removed from host memory.
-        below: blocks removed from the tier below it.
+        below: blocks removed from the tier below host memory.
         flushed_key_space_id: key space that a flush has emptied; 0 without a flush.
         """
 

@@ -177,7 +177,7 @@ def check_access(settings: Settings) -> None:
 
 
 def check_pages(settings: Settings) -> None:
-    """Raises StartError if the token of the status page can't be read."""
+    """Raises StartError if the token that guards the status page can't be read."""
     if settings.http.port >= 0:
         make_page_access(settings, make_access_control(settings.security))
 

@@ -65,8 +65,8 @@ class DeviceCopies:
         self._dice = dice
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
-        """Returns True if any of the ranges is not registered. Raises DeviceError as the call
-        would."""
+        """Returns True if any of the copies' ranges is in host memory that is not registered.
+        Raises DeviceError if CUDA's call would fail."""
         pageable = False
         for dst, src, count in copies:
             (_, to), (_, from_) = (

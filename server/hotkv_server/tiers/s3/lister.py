@@ -232,7 +232,8 @@ class Lister:
 
     def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
         """Reads the lists of these packs and adds the packs to the index. Returns False if the
-        index had no room for one of them, so it has none for older packs either."""
+        index had no room for one of the packs; the index then has no room for older packs
+        either."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True

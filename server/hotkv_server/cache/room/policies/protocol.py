@@ -25,8 +25,8 @@ class Policy(Protocol):
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready. Counts as a use of each block: a request missed it, so it
-        was stored."""
+        """Adds blocks that became ready. Counts as a use of each block, because a block is stored
+        after a request has missed it."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
