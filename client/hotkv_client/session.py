@@ -176,8 +176,8 @@ class Session:
 
     @property
     def order_message(self) -> str:
-        """Returns why the server rejected a part of `EngineMemory.order`; empty if it rejected no
-        part or without a connection."""
+        """Returns why the server rejected a part of `EngineMemory.order`; empty if the server
+        rejected no part, or if there is no connection."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 

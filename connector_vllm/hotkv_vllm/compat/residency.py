@@ -94,8 +94,8 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def moved_blocks(self) -> int:
-        """Returns the most blocks that a request holds on the device if it is not on the device as
-        a whole."""
+        """Returns the most blocks that a request holds on the device if only a part of its context
+        is on the device."""
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:

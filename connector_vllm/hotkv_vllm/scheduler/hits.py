@@ -435,8 +435,8 @@ class HitFinder:
         num_external: int,
         null_block: int,
     ) -> LoadJob | None:
-        """Returns the load of a granted hit into allocated blocks; None if the lease does not cover
-        it.
+        """Returns the load of a granted hit into allocated blocks; None if the hit has no lease
+        that covers the load, or there is no block to load.
 
         block_ids: the request's block table per group.
         null_block: the block id that marks an entry as not to be loaded.

@@ -154,7 +154,8 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Returns the number of parameters of the embedding. The output matrix has as many."""
+        """Returns the number of parameters of the embedding. The output matrix has as many
+        parameters."""
         return self.vocab * self.hidden
 
     @property

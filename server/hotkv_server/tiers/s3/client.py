@@ -52,9 +52,9 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the shared `Bucket`. If the store has refused the last (`is_refused`), returns a
-        new `Bucket`, which has read the credentials and certificates again. Raises
-        UnusableError."""
+        """Returns the shared `Bucket` (connections to the store). If the store has refused that
+        `Bucket` (`is_refused`), makes a new one, which reads the credentials and certificates
+        again. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
