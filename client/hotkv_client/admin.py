@@ -55,7 +55,8 @@ class AdminClient:
     def ping(self, service: str = "") -> bool:
         """Returns whether the server serves. Uses the engines' socket, not the admin socket.
 
-        service: "live" asks whether the server is healthy; the answer is True even while it drains.
+        service: "live" asks whether the server is healthy; the answer is True even while the server
+            drains.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
@@ -63,7 +64,8 @@ class AdminClient:
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
         """Returns the server's report about a topic, in the form of JSON.
 
-        Without a topic it returns the topics and their filters. docs/told.md describes the fields.
+        Without a topic returns the names of all topics and the filters of each. docs/told.md
+        describes the fields.
         """
         given = {name: str(value) for name, value in filters.items() if value}
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
@@ -227,8 +229,8 @@ class AdminClient:
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Returns, for each tenant that has a session with this id: where the session's blocks are
-        stored, which hints named them, and the receipt of its requests (prompt tokens, hits, saved
-        time)."""
+        stored, which hints named these blocks, and the receipt of the session's requests (prompt
+        tokens, hits, saved time)."""
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         known = {one["tenant"]: one for one in told["sessions"]}
@@ -264,7 +266,8 @@ class AdminClient:
         """Returns the savings of the cache per engine, and the savings that a larger cache would
         have.
 
-        since_s: computes them from the requests of this many last seconds; 0: from all requests.
+        since_s: computes the savings from the requests of this many last seconds; 0: from all
+            requests.
         """
         return self.tell("savings", since_s=since_s)
 

@@ -111,14 +111,15 @@ class Arena:
 
     def holds(self, opened: ResidencyOpened) -> bool:
         """Returns True if all blocks that a residency has pinned have stayed pinned until this
-        call.
+        call, according to the validity words that the server writes behind the arena's bytes.
 
-        If it returns True, the bytes that the caller copied from `memory` before this call are the
-        bytes that were stored. After it has returned False for a residency, it never returns True
-        for it again.
+        True: the bytes that the caller copied from `memory` before this call are the bytes that
+        were stored. False: the bytes may be other bytes; all later calls for the residency return
+        False too.
 
-        The copy must be complete before this call reads the words. On x86-64 program order
-        guarantees that. On other machines the caller needs an acquire fence between copy and call.
+        The caller's copy must be complete before this call reads the validity words. On x86-64
+        program order guarantees that. On other machines the caller needs an acquire fence between
+        copy and call.
         """
         return holds(self.words, opened)
 

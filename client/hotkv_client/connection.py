@@ -72,7 +72,8 @@ class Pending:
 
 
 class Connection:
-    """A connection of a session, with the calls that wait for answers. Thread-safe once it is open.
+    """A connection of a session, with the calls that wait for answers. Thread-safe once the
+    connection is open.
 
     outbox: requests to send, in order; None ends the stream.
     link: the connection to the descriptor socket; None for a TCP target or if it is not needed.
@@ -126,7 +127,7 @@ class Connection:
         thread.
 
         Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
-        stream breaks or if all of this takes longer than `connect_timeout_s`.
+        stream breaks or if these steps together take longer than `connect_timeout_s`.
         """
         self.outbox.put(_wire.open_session(self._config, ticket))
         requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
@@ -246,8 +247,9 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. If it is a store with a word of the fence (page by
-        which stores are revoked), also revokes it and resolves its future as CANCELLED at once."""
+        """Asks the server to end a transfer. If the transfer is a store with a word of the fence
+        (page by which stores are revoked), also revokes the store and resolves its future as
+        CANCELLED at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():

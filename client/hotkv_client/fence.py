@@ -40,7 +40,7 @@ TOKEN_BYTES = 16
 
 
 class Fence:
-    """A session's own page, shared with the server, by which it revokes stores. Words 1 to
+    """A session's own page, shared with the server, by which the session revokes stores. Words 1 to
     FENCE_WORDS - 1 each serve one store in flight. Thread-safe."""
 
     def __init__(self) -> None:
@@ -62,16 +62,17 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: it can't commit after this call."""
+        """Revokes the store of this word: the store can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight by setting every word. `take` clears a word again."""
+        """Revokes all stores in flight: sets the words of all stores (one word per store). `take`
+        clears a word for its next store."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """Frees a word of the page. Call it when the server has answered the word's store or is
-        dead. Ignores 0."""
+        """Frees a word of the page. Call this method when the server has answered the word's store,
+        or when the server is dead. Ignores 0."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -95,7 +96,7 @@ class SharedFence:
     """A session's side of a fence (page by which stores are revoked) whose words another process
     chooses. Thread-safe.
 
-    Sessions of the same process may share it.
+    Sessions of the same process may share a `SharedFence`.
     """
 
     def __init__(self) -> None:
@@ -122,21 +123,21 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """Returns whether the word is set, so that the server will not commit its store."""
+        """Returns whether the word is set, so that the server will not commit the word's store."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: it can't commit after this call."""
+        """Revokes the store of this word: the store can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight by setting every word. `Revocations.take` clears a word
-        again."""
+        """Revokes all stores in flight: sets the words of all stores (one word per store) on this
+        session's page. `Revocations.take` clears a word for its next store."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
-        """Records on the page that the server has answered the store of this word or is dead.
-        Ignores 0."""
+        """Records on the page that the server has answered the store of this word, or that the
+        server is dead. Ignores 0."""
         if index:
             self._words[SHARED_WORDS + index] = 0
 
@@ -189,7 +190,8 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word in all sessions: it can't commit after this call."""
+        """Revokes the store of this word in all sessions: the store can't commit after this
+        call."""
         for page in self._pages:
             page[index] = 1
 
@@ -201,8 +203,8 @@ class Revocations:
     def end(self, index: int) -> None:
         """Revokes a store and frees its word, which is reused once no session waits for the answer.
 
-        Call it when no session will send the store again and the engine does not need its
-        uncommitted blocks.
+        Call this method when no session will send the store again and the engine does not need the
+        store's uncommitted blocks.
         """
         self.revoke(index)
         self._ended.append(index)

@@ -61,8 +61,9 @@ class SessionLife:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has answered and is opening the session, blocks until it has opened it, at
-        most `timeout_s`. Otherwise returns at once. Returns whether the session is connected."""
+        """If a server has answered and is opening the session, blocks until the server has opened
+        the session, at most `timeout_s`. Otherwise returns at once. Returns whether the session is
+        connected."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             return self.state is LinkState.CONNECTED
@@ -108,7 +109,8 @@ class SessionLife:
             delay_s = min(2 * delay_s, self._config.reconnect_max_s)
 
     def _connect_and_serve(self) -> str:
-        """Opens a connection and resolves calls until it ends. Returns the reason for its end."""
+        """Opens a connection and resolves calls until the connection ends. Returns the reason for
+        the end."""
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:
@@ -163,8 +165,9 @@ class SessionLife:
     def _ticket(self) -> tuple[bytes, str]:
         """Fetches a ticket, which proves to the server which user this process runs as.
 
-        Returns the ticket and an empty reason, or an empty ticket and the reason why there is none.
-        A server without tenants needs no ticket, so a missing ticket is not a failure here.
+        Returns the ticket and an empty reason, or an empty ticket and the reason why the server
+        gave no ticket. A server without tenants needs no ticket, so a missing ticket is not a
+        failure here.
         """
         path = descriptor_socket(self._config.target)
         if path is None:

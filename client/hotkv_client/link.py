@@ -102,7 +102,7 @@ class Link:
             raise
 
     def arena(self) -> Arena | None:
-        """Returns the server's arena. The first call maps it.
+        """Returns the server's arena. The first call maps the arena.
 
         Returns None if the server does not let this session map the arena, or if the link is
         closed. Raises OSError if the arena can't be mapped.

@@ -56,8 +56,8 @@ class Selects:
         query_QD: float32 [query heads of the shard, head size], after positional encoding.
         context_tokens: tokens of the context to which the query attends.
         always_log_mass_Q: float32 [query heads], log of the attention mass of the blocks that are
-            always kept; None: the server estimates it from their representations (compact forms of
-            keys).
+            always kept; None: the server estimates this mass from the representations (compact
+            forms of keys) of these blocks.
         """
         self._outbox.put(
             _sparse_wire.select_request(

@@ -88,8 +88,9 @@ class Session:
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has answered and is opening the session, blocks until it has opened it, at
-        most `timeout_s`. Otherwise returns at once. Returns whether the session is connected."""
+        """If a server has answered and is opening the session, blocks until the server has opened
+        the session, at most `timeout_s`. Otherwise returns at once. Returns whether the session is
+        connected."""
         return self._life.wait_opened(timeout_s)
 
     def close(self) -> None:
@@ -175,8 +176,8 @@ class Session:
 
     @property
     def order_message(self) -> str:
-        """Returns why the server rejected a part of `EngineMemory.order`; empty if it rejected no
-        part or without a connection."""
+        """Returns why the server rejected a part of `EngineMemory.order`; empty if the server
+        rejected no part, or if there is no connection."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
@@ -236,14 +237,14 @@ class Session:
         """Acquires a read lease: pins those blocks of `groups` that are ready.
 
         If blocks are in lower tiers, the answer waits for their promotion, within a limit of the
-        server. If a block was stored before the server restarted, the server first compares its
-        bytes with its check value. The same call again gets the same answer. The same `lease_id`
-        with other blocks fails as DUPLICATE_ID.
+        server. If a block was stored before the server restarted, the server first compares the
+        block's bytes with the block's check value. The same call again gets the same answer. The
+        same `lease_id` with other blocks fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
-        wants_offsets: the grant also has the blocks' offsets in `arena()`. Fails as NOT_ALLOWED if
-            there is no arena.
+        wants_offsets: True: the grant also has the blocks' offsets in `arena()`. Fails as
+            NOT_ALLOWED if there is no arena.
         """
         return self._call(
             lambda: _wire.acquire(
@@ -272,8 +273,8 @@ class Session:
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Releases a lease. The call has no answer. Without a connection it does nothing, because
-        the server has already ended the lease."""
+        """Releases a lease. The call has no answer. Without a connection the call does nothing,
+        because the server has already ended the lease."""
         self._send_only(_wire.release(lease_id))
 
     def open_residency(
@@ -299,8 +300,8 @@ class Session:
         """Pins those blocks of `hashes` that are ready. Resolves to their offsets in `arena()`.
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
-        the server restarted, the server first compares its bytes with its check value. Fails as
-        UNKNOWN_RESIDENCY if the residency has ended.
+        the server restarted, the server first compares the block's bytes with the block's check
+        value. Fails as UNKNOWN_RESIDENCY if the residency has ended.
 
         first_position: position of the first block in the request, counted in blocks.
         hashes: hashes of consecutive blocks from `first_position` on.
@@ -314,8 +315,8 @@ class Session:
     def close_residency(self, residency_id: str) -> None:
         """Closes a residency: the caller must not read its blocks after this call.
 
-        The call has no answer. Without a connection it does nothing, because the server has already
-        ended the residency.
+        The call has no answer. Without a connection the call does nothing, because the server has
+        already ended the residency.
         """
         self._send_only(_wire.close_residency(residency_id))
 
@@ -338,9 +339,9 @@ class Session:
 
         reports: for each scheduled request, the blocks that it used from the device cache, and how
             long to retain its blocks.
-        prefill_tokens_per_s: prefill speed that this engine has measured; 0: unknown. If it is
-            known, lookups skip blocks in a slow tier if the engine computes them sooner than it
-            could load them.
+        prefill_tokens_per_s: prefill speed that this engine has measured; 0: unknown. If the speed
+            is known, lookups skip those blocks in a slow tier that the engine computes sooner than
+            it could load them.
         ended: requests that have ended and that name a user's session or have hints.
         loads: loads that have ended since the previous report.
         """
@@ -376,8 +377,8 @@ class Session:
         first_position: position of the first block of `hashes` in the context. If the sequence
             already has a block at a position of `hashes`, the two hashes must be equal.
 
-        If the server selects for the sequence, it replaces its lease by a lease of all blocks that
-        are ready now, even if `hashes` is empty.
+        If the server selects for the sequence, it replaces the sequence's lease by a lease of all
+        blocks that are ready now, even if `hashes` is empty.
         """
         return self._call(
             lambda: _sparse_wire.append_blocks(
@@ -392,8 +393,8 @@ class Session:
         no answer.
 
         positions: by sequence id, int32 positions of the blocks that any layer selected, or added
-            to its hot set (the blocks that it keeps on the device). The server's eviction policy
-            counts these blocks as used.
+            to its hot set (the blocks that the layer keeps on the device). The server's eviction
+            policy counts these blocks as used.
         counters: by layer and name, the growth of a counter. The names are those of
             `SPARSE_COUNTERS`; another name raises HotKVError.
         """
@@ -500,10 +501,10 @@ class Session:
     def cancel(self, transfer_id: str) -> None:
         """Asks the server to end a transfer early. The transfer has ended when its future resolves.
 
-        If a store has a word of the fence (page by which stores are revoked), this call revokes it,
-        and its future resolves at once as CANCELLED without results, even if the server hangs. The
-        store's blocks were committed before, or never will be. The future of a load resolves when
-        the server has stopped writing.
+        If a store has a word of the fence (page by which stores are revoked), this call revokes the
+        store, and the store's future resolves at once as CANCELLED without results, even if the
+        server hangs. The store's blocks were committed before this call, or never will be. The
+        future of a load resolves when the server has stopped writing.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)

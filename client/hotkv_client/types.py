@@ -108,9 +108,9 @@ class SelectConfig:
         and shard; 0: no hot set.
     scale: scale of attention; None: 1 / sqrt(head_size).
     centres: centres that the representations were made with, for the heads of all shards; None: the
-        representations have none. They must belong to the kind that the session declares. The
-        server can't check this, because the kind's version is only a hash. With other centres the
-        selection is worse than without any.
+        representations have none. The centres must belong to the kind that the session declares.
+        The server can't check this, because the kind's version is only a hash. With other centres
+        the selection is worse than without any.
     """
 
     config: "SparseConfig"
@@ -155,13 +155,13 @@ class SequenceState:
 class SelectedBlocks:
     """The result of a selection by the server.
 
-    positions: int32, positions of the selected blocks in the context, ascending. They include the
-        blocks that are always kept.
+    positions: int32, positions of the selected blocks in the context, ascending. The positions
+        include the blocks that are always kept.
     weights: float32, a weight for each position; inf for blocks that are always kept.
     estimated_mass: estimated share of the attention that the selected blocks receive, 0 to 1.
 
-    The other arrays (int32) describe the hot set. They are empty if the server maintains no hot
-    set:
+    The other arrays (int32) describe the hot set. These arrays are empty if the server maintains no
+    hot set:
     load_positions, load_slots: blocks that the caller must load before it attends, and the slot for
         each.
     evict_positions: blocks that have lost their slot.
@@ -184,7 +184,7 @@ class EngineMemory:
     """Memory that the server may read and write during transfers.
 
     layout: where the engine's blocks lie in this memory.
-    fds: file descriptor of each file handle of the layout. The caller keeps them open.
+    fds: file descriptor of each file handle of the layout. The caller keeps the descriptors open.
     order: ways in which the server can wait for earlier work on the engine's device, for example
         CUDA events. `Session.order_kind` returns the way that the server chose.
     fence: a shared page through which another process can revoke stores; the caller then passes
@@ -282,10 +282,10 @@ class BlocksCleared:
 class EventsRead:
     """The next events of a session's key space, in order.
 
-    begins_state: the events begin to list the blocks that are cached now. The reader must first
-        discard all blocks that it knows from earlier events. The first answer has this flag, and
-        an answer after the reader was too slow and has missed events.
-    has_more_state: the list of cached blocks continues in the next answer.
+    begins_state: True if the events begin to list the blocks that are cached now. The reader must
+        first discard all blocks that it knows from earlier events. The first answer has this flag,
+        and an answer after the reader was too slow and has missed events.
+    has_more_state: True if the list of cached blocks continues in the next answer.
     """
 
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
@@ -302,7 +302,8 @@ class SessionConfig:
     representations: kinds of representations (compact forms of keys, for sparse attention) that are
         stored with the blocks. In calls, kind i has the group index `len(key_space.groups) + i`
         (`representation_group`). The server keeps a representation only if its block is ready: from
-        an earlier store, or from the same store. It drops the representation with the block.
+        an earlier store, or from the same store. The server drops the representation with the
+        block.
     engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
     model_names: names by which requests address the model. Events and reports show them.
     use_table: map the server's shared block table if the server offers it, so that `probe` works.

@@ -138,21 +138,22 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Closes the worker's session: vLLM is about to discard the KV memory.
 
-        vLLM 0.33 and later call it. vLLM 0.32 puts an engine to sleep only with memory that hotkv
-        can't share.
+        vLLM 0.33 and later call this method. vLLM 0.32 puts an engine to sleep only with memory
+        that hotkv can't share.
         """
         self._worker.unregister()
 
     @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
-        """Registers the KV memory again. It is mapped at its old addresses, with other contents."""
+        """Registers the KV memory again. The memory is mapped at its old addresses, with other
+        contents."""
         self._worker.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns this rank's handshake: its findings when it registered its memory. Returns None
         in a MultiConnector, which would pass the handshake to other connectors; the scheduler then
-        asks for it in a step."""
+        asks for the handshake in a step."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -319,11 +320,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @class_hook(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Returns the layout that hotkv prefers. On CUDA each block is then one contiguous run over
-        all layers. It is a preference: vLLM drops it if it can't use it. Returns None on CPU, which
-        has one layout.
+        all layers. The answer is a preference: vLLM ignores a layout that it can't use. Returns
+        None on CPU, which has one layout.
 
         Returns None in a MultiConnector if another connector states a layout, because vLLM refuses
-        two.
+        two layouts.
         """
         layout, outer = checks.preferred_layout(), checks.outer_configs()
         is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)

@@ -203,11 +203,12 @@ def hook(
     """Decorates a hook: records its time and stops its exceptions before they reach vLLM. The
     decorated method's object must have an attribute `edge`, a HookEdge.
 
-    of: name of the object that has the hook, if it is not the connector itself (such as `tier`); it
-        becomes a prefix of the hook's name.
+    of: name of the object that has the hook, if that is not the connector itself (such as `tier`);
+        `of` becomes a prefix of the hook's name.
     otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
     last: the answer if the fallback raises too.
-    is_part: the method is part of another hook. It is not timed, and the hook goes on if it raises.
+    is_part: True if the method is part of another hook. The method is not timed, and the hook goes
+        on if the method raises.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:

@@ -169,12 +169,12 @@ def open_session(
 
 
 def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -> bool:
-    """Blocks until the session is connected, so that the next request can hit. Returns whether it
-    connected.
+    """Blocks until the session is connected, so that the next request can hit. Returns whether the
+    session is connected.
 
-    wait_s: how long to wait for a server to answer; 0 to wait for nothing.
-    opening_s: how much longer to wait if a server has answered and is opening the session. It maps
-        the engine's memory, which takes seconds.
+    wait_s: how long to wait for a server to answer; 0: do not wait.
+    opening_s: how much longer to wait if a server has answered and is opening the session. The
+        server then maps the engine's memory, which takes seconds.
     """
     return session.wait_connected(wait_s) or (wait_s > 0 and session.wait_opened(opening_s))
 

@@ -168,11 +168,11 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     sparse, adapters: None without a report.
     handshakes: one per rank, if the scheduler asked for them.
     settled_step, timed_step: the step's numbers; 0 without a number.
-    overdue_loads: transfers that the server was asked to end and has not ended.
+    overdue_loads: transfers that the server was asked to end, and that have not ended.
     settled_loads: by held transfer, the number of ranks in which the server can't write any more.
     load_seconds: by request, the longest time that the server took for its load in any rank. Below
         0 if a rank's time limit was reached.
-    links: by rank, why it has no session; empty if it has a session.
+    links: by rank, why the rank has no session; empty if the rank has a session.
     weights: reports by rank.
     """
 
@@ -215,8 +215,8 @@ Join = Callable[[Any, Any], Any]
 
 
 def _each(join: Join) -> Join:
-    """Returns a join of mappings: values that both have are joined by `join`, the rest is
-    copied."""
+    """Returns a function that joins two mappings: `join` joins the values of keys that both
+    mappings have; the other values are copied."""
 
     def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
         shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}

@@ -54,7 +54,7 @@ class HotKVStats(KVConnectorStats):
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
     """Exposes a Prometheus counter `vllm:hotkv_<exported(name)>` per name in COUNTERS and engine.
-    All start at 0."""
+    All counters start at 0."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.hotkv")
 
 def why_off(door: str, allow_untested: bool) -> str:
     """Returns why a door (one of hotkv's two connectors) is off with this version of vLLM; empty if
-    it is on.
+    the door is on.
 
     With an untested version the door is on if `allow_untested` is set, or if vLLM still has the
     whole API that the door uses; the reason is then logged.

@@ -43,7 +43,7 @@ class BlockRun:
         context.
     depth: position of the first block in the context, in blocks.
 
-    The server uses the next fields only for events. They may be empty:
+    The server uses the next fields only for events. These fields may be empty:
 
     token_ids: tokens of all the blocks, in order.
     lora_name: name of the LoRA adapter.
@@ -106,7 +106,7 @@ MAX_TTL_S = 86_400.0
 class Retention:
     """How a request wants the blocks that it uses to be retained.
 
-    The server may ignore this hint; the request is served in any case. Requests set it in
+    The server may ignore this hint; the request is served in any case. Requests set this hint in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
     `hotkv.v1.Retention`.
 
@@ -189,8 +189,8 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a transfer ended. The server no longer reads or writes engine memory for it, except for a
-    store that the engine has revoked.
+    """How a transfer ended. The server no longer reads or writes engine memory for the transfer,
+    except for a store that the engine has revoked.
 
     num_bytes: bytes that were copied.
     results: for a store, a uint8 array of `BlockResult` values for each run (consecutive blocks of
@@ -213,9 +213,9 @@ class LeaseGrant:
     pinned: for each group of the call, a mask of its blocks that are pinned.
     ttl_s: time until the lease expires.
     offsets: empty unless the call asked for offsets. For each group of the call, int64: bytes from
-        the arena's start to each block's slot, -1 if the block is not pinned. They are valid until
-        the lease is released or expires or the connection is lost. Bytes that are read later may
-        belong to any block.
+        the arena's start to each block's slot, -1 if the block is not pinned. The offsets are valid
+        until the lease is released or expires or the connection is lost. Bytes that are read after
+        that may belong to any block.
     """
 
     lease_id: str
@@ -232,7 +232,7 @@ class ResidencyOpened:
     still pinned (`hotkv_proto.words`).
 
     word_index: index of the session's validity word behind the arena.
-    word_value: value of this word as long as the session's residencies are valid.
+    word_value: value of the validity word as long as the session's residencies are valid.
     generation: the generation of the arena under which the residency was opened.
     """
 
@@ -246,8 +246,8 @@ class Flushed(int):
     """The number of blocks that a flush has dropped, as an int.
 
     pending_tiers: names of the tiers that do not answer. The server flushes such a tier as soon as
-        it answers. Until then other nodes may load blocks from before the flush from this tier; if
-        the tier is `disk`, this node may do so after a power loss.
+        the tier answers. Until then other nodes may load blocks from before the flush from this
+        tier; if the tier is `disk`, this node may do so after a power loss.
     """
 
     pending_tiers: tuple[str, ...]

@@ -29,7 +29,8 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _named(self, found: argparse.Namespace) -> argparse.ArgumentParser:
-        """Returns the parser of the subcommand in `found`; this parser if there is none."""
+        """Returns the parser of the subcommand in `found`; this parser if `found` has no
+        subcommand."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 named = action.choices.get(getattr(found, action.dest, None) or "")

@@ -61,9 +61,9 @@ test proves. docs/wire.md says for each reason what to do instead."""
 
 
 class HotKVError(Exception):
-    """A call was refused; then it has changed no state.
+    """A call was refused and has changed no state.
 
-    reason: why, for programs.
+    reason: the reason for the refusal, for programs.
     message: sentence that names the problem and the fix, for people.
     """
 
@@ -82,9 +82,9 @@ class HotKVError(Exception):
 
 
 class SessionLostError(HotKVError):
-    """There is no connection to the server, or it broke before the server answered; the server may
-    have executed the call. If a load fails with this error, or a store that could not be revoked,
-    the server can no longer access the engine's memory for it."""
+    """There is no connection to the server, or the connection broke before the server answered; the
+    server may have executed the call. If a load fails with this error, or a store that could not be
+    revoked, the server can no longer access the engine's memory for this load or store."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.UNKNOWN_SESSION, message)

@@ -174,14 +174,14 @@ def longest_hit(
 
     ready: for each group a mask with a flag per block; blocks beyond its end are not ready.
     limit_tokens: upper bound of the result, for instance prompt length - 1.
-    alignment: the result is a multiple of this, which must be a multiple of all block sizes; 0
-        chooses their least common multiple.
+    alignment: the result is a multiple of `alignment`, which must be a multiple of all block sizes;
+        0 chooses the least common multiple of the block sizes.
     draft_groups: indices of groups in which the KV of a token depends on the token after it (EAGLE,
         MTP). In these groups the block behind the hit must be ready too, which proves that the
         token behind the hit is the same. Has no effect on Mamba groups.
 
-    Raises ValueError if `alignment` is not such a multiple. Source: EAGLE's last-block drop in
-    `HybridKVCacheCoordinator`, vLLM 0.32.
+    Raises ValueError if `alignment` is not a multiple of all block sizes. Source: EAGLE's
+    last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.
     """
     least = alignment_tokens(groups)
     step = alignment or least
@@ -276,8 +276,8 @@ def check_context_parallel(
 ) -> None:
     """Raises ValueError if hotkv can't cache a group under context parallelism.
 
-    is_sharded: the group's tokens are distributed over the decode ranks; `block_tokens` then counts
-        the tokens of all decode ranks.
+    is_sharded: True if the group's tokens are distributed over the decode ranks; `block_tokens`
+        then counts the tokens of all decode ranks.
     decode_ranks, prefill_ranks: sizes of the two groups of ranks (DCP, PCP).
 
     Source: the assertions of `HybridKVCacheCoordinator` and its managers in vLLM 0.32.

@@ -103,9 +103,10 @@ class Action:
     action_id: id that the router has chosen, or the action's place in the envelope, such as `#0`.
     priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action asks for;
         0 for other kinds.
-    deadline_s: for `prefetch`: time, from reading on, after which it is given up; 0 for other
-        kinds.
-    clipped: text that names the values that were reduced to their bounds; empty if there are none.
+    deadline_s: for `prefetch`: time, from reading on, after which the prefetch is given up; 0 for
+        other kinds.
+    clipped: text that names the values that were reduced to their bounds; empty if no value was
+        reduced.
     """
 
     action_id: str
@@ -158,7 +159,8 @@ class Hints:
         """Returns two parts: the actions to execute at once, with all rejections; and the actions
         to execute when their request has ended (see AT_END).
 
-        session_id: the session that the request belongs to; empty if it names none.
+        session_id: the user's session that the request belongs to; empty if the request names no
+            session.
         """
         own = ("", session_id)
         later = tuple(a for a in self.actions if a.kind in AT_END and a.target.session_id in own)

@@ -134,8 +134,8 @@ class KeySpace:
 
     def representation_salt(self, representation: Representation) -> int:
         """Returns the 64-bit salt that the block table mixes into the hashes of representations
-        (compact forms of blocks' keys) of this kind. It differs for each group, format, version and
-        size."""
+        (compact forms of blocks' keys) of this kind. The salt differs for each group, format,
+        version and size."""
         text = json.dumps(
             asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )

@@ -351,8 +351,8 @@ class Layout:
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
         """Returns the recipes (byte ranges of a block on both sides) of a group's blocks, or of a
-        kind of representation (compact form of keys), one for each memory handle. They are computed
-        once."""
+        kind of representation (compact form of keys), one for each memory handle. The recipes are
+        computed once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])

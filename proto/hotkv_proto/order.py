@@ -38,7 +38,7 @@ class DeviceOrder:
     event_handles: CUDA IPC handles of events, 64 bytes each. For each mark the engine records one
         of these events again.
     flags_handle_id: the memory handle of the layout that holds `num_flags` little-endian uint32
-        words, zero at first. It is device memory, or a file that the device can write.
+        words, zero at first. This memory is device memory, or a file that the device can write.
     """
 
     device_uuid: bytes = b""
@@ -54,8 +54,9 @@ NO_ORDER = DeviceOrder()
 class DeviceMark:
     """A point in the queue of an engine's device.
 
-    index: with EVENTS, index of the event. The engine records it before it sends the transfer, and
-        not again until the transfer has ended. With FLAGS, index of the flag word.
+    index: with EVENTS, index of the event. The engine records the event before it sends the
+        transfer, and does not record the event again until the transfer has ended. With FLAGS,
+        index of the flag word.
     value: with FLAGS, the device has passed the mark once `has_reached(word[index], value)`; with
         EVENTS not used.
     """

@@ -66,7 +66,7 @@ class TableGeometry:
     num_buckets: number of buckets.
     capacity: highest entry number; entry 0 is never used.
     epoch: number that changes when the server loses the cache's contents.
-    arena_bytes: size of the arena, without the words behind it.
+    arena_bytes: size of the arena, without the validity words behind the arena's bytes.
     """
 
     num_buckets: int
@@ -97,8 +97,8 @@ class TableGeometry:
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Reads a header. Raises ValueError if it has another format, or if its sizes do not fit
-        into `file_bytes`."""
+        """Reads a header. Raises ValueError if the header has another format, or if its sizes do
+        not fit into `file_bytes`."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -122,7 +122,7 @@ class TableGeometry:
 
 class BlockTable:
     """A mapped table: `buckets`, uint32 [num_buckets, 16], and `records`, uint32 [capacity + 1,
-    18], both views of the file. Its methods are safe while the server writes."""
+    18], both views of the file. The table's methods are safe while the server writes."""
 
     def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
         self.geometry = geometry
@@ -134,7 +134,7 @@ class BlockTable:
 
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
-        """Reads the header. Raises ValueError if it is not a table of this format."""
+        """Reads the header. Raises ValueError if the file is not a table of this format."""
         return BlockTable(
             mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
         )
@@ -236,7 +236,8 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
     """Copies buckets, each in a consistent state (see the lock protocol in `hotkv_proto.kernels`).
-    If the server keeps changing a bucket, its copy is empty and has an odd sequence number."""
+    If the server keeps changing a bucket, the bucket's copy is empty and has an odd sequence
+    number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):

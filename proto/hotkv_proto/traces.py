@@ -86,8 +86,8 @@ class Span:
     def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":
         """Begins a child span.
 
-        began_ns: time at which it began, in nanoseconds since 1970; 0: now.
-        is_call: the span is a call to another process.
+        began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
+        is_call: True if the span is a call to another process.
         """
         kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
         return self._traces.start(name, self._span, kind, began_ns)
@@ -96,7 +96,7 @@ class Span:
         """Ends the span; only the first end counts.
 
         error: the name of a reason; empty for success.
-        ended_ns: time at which it ended, in nanoseconds since 1970; 0: now.
+        ended_ns: time at which the span ended, in nanoseconds since 1970; 0: now.
         """
         if self._span.is_recording():
             self._span.set_attributes(self.attributes)
@@ -159,9 +159,9 @@ class Traces:
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
         """Begins the span of a call. Returns None for a call that is not traced.
 
-        traceparent: the caller's span as a W3C header, or empty. The call is traced if this span is
-            sampled. If it is empty or can't be read, the call is traced with a probability of
-            `sample_ratio`.
+        traceparent: the caller's span as a W3C header, or empty. The call is traced if the caller's
+            span is sampled. If `traceparent` is empty or can't be read, the call is traced with a
+            probability of `sample_ratio`.
         is_served: whether the call came from another process.
         """
         kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL
@@ -181,7 +181,7 @@ class Traces:
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
         """Begins a child of the span `parent`.
 
-        began_ns: time at which it began, in nanoseconds since 1970; 0: now.
+        began_ns: time at which the child began, in nanoseconds since 1970; 0: now.
         """
         context = trace.set_span_in_context(parent)
         return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
@@ -258,7 +258,7 @@ class _Bounds(SpanProcessor):
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread; returns False if it takes longer than CLOSE_S."""
+        """Runs a call on the helper thread; returns False if the call takes longer than CLOSE_S."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -294,8 +294,8 @@ class _Answers(threading.local):
         self.said = self.said or said[:MAX_REASON_CHARS]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Used as a filter of the SDK's loggers: during an export it stores the message of a log
-        record and suppresses the record."""
+        """Used as a filter of the SDK's loggers: during an export `filter` stores the message of a
+        log record and suppresses the record."""
         if self.is_exporting:
             self.say(record.getMessage())
         return not self.is_exporting
@@ -323,8 +323,8 @@ _answers = _Answers()
 
 
 class _Export(SpanExporter):
-    """The exporter that the SDK calls. It counts spans, and logs when the collector stops and
-    starts accepting spans."""
+    """The exporter that the SDK calls. The exporter counts spans, and logs when the collector stops
+    and starts accepting spans."""
 
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
@@ -375,7 +375,7 @@ class _Export(SpanExporter):
 
 def _hear_the_sdk() -> None:
     """Adds `_Answers.filter` to all loggers of the SDK, so that their messages about an export are
-    stored with the batch. Call it after the SDK has created its loggers."""
+    stored with the batch. Call this function after the SDK has created its loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("opentelemetry"):
             logging.getLogger(name).addFilter(_answers.filter)
@@ -438,8 +438,8 @@ def _session() -> requests.Session | None:
 
 
 def _grpc_exporter() -> SpanExporter:
-    """Makes a gRPC exporter with vLLM's rules: no TLS unless the URL begins with https. It does not
-    report refused spans of a batch."""
+    """Makes a gRPC exporter with vLLM's rules: no TLS unless the URL begins with https. The
+    exporter does not report refused spans of a batch."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
         OTLPSpanExporter as GrpcExporter,
     )

@@ -20,10 +20,10 @@ _PAGE_BYTES: Final = 4096
 
 
 def words_offset_bytes(arena_bytes: int) -> int:
-    """Returns the offset of the words in the file of an arena of this size."""
+    """Returns the offset of the validity words in the file of an arena of this size."""
     return -(-arena_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def file_bytes(arena_bytes: int) -> int:
-    """Returns the size of the arena's file, including the words."""
+    """Returns the size of the arena's file, including the validity words."""
     return words_offset_bytes(arena_bytes) + WORD_BYTES

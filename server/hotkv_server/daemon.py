@@ -228,7 +228,7 @@ async def serve(
     StartError.
 
     `reset`: drops the blocks that an earlier server left.
-    `load`: reads the settings again at SIGHUP; raises ValueError if they are wrong.
+    `load`: reads the settings again at SIGHUP; raises ValueError if the settings are wrong.
     """
     started_s = time.monotonic()
     # By default SIGHUP ends the process. A reload that is requested before the server is ready is

@@ -33,8 +33,8 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 class JsonLines(logging.Formatter):
     """Formats a record as a JSON object on a line: `time` (RFC 3339, UTC), `level`, `logger`,
-    `message`, and if there are any, `request_id` and `exception`. It is ASCII, so any locale can
-    print it, and contains no line breaks."""
+    `message`, and if there are any, `request_id` and `exception`. The line is ASCII, so any locale
+    can print it, and contains no further line breaks."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {

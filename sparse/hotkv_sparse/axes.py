@@ -68,12 +68,12 @@ def run_channels(head_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axes:
-    """The axes of a layer. Raises INVALID_FIELD if they can't be used.
+    """The axes of a layer. Raises INVALID_FIELD if the axes can't be used.
 
     into: float32 [H, D, D]. A key k of head h with the centre mu has the channels
         y = (k - mu) @ into[h], the coded channels first.
-    rms: float32 [H, R], in the calibration: rms of the channels with 4-bit codes and of those with
-        2-bit codes.
+    rms: float32 [H, R], in the calibration: rms of the channels with 4-bit codes and of the
+        channels with 2-bit codes.
     weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is how much the score changes if a
         coded channel changes by half a step of its quantisation. A key with codes c [C] and scale
         sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)), with `offsets` from
@@ -130,7 +130,8 @@ class Axes:
 
 
 class AxesEstimate:
-    """Collects moments of a layer's keys and queries, after RoPE, for its centre and axes.
+    """Collects moments of a layer's keys and queries, after RoPE, from which the layer's centre and
+    axes are computed.
 
     The caller must omit the first `centre.FIRST_TOKENS` tokens of a context, which include
     attention sinks.
@@ -190,7 +191,7 @@ class AxesEstimate:
     ) -> None:
         """Adds each token at `PLACES` positions that are spread over a context of `context_tokens`.
 
-        Use it to calibrate for contexts that are longer than the text.
+        Use this method to calibrate for contexts that are longer than the text.
 
         positions_N: position of each token in the text.
         frequencies_F: RoPE's frequencies, in radians per token.
@@ -303,8 +304,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
     """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
     float32 [N, X, D].
 
-    frequencies_F: in radians per token. RoPE turns channel i together with channel i + F (the NeoX
-        order), and does not turn channels from 2 F on.
+    frequencies_F: frequencies of RoPE in radians per token. RoPE turns channel i together with
+        channel i + F (the NeoX order), and does not turn channels from 2 F on.
     """
     count = len(frequencies_F)
     angles = shifts_N[:, None, None] * frequencies_F

@@ -48,8 +48,8 @@ def measured_bias(
     """Measures by how much a token format overestimates a block's log mass, in nats.
 
     The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
-    weighted by the exact mass; if no block has mass, it is the format's own bias. Sinks and recent
-    tokens are not measured, because they are always kept.
+    weighted by the exact mass; if no block has mass, the result is the format's own bias. Sinks and
+    recent tokens are not measured, because they are always kept.
 
     name, mu_HD, axes: the format, its centre and its axes.
     keys_SHD: float32, keys of a context from its first token on.
@@ -156,7 +156,7 @@ class Centres:
 
     def bias(self, layer: int, name: str) -> float | None:
         """Returns by how much scores in a format overestimate a block's log mass in this layer, in
-        nats, with the layer's centre. None if it was not measured."""
+        nats, with the layer's centre. None if the bias was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 

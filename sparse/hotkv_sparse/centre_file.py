@@ -119,7 +119,7 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
 
 
 def _arrays(path: Path) -> dict[str, Array]:
-    """Returns all arrays of an archive, after it has checked their checksums.
+    """Returns all arrays of an archive. Checks the arrays' checksums.
 
     Refuses compressed arrays, so that an array can't need more memory than the file.
     """

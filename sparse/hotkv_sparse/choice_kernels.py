@@ -301,8 +301,8 @@ def choose(
     and chooses the candidates with the largest shares.
 
     Writes the selection to blocks [n] and weights [n]. The candidates are the S blocks from `first`
-    on. The blocks before and after them, up to `count`, are always kept and get the weight inf.
-    Returns the share of the always kept blocks, and the share of the chosen candidates.
+    on. The blocks before and after the candidates, up to `count`, are always kept and get the
+    weight inf. Returns the share of the always kept blocks, and the share of the chosen candidates.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

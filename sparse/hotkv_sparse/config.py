@@ -25,7 +25,8 @@ def _refuse(name: str, value: object, fix: str) -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if they make no sense.
+    """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if a setting is out of range or
+    contradicts another setting.
 
     sparse_topk: number of tokens to which a layer of a sequence attends (the budget), including the
         always kept tokens. A whole number counts tokens; a fraction is a share of the context.
@@ -42,7 +43,7 @@ class SparseConfig:
         the device) before it attends. Further selected blocks are added one step later.
     cache_policy: which block is evicted from the hot set: `lru` the least recently selected block,
         `none` every block that is not selected.
-    copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore it.
+    copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore this setting.
     min_context_tokens: requests with a shorter context attend to the whole context.
     residency: `off` keeps the whole context on the device. `host` keeps old blocks in host memory
         only, so a context may be larger than the device's memory. `auto` does the same for a

@@ -82,8 +82,8 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The attention mass of the always kept blocks (sinks, recent window, partial block). It is
-    either known, or the kernel computes it from the blocks' keys in `pages`.
+    """The attention mass of the always kept blocks (sinks, recent window, partial block). The mass
+    is either known, or the kernel computes the mass from the blocks' keys in `pages`.
 
     log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
         is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
@@ -113,7 +113,7 @@ class Decoded:
     ahead: int32, hot slots that the caller must fill (with `hot.block_of` of each slot) before the
         next step.
     num_loaded: number of candidate blocks that this step's selection added to `map`. The caller
-        must load them before it attends.
+        must load these blocks before it attends.
     num_adopted: number of candidate blocks that were prefetched after the previous step, and that
         this step added to `map`.
     num_selected: number of selected candidates, without always kept blocks.

@@ -98,7 +98,7 @@ class Step:
     map: the blocks to which the caller must attend, after it has made the copies of `load`.
     load: blocks to copy from host memory into their slots, before the step attends.
     prefetch: int32, selected blocks that did not fit into `load`, heaviest first. The caller passes
-        them to `begin_prefetch`.
+        these blocks to `begin_prefetch`.
     num_selected: number of selected candidates, without always kept blocks.
     num_resident: number of selected candidates that were already in the map.
     """
@@ -115,8 +115,8 @@ class Growth:
     """The result of a change of the context's length.
 
     new: hot slots for the blocks that the context gained; the engine writes their KV there.
-    swap_out: int32, complete blocks that have no copy in host memory. The caller copies them there
-        and reports it by `swapped_out`.
+    swap_out: int32, complete blocks that have no copy in host memory. The caller copies these
+        blocks to host memory and reports the end of the copies by `swapped_out`.
     """
 
     new: SlotMoves
@@ -128,7 +128,7 @@ class Growth:
 
 class HotSet:
     """The hot set of a sequence and layer: the blocks on the device, to which a step attends. A
-    call that raises leaves it unchanged.
+    call that raises leaves the hot set unchanged.
 
     Methods raise INVALID_FIELD for invalid arguments.
 
@@ -200,10 +200,11 @@ class HotSet:
     def extend(self, where: Span, num_complete: int, num_host: int = 0) -> Growth:
         """Sets the context to `where.count` blocks, the first `num_complete` of them complete.
 
-        Call it whenever a block begins or becomes full. New blocks of the context get slots, except
-        blocks below `num_host`, which are already in host memory. If the context becomes shorter (a
-        rewind), the slots of the removed blocks become free; all swaps must have ended before.
-        Raises OVERLOADED if too few blocks can be evicted; then wait for swaps, or call `resize`.
+        Call this method whenever a block begins or becomes full. New blocks of the context get
+        slots, except blocks below `num_host`, which are already in host memory. If the context
+        becomes shorter (a rewind), the slots of the removed blocks become free; all swaps must have
+        ended before. Raises OVERLOADED if too few blocks can be evicted; then wait for swaps, or
+        call `resize`.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -317,8 +318,8 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """Reports the end of the prefetches into `slots`: they are written, or, if `success` is
-        False, the prefetches failed and will not write to the slots any more."""
+        """Reports the end of the prefetches into `slots`: the slots are written, or, if `success`
+        is False, the prefetches failed and will not write to the slots any more."""
         answer = self._kernels.hot_finish_prefetch(
             np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )
@@ -327,7 +328,7 @@ class HotSet:
 
     def adopt(self) -> SlotMoves:
         """Adds the blocks whose prefetch is written to the map, and evicts other blocks for them.
-        Call it between two steps.
+        Call this method between two steps.
 
         Drops prefetched blocks for which there is no room. The caller need not copy the returned
         blocks.
@@ -547,9 +548,9 @@ class AdaptiveCapacity:
     recent selections.
 
     With `adaptive_p` a selection is only as large as the attention mass requires, up to the budget.
-    The capacity is twice the size of recent selections: it grows at once and shrinks slowly. It is
-    more than twice if many steps miss more blocks than they may load. It stays between twice the
-    number of always kept blocks and `MAX_SETS` times the budget.
+    The capacity is twice the size of recent selections: it grows at once and shrinks slowly. The
+    capacity is more than twice that size if many steps miss more blocks than they may load. The
+    capacity stays between twice the number of always kept blocks and `MAX_SETS` times the budget.
 
     budget_blocks: upper limit of a selection.
     always_blocks: number of always kept blocks.

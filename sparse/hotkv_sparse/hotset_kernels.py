@@ -107,8 +107,8 @@ def _victims(
     state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes them to
-    `out` and returns their number.
+    """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes the
+    chosen blocks to `out` and returns their number.
 
     Chooses only blocks that were last used before the step `before`.
     """

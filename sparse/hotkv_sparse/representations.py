@@ -69,9 +69,9 @@ def build(
 
     A token format subtracts the centre (x = k − mu), rotates x to y, stores for each channel the
     code whose level is nearest to y / rms(y), and the scale sigma = |y|² / (y · levels)
-    (docs/sparse.md; a relative of RaBitQ and TurboQuant). mix2 does this along principal axes
-    instead of a fixed rotation. The summary quest stores max and min of x over the tokens (Quest),
-    the summary mean stores its mean.
+    (docs/sparse.md; a relative of RaBitQ and TurboQuant). mix2 does the same along principal axes
+    instead of after a fixed rotation. The summary quest stores max and min of x over the tokens
+    (Quest), the summary mean stores the mean of x.
 
     Raises INVALID_FIELD. Does not block; compiled code runs without the GIL.
 

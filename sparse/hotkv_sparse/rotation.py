@@ -29,9 +29,9 @@ def passes(head_size: int) -> tuple[tuple[int, int], ...]:
 def signs(head_size: int) -> npt.NDArray[np.float32]:
     """Returns the signs of each pass, 1 or -1, float32 [passes, D].
 
-    The signs come from the bits (lowest first) of SHA-256("hotkv-signs-1" ‖ counter), with the
-    counter as little-endian uint32 from 0 on. A channel outside a pass also has a sign, which is
-    not used.
+    The signs come, pass by pass, from the bits (lowest bit of a byte first; 1 means -1) of
+    SHA-256("hotkv-signs-1" ‖ counter), with the counter as little-endian uint32 from 0 on. Each
+    pass has a sign for all D channels; signs of channels that the pass does not cover are not used.
     """
     num_bits = len(passes(head_size)) * head_size
     stream = b"".join(

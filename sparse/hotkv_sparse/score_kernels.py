@@ -682,8 +682,8 @@ def page_log_mass(
     """Computes the exact log mass of the blocks `rows`, out [Q]: the logsumexp of q . k over their
     first `num_tokens` > 0 tokens.
 
-    pages: [B, H, bytes], the keys of each block and head. They are in runs: `run` tokens side by
-        side, in the order [D / pair][run][pair].
+    pages: [B, H, bytes], the keys of each block and head. The keys are in runs: `run` tokens side
+        by side, in the order [D / pair][run][pair].
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).
     """

@@ -66,8 +66,8 @@ def prepare(
 
     mu_HD: centre that the representations were made with; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
-    bias: by how much scores overestimate a block's log mass with this centre, in nats; it is
-        subtracted. None: the format's bias.
+    bias: by how much scores overestimate a block's log mass with this centre, in nats; the bias is
+        subtracted from scores. None: the format's bias.
     axes: principal axes that the representations were made with; required for mix2.
     """
     form = formats.format_named(name)
@@ -181,9 +181,9 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
 
     In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
     over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
-    (docs/sparse.md). For quest it is the sum over channels of max(q m, q M), with the block's
-    minimum m and maximum M. A block without tokens has the score -inf. Raises INVALID_FIELD.
-    Compiled code runs without the GIL.
+    (docs/sparse.md). For quest the score is the sum over channels of max(q m, q M), with the
+    block's minimum m and maximum M. A block without tokens has the score -inf. Raises
+    INVALID_FIELD. Compiled code runs without the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
     rows_S: int32 [S], rows of the blocks to score; None: all rows, in order.

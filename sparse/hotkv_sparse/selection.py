@@ -154,8 +154,8 @@ def choose(
     All query heads count equally, because each KV head has the same number of them.
 
     scores_QS: float32 [Q, S], a score for each candidate of `where`.
-    always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks; -inf if there are
-        none.
+    always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks; -inf if there are no
+        such blocks.
     adaptive_p: choose only as many of the heaviest candidates, within the budget, as are needed to
         reach this share of the attention mass together with the always kept blocks, but at least
         `floor_blocks` candidates. None: choose the whole budget.

@@ -131,8 +131,8 @@ def log2(builder: Any, x: Any) -> Any:
 
 
 def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
-    """Makes a function that numba kernels can call, from a function that emits its code. It has
-    `num_args` integers (addresses and counts) as arguments, and no result."""
+    """Makes a function that numba kernels can call, from a function that emits its code. The made
+    function has `num_args` integers (addresses and counts) as arguments, and no result."""
 
     def operation(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -33,7 +33,7 @@ class Finding:
     check: name of the check.
     state: GOOD, WARN, BAD or UNKNOWN.
     says: sentence about the state that was found and why it matters.
-    mend: a command that fixes the problem; empty without a problem or a fix.
+    mend: a command that fixes the problem; empty if there is no problem or no fix.
     """
 
     check: str
@@ -100,8 +100,9 @@ def sizes(path: Path) -> tuple[int, int]:
 
 
 def doors(version: str) -> Doors | None:
-    """Runs the connector in another process to ask about the installed vLLM. Returns its report;
-    None if it fails or takes longer than COMPARING_S. The client does not import the connector."""
+    """Runs the connector in another process to ask about the installed vLLM. Returns the
+    connector's report; None if the process fails or takes longer than COMPARING_S. The client does
+    not import the connector."""
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
         said = subprocess.run(

@@ -25,9 +25,9 @@ def drain(
     """Drains the server and waits until its process has closed its sockets.
 
     Returns the numbers of leases and transfers at the start, and `waited_s`. Raises HotKVError if
-    the server refuses, or still listens CLOSING_S after its own limit has passed.
+    the server refuses, or still listens CLOSING_S after the server's own limit has passed.
 
-    timeout_s: longest wait for work in flight; 0: the server's.
+    timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.
     """
     pid, began_s = client.info()["pid"], time.monotonic()
@@ -52,7 +52,8 @@ def drain(
 
 
 def _live(client: AdminClient, target: str, pid: int) -> str | None:
-    """Returns a text about the work that the process `pid` still has; None if it has ended."""
+    """Returns a text about the work that the process `pid` still has; None if the process has
+    ended."""
     if not is_listening(target):
         return None
     try:

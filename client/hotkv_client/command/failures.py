@@ -13,7 +13,8 @@ REFUSED, USAGE = 1, 2
 
 
 def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
-    """Prints a server's refusal, or the reason why it did not answer. Returns the exit status."""
+    """Prints a server's refusal, or the reason why the server did not answer. Returns the exit
+    status."""
     if as_json:
         _print_json(
             error.message, reason=error.reason.name, retryable=error.retryable, target=target

@@ -30,7 +30,7 @@ SUMS = (
 
 def targets_of(target: str) -> list[str]:
     """Returns the servers that `--target` names: A,B,C, or @FILE with a server a line. Raises
-    OSError, or ValueError if it names none."""
+    OSError, or ValueError if the target names no server."""
     if not target.startswith("@"):
         words, how = target.split(","), "write A,B,C"
     else:

@@ -222,10 +222,10 @@ def hashes(count: int) -> list[bytes]:
 
 
 class BenchEngine:
-    """An engine's worker, with blocks of BLOCK_BYTES. The caller closes it."""
+    """An engine's worker, with blocks of BLOCK_BYTES. The caller closes the engine."""
 
     def __init__(self, target: str) -> None:
-        """Connects. Raises BenchError if it can't."""
+        """Connects. Raises BenchError if the server can't be reached."""
         self._engine = PagedEngine(
             target,
             layers=LAYERS,

@@ -61,9 +61,8 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     """Asks an engine to tokenise a chat or prompt. Returns the packed token ids.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
-    engine: the engine's URL, such as `http://127.0.0.1:8000`.
-    Raises OSError if the file can't be read; ValueError if it is no such request, or if the engine
-    does not answer.
+    engine: the engine's URL, such as `http://127.0.0.1:8000`. Raises OSError if the file can't be
+    read; ValueError if the file holds no such request, or if the engine does not answer.
     """
     asked = {name: value for name, value in _request(path).items() if name in PASSED_ON}
     url = urllib.parse.urljoin(engine.removesuffix("/") + "/", "tokenize")

@@ -127,8 +127,8 @@ def _simulated(
     tokens_per_s: float,
     arena: str,
 ) -> str:
-    """Runs the simulator and returns its output. Raises SizeError if it fails, ValueError with its
-    message if it rejects the input."""
+    """Runs the simulator and returns its output. Raises SizeError if the simulator fails,
+    ValueError with its message if it rejects the input."""
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]
     command += ["--trace", *map(str, traces)]
     if tokens_per_s:

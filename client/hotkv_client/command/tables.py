@@ -464,7 +464,8 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
-    """Formats a line about residencies; an empty list if all of their counters are 0."""
+    """Formats a line about residencies (contexts beyond device memory). Returns an empty list if
+    there are no residencies, no engine waits for one, and no bytes are kept after a restart."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []

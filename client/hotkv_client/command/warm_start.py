@@ -56,7 +56,8 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Promotes the blocks named in a file of blocks to host memory. Returns their counts.
+    """Promotes the blocks named in a file of blocks to host memory. Returns the numbers of blocks
+    by outcome (COUNTS).
 
     Raises HotKVError, OSError; ValueError with the line if the file has another format.
 
@@ -73,7 +74,8 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
 def fetch_prompts(
     client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
 ) -> dict[str, Any]:
-    """Promotes all blocks of the prompts in a file to host memory. Returns their counts.
+    """Promotes all blocks of the prompts in a file to host memory. Returns the numbers of blocks by
+    outcome (COUNTS).
 
     Counts and skips prompts that are shorter than a block. Raises HotKVError, OSError; ValueError
     with the line if the file has another format.

@@ -161,7 +161,7 @@ class OddServer:
     """A gRPC server that answers with arbitrary bytes, to test how clients handle answers that a
     hotkv server never sends.
 
-    For each serialized message of a session's stream it sends the serialized messages that
+    For each serialized message of a session's stream the server sends the serialized messages that
     `answers` returns. An exception of `answers` ends the stream. Use it in a `with` block.
     """
 

@@ -229,8 +229,9 @@ class FakeResidencies:
         self.open.pop(name, None)
 
     def revoke(self, engine_id: str) -> None:
-        """Ends all residencies of an engine without its call, as a server does after a session is
-        lost. Changes their words, so that `Arena.holds` returns False for readers."""
+        """Ends all residencies of an engine without a call of the engine, as a server does after a
+        session is lost. Changes the residencies' validity words, so that `Arena.holds` returns
+        False for readers."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
 
@@ -238,7 +239,7 @@ class FakeResidencies:
         """Acts as a restarted server: forgets the open residencies and raises the generation for
         new residencies.
 
-        The words stay as they are, so readers of the old residencies may continue.
+        The validity words stay as they are, so readers of the old residencies may continue.
         """
         self.open.clear()
         self.generation += 1

@@ -301,7 +301,8 @@ class FakeSession:
         name: id of the call's lease, transfer, residency or sequence; empty without an id.
         what: the arguments to record.
         act: computes the answer.
-        begin: runs when the call reaches the server. If it raises HotKVError, that is the answer.
+        begin: runs when the call reaches the server. If `begin` raises HotKVError, the error is the
+            answer.
         """
         self.server.calls.append((kind, what))
         future: Future[Any] = Future()
@@ -486,8 +487,8 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """Returns a future for a store over a shared fence. It resolves with `answer`, or at once
-        if the store is cancelled.
+        """Returns a future for a store over a shared fence. The future resolves with `answer`, or
+        at once if the store is cancelled.
 
         The store's word stays in use until `answer`, the server's own future, is resolved.
         """

@@ -213,8 +213,8 @@ class LinkSizes:
 
     arena_bytes, table_bytes: 0 if the server does not let this session map the file.
     num_words: number of 64-bit validity words (`hotkv_proto.words`), by which a reader of the arena
-        checks that the blocks it read were still pinned. They start at byte `words_offset_bytes` of
-        the arena's file.
+        checks that the blocks it read were still pinned. The words start at byte
+        `words_offset_bytes` of the arena's file.
     """
 
     arena_bytes: int

@@ -246,7 +246,7 @@ def report_requests(
     loads: Iterable[LoadEnd] = (),
 ) -> Iterator[Request]:
     """Yields the report of scheduled requests, ended requests and ended loads: one message, or
-    several if one would be too large."""
+    several messages if a single message would be too large."""
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]
     ends = [load_end_message(end) for end in loads]

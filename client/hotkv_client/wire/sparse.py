@@ -156,7 +156,7 @@ def select_request(
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
-    """Reads a selection. Raises HotKVError if it was refused."""
+    """Reads a selection. Raises HotKVError if the selection was refused."""
     if response.HasField("error"):
         raise read_error_detail(response.error)
     return SelectedBlocks(

@@ -45,9 +45,9 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Returns True if the runner overwrites blocks before it notifies the connector's worker side.
     Then only the scheduler can revoke stores in time.
 
-    Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: it zeroes new blocks,
-    copies blocks and moves recurrent states before `pre_forward` calls `handle_preemptions`. The V1
-    runner calls it first.
+    Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: this runner zeroes new
+    blocks, copies blocks and moves recurrent states before `pre_forward` calls
+    `handle_preemptions`. The V1 runner calls `handle_preemptions` first.
     """
     return bool(
         kv_cache_config.needs_kv_cache_zeroing
@@ -57,9 +57,9 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 def counts_media(vllm_config: Any) -> bool:
     """Returns True if vLLM names images and other media by a counter of its process. Block hashes
-    then do not cover their content.
+    then do not cover the content of the media.
 
-    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: it does not hash media if vLLM's own
+    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: vLLM does not hash media if its own
     caches don't need the hash.
     """
     media = vllm_config.model_config.multimodal_config
@@ -74,8 +74,8 @@ def is_pausing() -> bool:
     """Returns True if vLLM resets its caches because the engine pauses, sleeps or frees KV memory;
     False if a user asked for the reset.
 
-    vLLM makes the same call for both, without arguments, and shows connectors no pause state. So
-    this function looks for the caller on the stack. Source: in vLLM 0.32 and 0.33 only pauses go
+    vLLM makes the same call in both cases, without arguments, and shows connectors no pause state.
+    So this function looks for the caller on the stack. Source: in vLLM 0.32 and 0.33 only pauses go
     through `EngineCore._reset_caches`. Without such a caller the call counts as a user's reset.
     """
     frame: FrameType | None = sys._getframe(1)
@@ -116,8 +116,9 @@ MAX_POD_CHARS = 200
 def engine_name(engine_id: str) -> str:
     """Returns the engine's name for people: its pod, or else `host:pid` of this process.
 
-    The pod is named by POD_NAME (downward API), or in a pod by its host name, which is the node's
-    in a pod with `hostNetwork`. The name of a data-parallel replica ends with the replica's number.
+    The pod's name is the variable POD_NAME (downward API). Without this variable the host name is
+    used in a pod; with `hostNetwork` that is the node's name. The name of a data-parallel replica
+    ends with the replica's number.
 
     Source: vLLM 0.32 appends `_dp` and the replica's number to `engine_id`.
     """
@@ -171,8 +172,8 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
 
 
 def name_connector(name: str, module: str) -> None:
-    """Registers the connector's name with vLLM, unless it is registered. MultiConnector looks its
-    children up by name, even if they have a module path."""
+    """Registers the connector's name with vLLM, unless the name is registered already.
+    MultiConnector looks up its children by name, even children that have a module path."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
@@ -190,7 +191,7 @@ class RankPlace:
     """The place of a rank's shard (its part of a block) in a slot.
 
     rank: index of the rank in the engine.
-    is_writer: True for the first of the ranks that hold the same KV; only this rank stores it.
+    is_writer: True for the first of the ranks that hold the same KV; only this rank stores the KV.
     stage: index of the rank's pipeline stage.
     """
 
@@ -244,8 +245,8 @@ def outer_configs() -> tuple[Any, ...]:
     `kv_transfer_config`. The copy has no reference to the original, and vLLM does not see the
     changes that a child makes in it. MultiConnector also forwards the handshake of a single child,
     to all children, and raises if two children ask for different KV cache layouts. So a child must
-    find out that it is a child. It looks on the call stack for the MultiConnector that is calling
-    it. It only reads frames, and keeps no reference to them.
+    find out that it is a child. This function looks on the call stack for the MultiConnector that
+    is calling the child. The function only reads frames, and keeps no reference to a frame.
 
     An entry is None if the frame of its MultiConnector holds no configuration.
     """

@@ -92,7 +92,7 @@ class Row:
 @dataclass(frozen=True)
 class Scope:
     """The type of an expression that is itself a class or module, whose attributes are read.
-    `name`: the full name by which it was found."""
+    `name`: the full name by which the class or module was found."""
 
     found: Found
     name: str
@@ -147,8 +147,8 @@ NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
 
 
 def without_bodies(text: str) -> str:
-    """Returns a class's text with `...` for the body of each method. It can't be parsed, or lacks
-    methods, if the text is not laid out as a formatter does it."""
+    """Returns a class's text with `...` for the body of each method. The result can't be parsed, or
+    lacks methods, if no code formatter has formatted the class's text."""
     kept, end = [], 0
     for method in METHOD.finditer(text):
         if method.start() < end:
@@ -167,7 +167,8 @@ def without_bodies(text: str) -> str:
 
 
 class Module:
-    """One source file, parsed only as far as needed. Raises SyntaxError if it can't be parsed."""
+    """One source file, parsed only as far as needed. Raises SyntaxError if the file can't be
+    parsed."""
 
     node = ast.Module([], [])
     """The node of a `Found` that is a module."""
@@ -239,7 +240,7 @@ class Names:
     """Finds definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
 
     is_whole: True parses whole files. Otherwise only parts are parsed, which is faster but may
-        overlook a definition in a file that is not formatted as a code formatter does it.
+        overlook a definition in a file that no code formatter has formatted.
     """
 
     def __init__(self, source: Readable, *, is_whole: bool) -> None:
@@ -265,8 +266,8 @@ class Names:
         return self._modules[name]
 
     def find(self, name: str) -> Found | None:
-        """Returns what a full name such as `vllm.config.VllmConfig` stands for; None if there is
-        nothing, or it comes from another package."""
+        """Returns what a full name such as `vllm.config.VllmConfig` stands for; None if the name
+        stands for nothing, or for a definition of another package."""
         module, _, last = name.rpartition(".")
         return self.lookup(module, last) or (
             Found(name, Module.node) if self.module(name) is not None else None
@@ -559,7 +560,7 @@ class Call:
 
     positional: names of the parameters that get positional arguments.
     keywords: names of the arguments that are passed by name, in order.
-    is_open: True if it also passes `*` or `**` arguments, whose number is not known.
+    is_open: True if the call also passes `*` or `**` arguments, whose number is not known.
     """
 
     positional: tuple[str, ...]

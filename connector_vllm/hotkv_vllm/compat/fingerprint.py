@@ -195,8 +195,8 @@ def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple
 
 
 def portable_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns `key_space_factors` without the tensor-parallel size, for KV that is kept in a form
-    that is the same for all sizes."""
+    """Returns `key_space_factors` without the tensor-parallel size, for KV that is stored in a form
+    that is the same for all tensor-parallel sizes."""
     heads = vllm_config.model_config.get_total_num_kv_heads()
     whole = {
         name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in layer_specs.items()
@@ -249,7 +249,7 @@ def digest(value: Any) -> str:
 
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Returns `value` as JSON that is equal in every process for equal settings. It holds no
+    """Returns `value` as JSON that is equal in every process for equal settings. The JSON holds no
     addresses and does not depend on the order of sets.
 
     An object of an unknown class is written as its class and attributes. If an object contains
@@ -306,8 +306,8 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object, without those that are harmless for its class or a
-    base."""
+    """Returns the fields of a config object, without the fields that are harmless for the object's
+    class or for a base class."""
     harmless = frozenset[str]().union(
         *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
     )
@@ -321,8 +321,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _model_settings(config: Any) -> Any:
-    """Returns a transformers config without its path and the version of the library that wrote it,
-    at any depth."""
+    """Returns a copy of a transformers config. The copy and all nested configs lack two fields: the
+    model's path, and the version of the transformers library."""
     if isinstance(config, dict):
         return {
             name: _model_settings(entry)

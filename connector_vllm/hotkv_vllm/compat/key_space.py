@@ -77,8 +77,8 @@ def key_space(
 
 
 def _model_name(model: Any) -> str:
-    """Returns a name for people to read. The name of a local folder is the user's choice and must
-    not keep engines apart, so a folder is named by its architecture."""
+    """Returns a name of the model for people to read. A local folder's name is the user's choice
+    and must not keep engines apart, so for a folder the name is the model's architecture."""
     if not Path(model.model).exists():
         return str(model.model)
     return str(

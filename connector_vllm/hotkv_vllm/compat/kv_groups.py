@@ -122,8 +122,8 @@ def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -
 
 
 def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
-    """Returns the groups in which the KV of a token depends on the next token. A hit there must
-    include the next token, so it loses its last block.
+    """Returns the groups in which the KV of a token depends on the next token. A hit in such a
+    group must include the next token, so the hit loses its last block.
 
     If no group is marked as a drafter's, all groups except Mamba states count. Source: the EAGLE
     last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32.

@@ -194,7 +194,8 @@ def weights_identity(vllm_config: Any) -> str:
 
 def weights_may_be_older(vllm_config: Any) -> bool:
     """Returns True if files that `weights_identity` reads have changed since this process began, so
-    that it may have loaded their old contents. True also if that can't be determined."""
+    that the process may have loaded the files' old contents. True also if the time of a change
+    can't be determined."""
     paths = [
         _weights_path(model) for model, load in _models(vllm_config) if load.load_format != "dummy"
     ]

@@ -94,8 +94,8 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def moved_blocks(self) -> int:
-        """Returns the most blocks that a request holds on the device if it is not on the device as
-        a whole."""
+        """Returns the most blocks that a request holds on the device if only a part of its context
+        is on the device."""
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
@@ -106,7 +106,8 @@ class ResidentSpec(FullAttentionSpec):
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns the bytes that one request needs of the pool. vLLM checks them at its start."""
+        """Returns the bytes that one request needs of the pool. vLLM checks this number at its
+        start."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
@@ -161,8 +162,8 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """Finds no hit on the device: blocks there don't prove that the server has the rest of the
-        prefix. The connector looks hits up instead."""
+        """Finds no hit on the device: blocks on the device don't prove that the server has the rest
+        of the prefix. The connector looks hits up instead."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
@@ -214,8 +215,8 @@ class ResidentManager(FullAttentionManager):
         prefill_end: int = 0,
     ) -> int:
         """Returns how many blocks must be allocated, as vLLM's method does, but counts only the
-        blocks that stay on the device. Returns more than the pool has if the request may get no
-        block now."""
+        blocks that stay on the device. Returns more blocks than the pool has if the request may get
+        no block now."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -248,9 +249,9 @@ class ResidentManager(FullAttentionManager):
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
-        """Decides whether a request without blocks begins as if it had been moved. It does if its
-        blocks do not fit (`room_for`) and the server has room for them. The decision is made anew
-        until the request has blocks."""
+        """Decides whether a request without blocks begins as if it had been moved off the device.
+        The request does so if its blocks do not fit (`room_for`) and the server has room for the
+        blocks. The decision is made anew until the request has blocks."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -316,8 +317,8 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Allocates blocks as vLLM's method does. With a request's first blocks it also allocates
-        the request's hot slots (device blocks for selected blocks)."""
+        """Allocates blocks as vLLM's method does. With a request's first blocks the method also
+        allocates the request's hot slots (device blocks for selected blocks)."""
         if request_id in self._begins_moved:
             self._begins_moved.discard(request_id)
             self.moved.add(request_id)
@@ -391,9 +392,9 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns the positions of the blocks that can be freed now. They follow the blocks freed
-        earlier, end before the recent window, and lie within the `stored_tokens` leading tokens
-        that the server has pinned."""
+        """Returns the positions of the blocks that can be freed now. These blocks follow the blocks
+        freed earlier, end before the recent window, and lie within the `stored_tokens` leading
+        tokens that the server has pinned."""
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
@@ -501,7 +502,7 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Connects this object to vLLM's block manager. vLLM's scheduler calls it from its
+        """Connects this object to vLLM's block manager. vLLM's scheduler calls this method from its
         constructor.
 
         stored_tokens: returns the leading tokens of a request that need not stay on the device.
@@ -563,7 +564,7 @@ class DevicePool:
     def left_out(self, hit_tokens: int) -> range:
         """Returns the positions of a hit's blocks that need not be loaded if the server pins them
         all for the request. Agrees with `ResidentManager._gap`. Empty in an engine without
-        residency, and with `begins_whole`: there it is decided only when the request gets its
+        residency, and with `begins_whole`: there the manager decides only when the request gets its
         blocks, so all blocks are leased."""
         spec = self.spec
         return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
@@ -640,8 +641,8 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns how many blocks the pool gains if the request is moved off the device; None if it
-        has no blocks or was moved already."""
+        """Returns how many blocks the pool gains if the request is moved off the device; None if
+        the request has no blocks or was moved already."""
         manager = self._manager
         if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
             return None
@@ -718,8 +719,8 @@ class DevicePool:
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
         """Returns the requests that hold one of these blocks. A block may have moved to another
-        request since its step was planned; then that request is among them too, and vLLM recomputes
-        both."""
+        request since its step was planned; then the result has that request too, and vLLM
+        recomputes both requests."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id
@@ -734,7 +735,7 @@ def _processed(request: Any) -> int:
 
 
 def _scheduler_of_caller() -> Any:
-    """Returns vLLM's scheduler from the call stack; None without a scheduler. It calls
+    """Returns vLLM's scheduler from the call stack; None without a scheduler. The scheduler calls
     `bind_kv_cache_manager` from its constructor and is not passed to connectors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -77,7 +77,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
 
 
 def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
-    """Returns the reason for which a CUDA engine can't decode sparsely; empty if it can."""
+    """Returns the reason for which a CUDA engine can't decode sparsely; empty if the engine can."""
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
         return (
@@ -207,9 +207,9 @@ def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
     """Returns the rotation of heads of this size in radians per token, float64 [F]. Channel i
     rotates with channel i + F.
 
-    None if the rotation is not known: no rotary module has this size, several differ, or the
-    channels have another order. The rotation is read from the tables of the model's rotary modules,
-    which hold for any scaling of RoPE.
+    None if the rotation is not known: no rotary module has this size, modules of this size differ,
+    or the channels have another order. The rotation is read from the tables of the model's rotary
+    modules, which hold for any scaling of RoPE.
     """
     from vllm.model_executor.layers import rotary_embedding
 

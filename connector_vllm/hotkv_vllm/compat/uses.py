@@ -94,7 +94,7 @@ class Form:
 
     kind: `class`, `function`, `module`, `value`, `method`, `classmethod`, `staticmethod`.
     gives: type of the value, or of a call's result, if another use depends on it.
-    calls: the forms in which hotkv calls it (`Call` as text).
+    calls: the forms in which hotkv calls the name (`Call` as text).
     signature: parameters of a hook that hotkv overrides.
     abstract: for a class that hotkv subclasses, the methods that subclasses must define.
     callers: methods of the same class that call this method, if hotkv distinguishes callers.
@@ -120,8 +120,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Uses:
-    """The contents of `uses.json`. For each use the list has the forms that it has in the versions
-    `made_from`. None stands for a version without the name. Equal forms are listed once."""
+    """The contents of `uses.json`. For each use the list has the forms that the use has in the
+    versions `made_from`. None stands for a version without the name. Equal forms are listed
+    once."""
 
     made_from: tuple[str, ...]
     specs: frozenset[str]
@@ -228,7 +229,8 @@ def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None])
 
 
 def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
-    """Returns how a use differs from this form; empty if it fits."""
+    """Returns how a use in the installed vLLM differs from this form, in words; empty if the use
+    has this form. `form`: None means that the name must be missing."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     if form is None:
@@ -260,8 +262,8 @@ def _differs_from(names: Names, module: str, name: str, form: Form | None) -> st
 
 
 def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
-    """Returns why a class or function does not accept a call of the list; empty if it accepts all
-    of them."""
+    """Returns why a class or function does not accept a call of the list; empty if all calls are
+    accepted."""
     if not form.calls:
         return ""
     if isinstance(found.node, FunctionDef):
@@ -315,8 +317,8 @@ class Answer:
 
 
 def installed() -> Readable | None:
-    """Returns the sources of the vLLM that this environment has, without importing it; None if
-    there is none."""
+    """Returns the sources of the vLLM that this environment has, without importing vLLM; None if
+    vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class AnswerTime:
     """Seconds from the construction until `answer` has a result.
 
-    span: the trace span of the call; it ends with the answer.
+    span: the trace span of the call; the span ends with the answer.
     """
 
     __slots__ = ("_asked_s", "_came_s")
@@ -41,7 +41,7 @@ class AnswerTime:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds until the answer came, or until now if it has not come."""
+        """Returns the seconds until the answer came, or until now if the answer has not come."""
         return (self._came_s or time.monotonic()) - self._asked_s
 
 

@@ -249,7 +249,8 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """Learns from a load that ended in time. Times are learnt only if `load_s` is known."""
+        """Learns from a load that ended within its time limit. Times are learnt only if `load_s`
+        (the server's time for the load) is known."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -335,7 +336,7 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
     """Shortens a granted hit to about `limit` tokens, if a whole hit of that length exists. Returns
-    its length."""
+    the new length."""
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:
         shorter = finder.groups.longest_hit(hit.ready, computed_tokens, computed_tokens + limit)

@@ -39,8 +39,8 @@ class Planned:
 
 class PrefillSpeed:
     """Learns how fast the engine computes prompts. A step begins when it is planned and ends when
-    its results come; the worker repeats its number. With asynchronous scheduling the next step is
-    planned before that.
+    its results come; the worker repeats the step's number with the results. With asynchronous
+    scheduling the next step is planned before these results come.
 
     `last_end_s`: the time at which the results of the last step of any kind came. The caller sets
         it.

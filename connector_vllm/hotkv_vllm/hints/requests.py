@@ -44,7 +44,7 @@ _ALLOWED = {
 class RequestHints:
     """The hints of a request.
 
-    retention: retention of all its blocks; its stores carry it.
+    retention: retention of all blocks of the request; the request's stores carry it to the server.
     session_id: empty without a session.
     hints: all hints, for the server.
     """
@@ -159,7 +159,7 @@ class HintReader:
 
 def _message_id(request_id: str) -> str:
     """Returns an id for the hints of a request without a message id. Clients choose a part of a
-    request's id, so it may contain anything."""
+    request's id, so this part may contain any text."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
     return f"request {printable}"[:MAX_ID_CHARS]
 

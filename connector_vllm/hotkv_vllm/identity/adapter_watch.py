@@ -32,7 +32,7 @@ class AdapterWatch:
     """Watches the LoRA manager of a vLLM worker.
 
     manager: vLLM's LoRA manager; None without LoRA: then the identity of every adapter is UNKNOWN.
-    settings: digest of the settings that decide an adapter's KV in addition to its bytes.
+    settings: digest of the settings that decide an adapter's KV in addition to the adapter's bytes.
     max_ahead: most adapters that are read ahead.
     """
 

@@ -42,7 +42,8 @@ AdapterName = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """The work for the workers in a step's metadata. They carry out `released` before `asked`.
+    """The work for the workers in a step's metadata. The workers carry out `released` before
+    `asked`.
 
     asked: the adapters to identify, each as (number of the question, vLLM's LoRARequest).
     released: ids of adapters without a live request.
@@ -89,9 +90,9 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 class Standing(enum.Enum):
     """Whether a request of an adapter may use the shared cache.
 
-    WAIT: the ranks have not answered yet. NOT_YET: the request has waited long enough, or a rank
-    has postponed its answer. The request is computed without the cache. NEVER: the request may
-    never use the cache.
+    KNOWN: the request may use the cache. WAIT: the ranks have not answered yet. NOT_YET: the
+    request has waited long enough, or a rank has postponed its answer; the request is computed
+    without the cache. NEVER: the request may never use the cache.
     """
 
     KNOWN = "known"
@@ -118,9 +119,9 @@ class _Id:
 
 @dataclass(slots=True)
 class _Question:
-    """Asks the ranks for the identity of an id's bytes.
+    """A question to the ranks: which bytes they hold for the adapter with this id.
 
-    asked_s: when a step last carried the question to the workers; None before.
+    asked_s: when a step last carried the question to the workers; None if no step has.
     """
 
     adapter_id: int
@@ -212,7 +213,9 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """Returns whether a live request of an adapter may use the shared cache."""
+        """Returns whether a request with a LoRA adapter may use the shared cache now, and if not,
+        whether the request should wait (see `Standing`). NEVER if `arrived` did not register the
+        request, or the adapter's bytes changed or are unknown."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER
@@ -226,7 +229,7 @@ class Adapters:
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """Returns the keys of a request's complete blocks, as many as vLLM has hashes; empty while
-        its adapter's identity is not known."""
+        the identity of the request's adapter is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:

@@ -126,7 +126,7 @@ class Exactness:
             self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. Its inexact blocks stay marked."""
+        """Forgets a request that has ended. The request's inexact blocks stay marked."""
         self._exact_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:

@@ -49,10 +49,10 @@ class Store(Protocol):
 class RankNote:
     """The findings of a rank.
 
-    host: the machine on which it runs.
-    space: its own key space, of a single shard; None if it can't take part.
+    host: the machine on which the rank runs.
+    space: the rank's own key space, of a single shard; None if the rank can't use the cache.
     shard_bytes: bytes of a block per group; 0 if the rank has no layer of the group.
-    why_off: why it can't take part.
+    why_off: why the rank can't use the cache; empty if it can.
     """
 
     place: RankPlace
@@ -76,7 +76,7 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
     Raises Unsupported; the text is the same in all ranks if all notes came.
 
-    Blocks until all ranks have called it, AGREE_TIMEOUT_S at most.
+    Blocks until all ranks have called this function, AGREE_TIMEOUT_S at most.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)

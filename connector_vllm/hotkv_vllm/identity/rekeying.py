@@ -49,10 +49,10 @@ class WeightsOrder:
 class WeightsReport:
     """A rank's report to the scheduler.
 
-    question: number of the check that it answers; 0 if the rank has noticed a change unasked and
-        has no digest yet.
-    is_original: the rank has the weights that it started with.
-    was_written: the weights were written since the last check that has ended.
+    question: number of the check that the report answers; 0 if the rank has noticed a change
+        unasked and has no digest yet.
+    is_original: True if the rank has the weights that it started with.
+    was_written: True if the weights were written since the last check that has ended.
     """
 
     question: int
@@ -141,7 +141,7 @@ class Rekeying:
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
         """Returns the identity of the weights with which the engine goes on, once all ranks have
-        answered; None before.
+        answered; None before that.
 
         Called for every planned step. Begins a check that is due, and repeats a check whose answers
         are late.
@@ -179,7 +179,7 @@ class Rekeying:
         """Returns the order about weights that this step carries to the ranks; None until the first
         check.
 
-        Every step carries it, since a step may break."""
+        Every step carries the order, since a step may be lost."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)

@@ -73,7 +73,7 @@ class WeightsWatch:
         """Returns the digest of the present weights.
 
         Takes some tenths of a second for a large model. If weights were written, and are in host
-        memory, it takes the time to read them twice.
+        memory, the call takes the time to read the weights twice.
         """
         # Cleared before the read, so that a write during the read is noticed.
         was_touched, self.touched = self.touched, False

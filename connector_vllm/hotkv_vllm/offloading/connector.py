@@ -78,8 +78,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns the rank's page format. In a MultiConnector returns None, because vLLM would hand
-        it to other connectors; the scheduler then asks for it in a step."""
+        """Returns the rank's page format. In a MultiConnector returns None, because vLLM would pass
+        the format to other connectors; the scheduler then asks for the format in a step."""
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -194,7 +194,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
 
 def why_off(extra: Mapping[str, Any]) -> str:
-    """Returns why hotkv is off with this version of vLLM; empty if it is on."""
+    """Returns why hotkv is off with this version of vLLM; empty if hotkv is on."""
     return versions.why_off(versions.OFFLOADING, bool(extra.get("hotkv.allow_untested_vllm")))
 
 

@@ -42,7 +42,7 @@ class DoorMetadata(OffloadingConnectorMetadata):
     weights: the order to check weights that may have changed.
     wants_formats: True while the scheduler does not know the ranks' page formats.
     timed_step: number that the ranks report with this step's output, by which the scheduler times
-        it; 0 if the step is not timed.
+        the step; 0 if the step is not timed.
     """
 
     weights: WeightsOrder | None = None

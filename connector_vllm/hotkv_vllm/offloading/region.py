@@ -19,10 +19,10 @@ class NoRegion(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The rows (each a chunk of one KV cache group) of the primary tier. Row r begins at byte
-    `offset` + r * `row_bytes` of the file.
+    """The rows of vLLM's primary tier (the CPU memory of its KV offloading), each a chunk of one KV
+    cache group. Row r begins at byte `offset` + r * `row_bytes` of the file `fd`.
 
-    fd: a duplicate of vLLM's descriptor. The owner of the region closes it.
+    fd: a duplicate of vLLM's descriptor of the file. The owner of the region closes the duplicate.
     """
 
     fd: int
@@ -40,8 +40,8 @@ class Region:
 
 
 def region_of(view: memoryview) -> Region:
-    """Returns the file and the place of the rows that a view with shape [rows, bytes] shows. Raises
-    NoRegion, OSError."""
+    """Returns the file in which the rows of `view` (shape [rows, bytes]) lie, and their place in
+    the file. Raises NoRegion, OSError."""
     rows = np.asarray(view)
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
         raise NoRegion(f"the primary tier has shape {rows.shape} and strides {rows.strides}")
@@ -52,7 +52,7 @@ def region_of(view: memoryview) -> Region:
 
 def _mapped_file(begin: int, end: int) -> tuple[int, int]:
     """Returns the inode that is mapped over all of the addresses, and the offset in the file at
-    which they begin. Raises NoRegion."""
+    which the addresses begin. Raises NoRegion."""
     found: tuple[int, int] | None = None
     at = begin
     with open("/proc/self/maps") as maps:

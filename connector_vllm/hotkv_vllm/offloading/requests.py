@@ -51,7 +51,8 @@ class Promotions:
     reach: dict[bytes, int] = field(default_factory=dict)
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
-        """Returns True if vLLM may learn that the server has this chunk, and so may promote it.
+        """Returns True if vLLM may learn that the server has this chunk (one or several blocks),
+        and so may promote the chunk.
         `end_tokens`: the end of the chunk in the prompt."""
         if key in self.failed:
             return False

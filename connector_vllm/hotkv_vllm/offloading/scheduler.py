@@ -227,8 +227,9 @@ class DoorScheduler:
     @hook(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
         """Begins the promotions that this step's lookups have asked for, and waits a moment for
-        their end, if the engine has nothing else to do. vLLM would begin them at the end of the
-        step, and ask for them in the next. Returns True if the request is to be looked up again."""
+        their end, if the engine has nothing else to do. vLLM would begin these promotions at the
+        end of the step, and ask for their chunks in the next step. Returns True if the request is
+        to be looked up again."""
         transfers = self._tier.transfers
         if transfers is None or not self._is_idle or not self._tier.has_offers:
             return False
@@ -283,7 +284,8 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that blocks of other weights are cached. Logs it once until the next reset."""
+        """Records that blocks of other weights are cached. Logs a line once until the next
+        reset."""
         self._is_clean = False
         if not self._said_unclean:
             self._said_unclean = True

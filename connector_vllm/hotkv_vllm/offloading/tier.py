@@ -78,8 +78,8 @@ class RequestInTier:
     """The tier's state for a request.
 
     request: vLLM's `Request`; None if the connector has not passed it to the tier.
-    is_excluded: True if its hashes do not cover all that decides its KV, so that it does not use
-        the cache.
+    is_excluded: True if the request's hashes do not cover all that decides the request's KV, so
+        that the request does not use the cache.
     ready: by key, whether the server has the chunk, as of `probed_s`.
     answer: future of the server's answer about chunks that the block table does not show; None
         before the server was asked.
@@ -108,7 +108,7 @@ class HotKVTier(SecondaryTierManager):
     """Implements the tier interface that vLLM's `TieringOffloadingManager` calls.
 
     settings: the connector's settings, `hotkv.target` and so on (`config.ConnectorConfig`). Raises
-        ConfigError if one is wrong, or can't be served behind vLLM's offloading.
+        ConfigError if a setting is wrong, or can't be used behind vLLM's offloading.
 
     may_load, may_store: True if the engine's role allows loads, and stores.
     may_repeat: True if chunks that are on the device already may be stored.
@@ -253,7 +253,8 @@ class HotKVTier(SecondaryTierManager):
             link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
-        """Closes the session in the background. All jobs over it have ended."""
+        """Closes the session in the background. All jobs over the session must have ended
+        before."""
         session, self._session = self._session, None
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
@@ -340,8 +341,9 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns whether the server has the chunk, as a hint; None while the answer is not known.
-        Looks up all chunks of the request at once: single lookups take ten times as long."""
+        """Returns whether the server has the chunk (one or several blocks), as a hint; None while
+        the answer is not known. Looks up all chunks of the request at once: single lookups take ten
+        times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -357,7 +359,7 @@ class HotKVTier(SecondaryTierManager):
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
         """Asks the block table. Asks the server too if there is no table, or if the server has
-        tiers below host memory; these are asked once for a request."""
+        tiers below host memory; these tiers are asked once for a request."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -394,7 +396,7 @@ class HotKVTier(SecondaryTierManager):
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
         """Answers a hit for which the primary tier has no room. The request waits a while for its
-        first promotion, because vLLM takes a miss as final."""
+        first promotion (copy into the primary tier), because vLLM takes a miss as final."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -454,7 +456,7 @@ class HotKVTier(SecondaryTierManager):
         known: RequestInTier,
     ) -> list[BlockRun]:
         """Returns chains of the chunks that the server lacks. vLLM gives keys in any order; their
-        positions in the prompt say which follow each other."""
+        positions in the prompt say which chunks follow each other."""
         ends = _ends_of(context)
         at = {(get_offload_group_idx(key), end): key for key, end in ends.items()}
         runs: list[BlockRun] = []

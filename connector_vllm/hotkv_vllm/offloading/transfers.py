@@ -49,7 +49,8 @@ storing it."""
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Chunks of one group and their rows in the primary tier.
+    """Chunks (one or several blocks each) of one group, and their rows in the primary tier (vLLM's
+    CPU memory).
 
     group_index: hotkv's index of the group.
     keys: vLLM's keys, in any order.
@@ -119,8 +120,8 @@ class Transfers:
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Acquires a lease on the chunks, then loads the chunks that the lease pins. Does not
-        wait."""
+        """Acquires a lease on the chunks (one or several blocks each), then loads the chunks that
+        the lease pins. Does not wait."""
         name, session, settings = self._new_name(), self._session, self._settings
         begun, over = _Once(), _Once()
 
@@ -279,8 +280,8 @@ class _Once:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """Calls `done` with the future's result, or `failed` if it has none. If `done` raises, calls
-    `failed`."""
+    """Calls `done` with the future's result, or `failed` if the future has no result. If `done`
+    raises, calls `failed`."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -17,8 +17,8 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 
 
 class DoorWorker:
-    """The worker's side of one rank: reports how the rank packs pages, and whether its weights have
-    changed.
+    """The worker's side of one rank: reports how the rank packs pages, and whether the rank's
+    weights have changed.
 
     is_child: True if the connector is in a MultiConnector, so that vLLM forwards no handshake.
     """
@@ -50,8 +50,8 @@ class DoorWorker:
 
     @hook(_register_broke, of="door")
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Describes the rank's pages. Called while vLLM registers its KV caches, whose caller's
-        models are then watched."""
+        """Describes the rank's pages. Called while vLLM registers its KV caches; watches the models
+        of the worker that registers them."""
         device_type = next(iter(kv_caches.values())).device.type
         try:
             check_reuse(self._vllm_config, self._kv_cache_config)

@@ -174,8 +174,9 @@ class ResidencyCalls:
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the request's blocks before position `until` that are not pinned
-        yet, as far as its reserved room reaches. These blocks must have names (hashes)."""
+        """Asks the server to pin the request's next blocks: from the first that is not pinned yet,
+        up to position `until` (index of a block), as far as the request's reserved room reaches and
+        the blocks have names (hashes). Does nothing while such a call is in flight."""
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]

@@ -34,8 +34,8 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Returns the settings and configuration of the engine whose model is being built; None if it
-    does not ask for residency."""
+    """Returns the settings and configuration of the engine whose model is being built; None if the
+    engine does not ask for residency."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -44,7 +44,7 @@ def _wanted() -> tuple[SparseConfig, Any] | None:
 
 
 class HotFlashBackend(FlashAttentionBackend):
-    """Replaces vLLM's backend in its registry. Has the same name and page format."""
+    """Replaces vLLM's backend in vLLM's registry. Has the same name and page format."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -61,7 +61,7 @@ class HotFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of layers whose old blocks live in host memory, if the engine whose
-        model was built last asks for that."""
+        model was built last asks for residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -125,7 +125,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         return self.build(0, common_attn_metadata)
 
     def _worker(self) -> CudaWorker | None:
-        """Returns the worker that the connector has attached to the layers; None before."""
+        """Returns the worker that the connector has attached to the layers; None if it has attached
+        no worker yet."""
         context = self.vllm_config.compilation_config.static_forward_context
         impl = getattr(context.get(self._layer_names[0]), "impl", None)
         attached = impl.attached if isinstance(impl, HotFlashImpl) else None
@@ -195,8 +196,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata with the worker's block table and lengths in place of vLLM's. They are
-    views of the same memory in each step."""
+    """Returns the metadata with the worker's block table and lengths in place of vLLM's. The table
+    and the lengths are views of the same memory in each step."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)

@@ -77,7 +77,7 @@ class CudaSequence:
         which blocks are selected).
     addresses: int64, by position, the address at which the device reads the block in the arena; 0
         if not known.
-    pin: the server's pin under which the addresses are read; None before it is known.
+    pin: the server's pin under which the addresses are read; None before the pin is known.
     """
 
     request_id: str
@@ -143,7 +143,7 @@ class CudaSequences:
 
     def is_lost(self, request_id: str) -> bool:
         """Returns True if the request's output of this step may be wrong: the request was lost and
-        is not computed anew yet, or it is unknown."""
+        is not computed anew yet, or the request is unknown."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
@@ -335,7 +335,7 @@ class CudaWorker:
     in the server's arena; see the module.
 
     plans_in_build: True if vLLM calls the connector for a step before it builds the step's
-        metadata. Its model runner V1 does; V2 builds the metadata first.
+        metadata. vLLM's model runner V1 calls the connector first; V2 builds the metadata first.
     device_arena: makes an arena readable for the device.
     """
 
@@ -370,9 +370,9 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- arena
 
     def map_arena(self, timeout_s: float | None = None) -> bool:
-        """Makes the server's arena readable for the device, and waits for it. Returns whether it is
-        readable. Must run before vLLM captures graphs, because CUDA may forbid to register memory
-        during capture."""
+        """Makes the server's arena readable for the device, and waits until it is. Returns whether
+        the arena is readable. Must run before vLLM captures graphs, because CUDA may forbid to
+        register memory during capture."""
         found = None if (arena := self.arena_of()) is None else self._arena_of(arena.file_id)
         return found is not None and found.mapped.wait(timeout_s)
 
@@ -538,8 +538,9 @@ class CudaWorker:
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch that could not be planned. All its requests are lost, as a graph may be
-        replayed over the plan of an earlier batch. `first_blocks`: the first block of each row."""
+        """Handles a batch that could not be planned. All requests of the batch are lost, as a graph
+        may be replayed over the plan of an earlier batch. `first_blocks`: the first block of each
+        row."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: a batch could not be planned")
         self.runs = ()

@@ -42,7 +42,7 @@ class Relief:
     """The blocks that the device's pool gains if a request is moved off the device.
 
     freed: blocks that the move frees, less the hot slots (device blocks for selected blocks) that
-        it allocates; may be negative.
+        the move allocates; may be negative.
     unpromised: blocks that the request no longer needs for its prompt.
     """
 
@@ -56,8 +56,12 @@ class Relief:
 
 
 def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
-    """Returns the requests to move off the device, in order. `reliefs`: the requests that can be
-    moved, in the order in which they came."""
+    """Returns the ids of the requests to move off the device, in the order of the moves (see the
+    module).
+
+    reliefs: the requests that can be moved, in the order in which they came, each with the blocks
+        that its move would yield.
+    """
     free, unpromised, left, chosen = demand.free, -demand.promised, dict(reliefs), []
 
     def move(request_id: str) -> None:

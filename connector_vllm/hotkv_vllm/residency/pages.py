@@ -89,7 +89,7 @@ def slot_places(
 
 class PageCopier:
     """Copies pages between the engine's memory, the mapped arena and staging areas, by address. One
-    caller at a time. Its threads hold no GIL."""
+    caller at a time. The copier's threads hold no GIL."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         """num_threads: number of threads; None for as many as there are cores, up to
@@ -133,7 +133,8 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Makes `_sizes` hold `page_bytes` at least `count` times. Most calls find it so."""
+        """Makes `_sizes` hold `page_bytes` at least `count` times. In most calls the array is right
+        already."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 
@@ -143,8 +144,8 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy that runs ahead of attention: a layer's pages, from these slots, into one of the
-    staging areas."""
+    """A copy that runs ahead of attention: a layer's pages, from slots of the server's arena, into
+    one of the staging areas."""
 
     layer_idx: int
     slots: I64
@@ -162,7 +163,7 @@ def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 class PageStaging:
     """The staging area: pages of a whole batch side by side, for one call of attention. One thread
-    uses it. Its memory is never freed.
+    uses it. The area's memory is never freed.
 
     There are two areas. While a layer attends to one, the pages that the next layer needs from the
     arena are copied into the other, if a core is free for that.
@@ -175,7 +176,7 @@ class PageStaging:
         copier: PageCopier,
         usual_blocks: int = 0,
     ) -> None:
-        """layers: in the order in which they attend.
+        """layers: the layers, in the order in which they attend.
 
         usual_blocks: an area grows ahead of its need up to this size, and no further.
         """
@@ -206,9 +207,9 @@ class PageStaging:
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
         """Returns pages of `layer`: first the pages of the server's slots at addresses `slots` [n],
-        then the pages at addresses `here` [m]. They are valid until the next call.
+        then the pages at addresses `here` [m]. The pages are valid until the next call.
 
-        goes_on: the next layer is going to ask for the same slots.
+        goes_on: True if the next layer is going to ask for the same slots.
         """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
@@ -331,8 +332,9 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Fills hot slots with the pages of these positions, if they do not hold them yet. Returns
-        the slots' blocks. Raises LostBytesError."""
+        """Fills hot slots (device blocks for selected blocks) with the pages of the blocks at these
+        positions, unless the slots hold the pages already. Returns the slots' blocks. Raises
+        LostBytesError."""
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
             raise LostBytesError(

@@ -51,10 +51,10 @@ class Resident:
     asked_room, asked_stream: of the reservation call in flight, the number of blocks and the
         stream.
     is_held: True if the request is left out of steps because its next block would have no room.
-    opened: the server's answer to the reservation; None before.
-    pin: the pin under which workers may read the kept blocks. It differs from `opened` while it is
-        not known whether a server that came back holds the blocks where they were.
-    refusal: reason why the server will never reserve room; empty otherwise.
+    opened: the server's answer to the reservation; None before the answer.
+    pin: the pin under which workers may read the kept blocks. `pin` differs from `opened` while it
+        is not known whether a server that came back holds the blocks where they were.
+    refusal: the error if the server will never reserve room; None otherwise.
     waited_s: seconds, up to `seen_s`, in which the server has not accepted any of the request's
         blocks.
     """
@@ -133,7 +133,7 @@ class Resident:
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
         """Records where the server holds the blocks from position `first` on, up to the first block
-        that it lacks. Returns the number of noted blocks. Blocks from the missing block on are
+        that it lacks. Returns the number of recorded blocks. Blocks from the missing block on are
         stored anew."""
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
@@ -178,9 +178,9 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the request after vLLM has freed its blocks. Its blocks with private names become
-        unusable. The server still holds the first `kept` of the other blocks. Everything must be
-        sent to the workers again."""
+        """Resets the request after vLLM has freed its blocks. The request's blocks with private
+        names become unusable. The server still holds the first `kept` of the other blocks.
+        Everything must be sent to the workers again."""
         self.kept = min(kept, self.private_from)
         self.told, self.told_pin, self.told_hot = 0, None, ()
         self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]

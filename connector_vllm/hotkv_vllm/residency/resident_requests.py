@@ -133,7 +133,7 @@ class ResidentRequests:
 
     def has_room(self, request_id: str) -> bool:
         """Returns True if room is reserved for a request that outgrows the device. vLLM's manager
-        calls it."""
+        calls this method."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 
@@ -180,7 +180,7 @@ class ResidentRequests:
 
     def _reserve(self, one: Resident) -> None:
         """Sets how much room the request asks the server for. If the server can't add room later,
-        that is the most room that the request can ever need."""
+        asks for the most room that the request can ever need."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:
@@ -192,7 +192,7 @@ class ResidentRequests:
 
     def held(self, now_s: float) -> list[str]:
         """Returns the requests to leave out of the coming step, because the server has no room for
-        their next block. vLLM's manager calls it before each step."""
+        their next block. vLLM's manager calls this method before each step."""
         held = []
         for one in self._residents.values():
             was_held, one.is_held = one.is_held, self._is_cramped(one)
@@ -227,7 +227,7 @@ class ResidentRequests:
 
     def make_room(self) -> None:
         """Moves requests off the device before vLLM plans a step for which the pool is too small.
-        vLLM's manager calls it before each step."""
+        vLLM's manager calls this method before each step."""
         demand = self._pool.demand(self.has_room)
         if demand is None or not demand.is_short:
             return
@@ -245,8 +245,8 @@ class ResidentRequests:
 
     def _park(self, now_s: float) -> str | None:
         """Parks the last request that has room, if all running requests have been held for
-        `PARK_S`. Returns its id. Its blocks stay in the arena, where it can hit them later, until
-        the server evicts them."""
+        `PARK_S`. Returns the request's id. The request's blocks stay in the arena, where the
+        request can hit them later, until the server evicts them."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -273,7 +273,7 @@ class ResidentRequests:
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
         """Returns the names of a resident request's first `until` blocks, or of more: the hashes
-        under which the server finds them. The caller ensures that these blocks are computed.
+        under which the server finds the blocks. The caller ensures that these blocks are computed.
 
         The name of a block that the server is known to hold never changes. A block that must not be
         shared when it is first named gets a private name, which no other request has."""
@@ -318,8 +318,8 @@ class ResidentRequests:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of the request the server holds for it, so that they need
-        not stay on the device. vLLM's manager calls it."""
+        """Returns how many leading tokens of the request the server holds for the request, so that
+        the tokens' blocks need not stay on the device. vLLM's manager calls this method."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -368,8 +368,8 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Handles the answers of a new server: it either has kept a request's blocks at the same
-        offsets, or the request has lost them."""
+        """Handles the answers of a new server: the server either has kept a request's blocks at the
+        same offsets, or the request has lost them."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:

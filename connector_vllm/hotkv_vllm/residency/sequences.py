@@ -80,8 +80,8 @@ class KeptRows:
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations (compact forms of keys) by format. They are valid until
-        the next `take`."""
+        """Returns a layer's representations (compact forms of keys) by format. The representations
+        are valid until the next `take`."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
@@ -132,7 +132,7 @@ class ResidentSequence:
     addresses: int64, by position, the address of the block's arena slot in this process; -1 if the
         server is not known to hold the block.
     representations: int64, by position, the address of the slot with the block's representation; -1
-        if the server is not known to hold it.
+        if the server is not known to hold the representation.
     rows: int32, by position, the row of `KeptRows` for the block's representation.
     num_kept: by layer, the number of leading blocks whose representations are in `rows`.
     num_freed: position up to which the blocks after the sinks (first blocks) are not on the device.
@@ -171,7 +171,7 @@ class ResidentSequence:
 
     def hot_content(self, layer_idx: int) -> I32:
         """Returns, for each hot slot (device block for a selected block) of a layer, the position
-        of the block that it holds; -1 for an empty slot. The caller may write it."""
+        of the block that it holds; -1 for an empty slot. The caller may write to the array."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
@@ -216,7 +216,8 @@ class ResidentSequences:
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or lost its blocks, and frees its rows."""
+        """Forgets a request that has ended or lost its blocks, and frees the request's rows (places
+        for representations)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
@@ -245,8 +246,8 @@ class ResidentSequences:
         return sequence
 
     def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
-        """Computes the addresses of blocks that the server holds. They get no address if this
-        process does not map their arena."""
+        """Computes the addresses of blocks that the server holds. Blocks get no address if this
+        process does not map the blocks' arena."""
         arena = self._arenas.get(kept.file_id)
         if arena is None:
             arena = self.arena_of()
@@ -266,7 +267,8 @@ class ResidentSequences:
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
         """Marks the request as lost and reports it with this step, even if the step did not read
-        its lost bytes. Reports it only once: later its blocks may belong to other requests."""
+        its lost bytes. Reports the request only once: later its blocks may belong to other
+        requests."""
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
@@ -297,21 +299,21 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks requests as lost whose bytes were read while the server did not pin them. Call it
-        after a step's last layer."""
+        """Marks requests as lost whose bytes were read while the server did not pin these bytes.
+        Call this method after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
 
     def is_lost(self, request_id: str) -> bool:
         """Returns True if the request's output of this step may be wrong: the request was lost and
-        is not computed anew yet, or it is unknown."""
+        is not computed anew yet, or the request is unknown."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
         """Returns the block id of the first block of each request that was lost since the last
-        call. Call it after a step's last layer."""
+        call. Call this method after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False

@@ -61,7 +61,8 @@ class ResidentSide:
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:
-        """Marks the requests that have one of these blocks as lost: vLLM computes them anew."""
+        """Marks the requests that have one of these blocks as lost: vLLM computes these requests
+        anew."""
         if self._pool.spec is None:
             return
         request_ids = self._pool.requests_of(first_blocks)

@@ -24,8 +24,8 @@ class Totals:
     """Bytes on one rank, by purpose.
 
     pool: vLLM's KV cache, hot slots included.
-    representations: those of the pool's blocks (compact forms of keys, for sparse attention); on
-        CUDA, of as many tokens as `hotkv.representation_tokens` sets.
+    representations: representations of the pool's blocks (compact forms of keys, for sparse
+        attention); on CUDA, of as many tokens as `hotkv.representation_tokens` sets.
     rows: representations of the longest context; 0 on CUDA, where `representations` includes them.
     staging: pages of one layer for the longest context; in a CPU engine two such areas.
     tables: on CUDA, block tables, hot sets and scratch memory of the kernels; 0 on CPUs.
@@ -48,8 +48,8 @@ class Totals:
 
 
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Logs the memory of this rank. Raises ConfigError if less is free. The pool must not be
-    allocated yet."""
+    """Logs the memory that this rank needs. Raises ConfigError if less memory is free. The pool
+    must not be allocated yet."""
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":

@@ -49,9 +49,10 @@ only the server has."""
 class BatchRow:
     """A row of the batch.
 
-    blocks: int32, its block table; entries of freed blocks are meaningless.
-    whole_table: int32, its block table with the hot slots that hold the freed blocks, for a context
-        that fits in the hot slots; None before a layer needs it.
+    blocks: int32, the row's block table; entries of freed blocks are meaningless.
+    whole_table: int32, the row's block table with the hot slots (device blocks for selected blocks)
+        that hold the freed blocks, for a context that fits in the hot slots; None before a layer
+        needs it.
     """
 
     row: int
@@ -156,7 +157,8 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Forgets the blocks that the step has overwritten, and finds the request of each row."""
+        """Forgets the representations (compact forms of keys) of the blocks that the step has
+        overwritten, and finds the request of each row."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)

@@ -236,8 +236,8 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """Abandons a load that vLLM waits for. The workers report it as failed, and the request is
-        offered no other hit."""
+        """Abandons a load that vLLM waits for. The workers report the load as failed, and the
+        request is offered no other hit."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
@@ -382,7 +382,8 @@ class WrittenBlocks:
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Records the schedule of a step. Its blocks are computed only if `of_step` is called."""
+        """Records the schedule of a step. The blocks that the step writes are computed only if
+        `of_step` is called."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:

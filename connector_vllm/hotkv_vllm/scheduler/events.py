@@ -54,8 +54,8 @@ class SharedEvents:
     ) -> list[Any]:
         """Returns vLLM's events since the last call.
 
-        session: of the present key space; None while hotkv is off.
-        groups: of that key space.
+        session: the session of the present key space; None while hotkv is off.
+        groups: the groups of that key space.
         """
         taken: list[Any] = []
         if session is not self._session:

@@ -78,9 +78,9 @@ class CachedGroups:
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
         """Returns vLLM's hashes of a group's blocks; every request has them.
 
-        They distinguish the blocks of a request. They must be salted before they name blocks in the
-        server, because two requests with equal hashes may differ in inputs that vLLM's hash does
-        not cover.
+        These hashes distinguish the blocks of a request. The hashes must be salted before they name
+        blocks in the server, because two requests with equal hashes may differ in inputs that
+        vLLM's hash does not cover.
         """
         return self._of_group(request.block_hashes, index)
 
@@ -152,9 +152,9 @@ class RepresentationPlanner:
     """Plans the representations of a request's blocks: which to lease, which to load, which the
     server lacks.
 
-    Representations are stored and loaded together with their blocks. They are optional: a hit is as
-    long without them, and the worker builds the missing ones from the keys. In calls to the server
-    a kind of representation is addressed by a group index: `kinds[i]` has the index
+    Representations are stored and loaded together with their blocks. Representations are optional:
+    a hit is as long without them, and the worker builds the missing ones from the keys. In calls to
+    the server a kind of representation is addressed by a group index: `kinds[i]` has the index
     `num_groups + i`. A group for which no kind is declared has no representations.
 
     kinds: the kinds that the session declares, at most one per group.

@@ -267,7 +267,7 @@ class Patience:
     Scheduler thread only.
 
     clock: returns the time in seconds.
-    wait_for: waits for an answer, at most the given seconds; returns True if it has come.
+    wait_for: waits for an answer, at most the given seconds; returns True if the answer has come.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class HitFinder:
         return self._session.lookup(self._all_blocks(state.request))
 
     def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if no hit of the request can be longer than the one that these ready blocks
+        """Returns True if no hit of the request can be longer than the hit that these ready blocks
         make."""
         return self.groups.is_whole(masks, computed_tokens, request.num_tokens - 1)
 
@@ -435,8 +435,8 @@ class HitFinder:
         num_external: int,
         null_block: int,
     ) -> LoadJob | None:
-        """Returns the load of a granted hit into allocated blocks; None if the lease does not cover
-        it.
+        """Returns the load of a granted hit into allocated blocks; None if the hit has no lease
+        that covers the load, or there is no block to load.
 
         block_ids: the request's block table per group.
         null_block: the block id that marks an entry as not to be loaded.
@@ -465,7 +465,7 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        """Counts a failed load of the request, which vLLM knows or will know."""
+        """Counts a failed load of the request. vLLM knows of the failure, or will learn of it."""
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 
@@ -492,7 +492,7 @@ class HitFinder:
         return stored
 
     def give_up(self, state: RequestState) -> None:
-        """Offers the request no further hit, because the end of its load is not known."""
+        """Offers the request no further hit, because the end of the request's load is not known."""
         self.load_failed(state)
         state.hit.failed_loads = NEVER_AGAIN
         self.give_back(state)
@@ -516,9 +516,9 @@ class HitFinder:
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
         """Voids the answers about the cache for a request, so that it is looked up anew. Releases
-        its lease, unless its load is under way.
+        the request's lease, unless a load under the lease is under way.
 
-        failed_too: also forget its failed loads.
+        failed_too: True: also forgets the request's failed loads.
         """
         state.hit.hint = None
         state.hit.miss_until_s = 0.0
@@ -548,7 +548,7 @@ class HitFinder:
         )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Continues with a hit once the server has answered its lookup or lease."""
+        """Continues with a hit once the server has answered the lookup or lease for the hit."""
         hit, answer = state.hit, state.hit.answer
         if answer is not None and not answer.done():
             if now_s < hit.deadline_s:

@@ -3,10 +3,11 @@ they may occupy. Scheduler thread only.
 
 Five classes, each with a rule:
 - `LoadOrders` collects the orders to the workers about loads.
-- `Quarantine` keeps blocks that a hung server may still write out of vLLM's pool.
+- `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
 - `LoadRoom` limits how many loads hold device blocks at once.
-- `OtherLoads` tracks loads of connectors beside this one, because they decide what may be stored.
+- `OtherLoads` tracks loads of other connectors: blocks that such a load may have failed to fill
+  must not be stored.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,14 +25,15 @@ class LoadOrders:
     """The orders about loads that the next step carries to the workers, and the loads whose end
     vLLM awaits. Scheduler thread only.
 
-    Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and its end
-    is handled once. Ends of other connectors' loads are ignored.
+    Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and the
+    load's end is handled once. Ends of other connectors' loads are ignored.
 
-    Fallbacks of broken hooks read and write the plain attributes and call no methods: a fault in a
-    method must not break the fallback too.
+    If a hook (a method that vLLM calls) raises, its fallback reads and writes the plain attributes
+    below and calls no methods of this class: a fault in a method must not break the fallback too.
 
     jobs: loads to begin, by request.
-    cancelled, abandoned: requests whose load is to be cancelled or reported as failed.
+    cancelled: requests whose load the workers are to cancel.
+    abandoned: requests whose load the workers are to report as failed.
     awaited: requests whose load's end vLLM awaits.
     """
 
@@ -65,7 +67,7 @@ class LoadOrders:
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Drops a load that vLLM awaits: the workers report it as failed."""
+        """Drops a load that vLLM awaits: the workers report the load as failed."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
@@ -102,22 +104,23 @@ class _Load:
 
 
 class Quarantine:
-    """Keeps blocks of hung loads out of vLLM's pool until the server can't write them any more.
-    Scheduler thread only.
+    """Keeps blocks of hung loads out of vLLM's pool until the server can't write to the blocks any
+    more. Scheduler thread only.
 
     A hung server may write the blocks of a load at any later time, so no other request may get
     them. The load's own request need not wait, however.
 
-    Always true: before a worker may report such a load as failed (it reads `held`), the pool counts
-    another user of its blocks. So the blocks stay out of the pool when vLLM has freed the
-    request's own use. They return to it when all ranks report in one step that their transfer is
-    over.
+    Always true: before a worker may report such a load as failed (the worker reads `held`), the
+    pool counts another user of the load's blocks. So the blocks stay out of the pool when vLLM has
+    freed the request's own use. The blocks return to the pool when all ranks report in one step
+    that their transfer is over.
 
     Until then the pool is smaller by these blocks (`num_gpu_blocks`). Otherwise a pause or a sleep
     would fail: vLLM resets its prefix cache only if no block is in use. The two sides send each
     other their states in every step, so a lost message costs only a step.
 
-    pool: vLLM's. Without it no block is held, and requests wait for the server.
+    pool: vLLM's pool of device blocks. Without a pool no block is held, and requests wait for the
+        server.
     loading: by request, loads whose end vLLM has not heard. Whoever reports the end to vLLM removes
         the entry.
     """
@@ -201,13 +204,13 @@ class FailedLoads:
     with vllm-project/vllm#44560; #53868 and #57841 describe stalls with the same end. Two things
     can stall a full engine for ever:
 
-    - vLLM keeps reserving blocks for such a request until it is scheduled. It admits asynchronous
-      loads (not plain prefills) only beside all reservations. If nothing else fits, a granted hit
-      would wait for ever. So the hit is dropped after ADMISSION_PATIENCE_S, and its request is
-      computed.
-    - vLLM leaves such a request at the head of its queue of requests that hold blocks, although it
-      no longer holds any. If it does not fit, the requests behind it never free their blocks. If it
-      is answered 'ask again' once, it moves to the ordinary queue.
+    - vLLM keeps reserving blocks for such a request until the request is scheduled. vLLM admits
+      asynchronous loads (not plain prefills) only beside all reservations. If nothing else fits, a
+      granted hit would wait for ever. So the hit is dropped after ADMISSION_PATIENCE_S, and its
+      request is computed.
+    - vLLM leaves such a request at the head of its queue of requests that hold blocks, although the
+      request no longer holds any. If the request does not fit, the requests behind it never free
+      their blocks. If the request is answered 'ask again' once, it moves to the ordinary queue.
     """
 
     def __init__(self) -> None:
@@ -230,13 +233,13 @@ class FailedLoads:
         return not self._waiting and not self._in_the_way
 
     def add(self, request_id: str) -> None:
-        """Adds a request: vLLM has heard, or will hear, that its load failed."""
+        """Adds a request. vLLM has heard, or will hear, that the request's load failed."""
         self._waiting.add(request_id)
         self._in_the_way.add(request_id)
 
     def steps_aside(self, request_id: str) -> bool:
-        """Returns True once per failed load, when vLLM asks for the request's hit: it must then be
-        answered 'ask again'."""
+        """Returns True once per failed load, when vLLM asks for the request's hit: the request must
+        then be answered 'ask again'."""
         if request_id not in self._in_the_way:
             return False
         self._in_the_way.discard(request_id)
@@ -262,8 +265,8 @@ class FailedLoads:
 
 @dataclass(slots=True)
 class Holder:
-    """The blocks of an admitted request: the number that it holds now, and the largest number that
-    it will hold until its prompt is computed."""
+    """The blocks of an admitted request: the number that the request holds now, and the largest
+    number that it will hold until its prompt is computed."""
 
     held: int
     need: int
@@ -273,16 +276,17 @@ class LoadRoom:
     """Limits how many requests may hold device blocks for a load at once, if vLLM counts too few.
 
     vLLM lets a load begin if its blocks fit beside the blocks that all requests in their prompts
-    still need. It counts too few for a sliding window or a chunk: it subtracts the request's whole
-    table, freed blocks included, from the most blocks that the request ever holds at once
-    (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads can fill
-    the device, and then each loaded request waits for blocks that other loaded requests hold: a
-    deadlock.
+    still need. vLLM counts too few blocks for a sliding window or a chunk: it subtracts the
+    request's whole table, freed blocks included, from the most blocks that the request ever holds
+    at once (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads
+    can fill the device, and then each loaded request waits for blocks that other loaded requests
+    hold: a deadlock.
 
     Always true, for the requests that this connector loads, from their admission to their first
-    step: either there is only one, or the device has room for each of them to end its prompt while
-    the others keep their blocks. So the first in vLLM's queue can run, and vLLM can preempt a
-    request that runs. vLLM's own count is right for a request without blocks, and is used for it.
+    step: either there is only one such request, or the device has room for each of them to end its
+    prompt while the others keep their blocks. So the first request in vLLM's queue can run, and
+    vLLM can preempt a request that runs. vLLM's own count is right for a request without blocks,
+    and is used for such a request.
 
     A refused request begins next: later requests wait behind it. Scheduler thread only.
 
@@ -304,7 +308,7 @@ class LoadRoom:
 
     def bind(self, manager: Any) -> None:
         """Sets vLLM's block manager. Models with resident requests need no limit: their own manager
-        counts them in full."""
+        counts such requests in full."""
         kinds = manager.coordinator.single_type_managers
         if not any(isinstance(one, ResidentManager) for one in kinds) and any(
             one.max_admission_blocks_per_request is not None for one in kinds
@@ -354,7 +358,8 @@ class LoadRoom:
             self.holders[request_id] = Holder(held, need)
 
     def ran(self, request_ids: Collection[str]) -> None:
-        """Removes requests that a step runs: vLLM can preempt them if others lack blocks."""
+        """Removes requests that a step runs: vLLM can preempt such requests if others lack
+        blocks."""
         for request_id in self.holders.keys() & request_ids:
             del self.holders[request_id]
 
@@ -378,8 +383,9 @@ class OtherLoads:
     - vLLM counts tokens of an asynchronous load as computed from its start. A request is trusted
       again when a step runs it.
     - A synchronous load runs within the step that uses it, and its failure is known when the step's
-      output has arrived. Until then no block is stored of the requests admitted since, because they
-      may build on its blocks. If the load failed, their blocks are never stored.
+      output has arrived. Until then no block is stored of the requests admitted since, because
+      these requests may build on the load's blocks. If the load failed, the blocks of these
+      requests are never stored.
     """
 
     def __init__(self) -> None:
@@ -410,8 +416,8 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Records a planned step. Returns the number under which its end must be reported; 0 if its
-        end does not matter."""
+        """Records a planned step. Returns the number under which the step's end must be reported; 0
+        if the end does not matter."""
         if not self._admitted and not has_sync_loads and not self._unsettled:
             return 0
         ran = self._admitted.intersection(running)

@@ -34,8 +34,8 @@ class PrefillWait:
     """Decides whether a request waits, or goes on waiting, for blocks of another engine.
 
     decodes_only: True for an engine with `kv_role="kv_consumer"`: its requests wait unless
-        `do_remote_prefill` is false. Requests of other engines wait if it is true. A request whose
-        blocks another connector fetches never waits.
+        `do_remote_prefill` is false. Requests of other engines wait if `do_remote_prefill` is true.
+        A request whose blocks another connector fetches never waits.
     """
 
     def __init__(self, prefill: PrefillSpeed, stats: HotKVStats, *, decodes_only: bool) -> None:

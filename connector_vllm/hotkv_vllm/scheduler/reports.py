@@ -34,8 +34,8 @@ class UseReports:
     ) -> None:
         """keys: returns a request's hashes, one per hash block; empty if its blocks can't be named.
         prefill: predicts the time that hits save.
-        tells_speed: send the prefill speed with the reports. The server then leaves blocks in slow
-            tiers if the engine computes them sooner.
+        tells_speed: True sends the prefill speed with the reports. The server then leaves blocks in
+            slow tiers if the engine computes them sooner.
         """
         self._session = session
         self._hash_block_tokens = hash_block_tokens
@@ -109,7 +109,7 @@ class UseReports:
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))
 
     def send(self, now_s: float) -> None:
-        """Sends one message with all reports; drops them without a server."""
+        """Sends one message with all reports; drops the reports without a server."""
         if not (self._waiting or self._ended or self._loads):
             return
         waiting, self._waiting = self._waiting, []

@@ -180,8 +180,10 @@ class RequestState:
 
     request: vLLM's object for the request.
     asked: hints that came with the request.
-    wait: None before the request's hit is first asked for.
-    trace: None if the request is not traced.
+    choice: the decision whether to load the request's hit; None before the decision.
+    wait: the request's wait for blocks that another engine computes; None before vLLM first asks
+        for the request's hit.
+    trace: the request's trace; None if the request is not traced.
     """
 
     request: Any

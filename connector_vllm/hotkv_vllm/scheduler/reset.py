@@ -20,8 +20,8 @@ RETRY_S = 1.0
 class Stores(Protocol):
     """The engine's stores, as a reset sees them.
 
-    in_flight: true while stores are under way.
-    is_held: set while nothing may be stored.
+    in_flight: true (not empty) while stores are under way.
+    is_held: set to True while nothing may be stored.
     """
 
     is_held: bool
@@ -79,7 +79,7 @@ class CacheReset:
         return accepted
 
     def hold(self) -> None:
-        """Schedules a reset that could not begin. The next steps begin it."""
+        """Schedules a reset that could not begin. The next steps begin the reset."""
         self.under_way = self._stores.is_held = True
         self._answer = None
         self._retry_at_s = 0.0

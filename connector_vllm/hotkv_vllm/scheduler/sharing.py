@@ -64,9 +64,9 @@ class WorkerLinks:
     Always true: while a worker has no session, hits and stores are off, because that worker could
     neither load nor store. Workers report when their state changes, and in each step that asks for
     it. Steps ask while a worker is absent. Registering a worker's memory takes seconds, and an idle
-    engine has no steps. So a warning comes with a report, of a worker that has reported absence for
-    a while to the same connection of the scheduler. Another log line cancels the warning when the
-    worker reports a session.
+    engine has no steps. So the warning about a worker is logged when its report arrives, if the
+    worker has reported for a while, to the same connection of the scheduler, that it has no
+    session. Another log line revokes the warning when the worker reports a session.
 
     are_complete: True if every worker has a session, as far as it has reported.
     """
@@ -90,8 +90,9 @@ class WorkerLinks:
     def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
         """Processes the reports of workers.
 
-        links: by rank, why the rank has no session; empty if it has one.
-        stream: number of the scheduler's own connection, from 1; 0 while it has none.
+        links: by rank, why the rank has no session; empty if the rank has a session.
+        stream: number of the scheduler's own connection, from 1; 0 while the scheduler has no
+            connection.
         """
         for rank, why in links.items():
             if why:
@@ -140,13 +141,13 @@ JOINING_PATIENCE_S = 5.0
 
 class Joining:
     """Delays the first requests until all ranks have sent their handshakes. Used if vLLM does not
-    forward the ranks' handshakes (MultiConnector); they then arrive with the worker report of a
-    step.
+    forward the ranks' handshakes (MultiConnector); the handshakes then arrive with the worker
+    report of a step.
 
     Until all handshakes have arrived, the scheduler side neither loads nor stores, so there are no
-    stores to revoke. It answers "ask again" for requests, so vLLM runs a step without them, and
-    that step returns the reports within milliseconds. A rank that never answers delays the first
-    requests once, by at most `JOINING_PATIENCE_S`.
+    stores to revoke. The scheduler side answers "ask again" for requests, so vLLM runs a step
+    without these requests, and that step returns the reports within milliseconds. A rank that never
+    answers delays the first requests once, by at most `JOINING_PATIENCE_S`.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -170,8 +171,9 @@ class Joining:
         self._requests.pop(request_id, None)
 
     def asks_again(self, now_s: float) -> bool:
-        """Returns True while requests are to be answered "ask again". The time limit runs from the
-        first call. Warns once of late ranks."""
+        """Returns True while vLLM's requests are to be answered "ask again", because ranks may
+        still tell what they store. The time limit runs from the first call. After the limit returns
+        False and warns once."""
         if self._until_s is None:
             self._until_s = now_s + JOINING_PATIENCE_S
         was_late, self.was_late = self.was_late, now_s >= self._until_s
@@ -214,13 +216,13 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Checks that the ranks' handshakes agree and returns what they agree on. If the scheduler must
-    be able to revoke stores, also maps each rank's fence: a page of shared memory in which stores
-    are revoked.
+    """Checks that the ranks' handshakes agree, and returns the key space and settings in them. If
+    the scheduler must be able to revoke stores, also maps each rank's fence: a page of shared
+    memory in which stores are revoked.
 
     An engine shares KV only if every rank has reported, all ranks are on the scheduler's machine,
-    and they have the same key space. Raises Unsupported otherwise, with the reason for the engine's
-    log.
+    and all ranks have the same key space. Raises Unsupported otherwise, with the reason for the
+    engine's log.
     """
     num_ranks = vllm_config.parallel_config.world_size
     space = _key_space(handshakes, num_ranks)
@@ -284,7 +286,7 @@ class Engine:
     learnt_prefill: measured prefill speed, with which a hit's load time is compared. None if every
         hit is to be loaded, as with contexts in host memory.
     failed_loads: requests whose load failed.
-    traces: None without tracing.
+    traces: the traces of requests; None if the setting `tracing` is empty.
     """
 
     vllm_config: Any
@@ -334,8 +336,8 @@ class Assembly:
 
 
 def assemble(engine: Engine, agreement: Agreement) -> Assembly:
-    """Opens the scheduler's session and makes the parts that work over it. If it raises, it closes
-    the session first."""
+    """Opens the scheduler's session and makes the parts that work over it. If this function raises,
+    it has closed the session."""
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
     cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
@@ -465,7 +467,7 @@ back."""
 class Sharing:
     """Decides whether there is a cache, and opens and closes it.
 
-    joining: the wait for handshakes that vLLM does not forward; None otherwise.
+    joining: the wait for handshakes that vLLM does not forward; None without such a wait.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -488,7 +490,8 @@ class Sharing:
 
     @property
     def stream(self) -> int:
-        """Returns the number of the scheduler's connection, from 1; 0 while it has none."""
+        """Returns the number of the scheduler's connection, from 1; 0 while the scheduler has no
+        connection."""
         return self.cache.streams.number if self.cache is not None and self.is_connected else 0
 
     @property
@@ -528,9 +531,9 @@ class Sharing:
         """Opens the session for the key space that all ranks agree on, and waits a moment for the
         server. May load numba's kernels.
 
-        Without handshakes, the workers are asked for theirs with the first steps (`joining`). vLLM
-        0.33 also calls this after each wake-up: a session goes on if its ranks report the same as
-        before.
+        Without handshakes, the workers are asked for their handshakes with the first steps
+        (`joining`). vLLM 0.33 also calls this after each wake-up: a session goes on if its ranks
+        report the same as before.
         """
         if not handshakes:
             if self.cache is None:
@@ -584,7 +587,7 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs once that hotkv is on, as soon as all sessions are open. Logs it again after a
+        """Logs once that hotkv is on, as soon as all sessions are open. Logs the line again after a
         session was lost."""
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:

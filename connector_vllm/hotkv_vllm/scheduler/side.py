@@ -175,8 +175,8 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines, and discards what this side
-        knows of it.
+        """Empties the shared cache of this key space, for all engines, and discards this side's
+        knowledge of the cache.
 
         Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
         most.
@@ -220,7 +220,8 @@ class HotKVScheduler:
 
     def reset_broke(self) -> bool:
         """Stops all loads and stores until a flush is accepted. Running requests do not store their
-        blocks. Returns True for a pause, which needs no server and would otherwise fail."""
+        blocks. Returns True if the engine pauses: a pause needs no server, and would fail
+        otherwise."""
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
         for state in self.requests.states.values():

@@ -116,8 +116,9 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Adopts the weights that the ranks have reported. If they changed, forgets all that is
-        known of the old key space, and distrusts KV computed while they may have been changing."""
+        """Adopts the weights that the ranks have reported. If the weights changed, forgets all that
+        is known of the old key space, and distrusts KV that was computed while the weights may have
+        been changing."""
         is_other = self._sharing.is_other(identity)
         if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
@@ -131,8 +132,8 @@ class StepPlanner:
     def _plan_stores(
         self, cache: Assembly, scheduler_output: Any
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns the stores of blocks that this step completes, and the ids of stores that it has
-        to wait for."""
+        """Returns the stores of blocks that this step completes, and the ids of stores for which
+        the step has to wait."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads if block_state is not None else {}
         scheduled = []

@@ -42,9 +42,9 @@ class StorableBlocks:
     """The blocks of a group that a hit could ever use. Only these are worth storing.
 
     Hits end at multiples of the hit alignment. A block is reachable if such a boundary at or behind
-    the block's end needs it. A later boundary never reaches further back than an earlier, so the
-    first boundary behind the block decides. Reachability repeats along the prompt, so each group
-    has a pattern of one period.
+    the block's end needs it. A later boundary never reaches further back than an earlier boundary,
+    so the first boundary behind the block decides. Reachability repeats along the prompt, so each
+    group has a pattern of one period.
 
     alignment_tokens: alignment of hits, a multiple of the group's block size.
     state_interval_tokens: for recurrent states only. States at multiples of this number, rounded up
@@ -448,8 +448,9 @@ class StorePlanner:
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """Voids the record of the request's stores. It stores anew, unless it holds blocks computed
-        before the reset. A resident request (with old blocks in the server only) always stores
+        """Voids the record of the request's stores. The request stores anew, unless it holds blocks
+        that were computed before the reset. A resident request (with old blocks in the server only)
+        always stores
         anew: no other request finds its blocks.
         """
         if self._residencies is not None and self._is_resident(state):
@@ -462,8 +463,9 @@ class StorePlanner:
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
     ) -> None:
-        """Plans the stores of a request that ends. Blocks whose hash became known after the last
-        step are stored with the next step, if they are still unwritten then."""
+        """Plans the stores of a request that ends: blocks whose hash became known after the
+        request's last step. These blocks are stored with the engine's next step, up to the first
+        block that the next step overwrites."""
         if self._is_closed or not self._session.connected:
             return
 
@@ -502,7 +504,7 @@ class StorePlanner:
         handoffs: Handoffs,
         written_blocks: Callable[[], Collection[int]],
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns this step's stores, and the stores in flight that it has to wait for.
+        """Returns this step's stores, and the stores in flight for which the step has to wait.
 
         scheduled: the requests, as `due` returns them.
         written_blocks: returns the blocks that are about to be written for the first time. Called
@@ -572,7 +574,7 @@ class StorePlanner:
         last: bool = False,
     ) -> list[BlockRun]:
         """Returns a request's full blocks that are not stored yet, as chains of neighbours. Adds
-        them to `planned` and records in the request's state how far it is stored."""
+        them to `planned` and records in the request's state how far the request is stored."""
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
         exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)

@@ -32,7 +32,7 @@ class StoreFence:
     There are two ways to revoke a store. The first is always used; the second is added if the first
     would come too late.
 
-    - Each step lists the stores that read blocks which it reallocates. Each worker ends those
+    - Each step lists the stores that read blocks which the step reallocates. Each worker ends those
       stores before the step goes on (`worker.rank_stores`).
     - If the runner writes blocks before it notifies connectors (`checks.writes_before_it_tells`),
       each rank shares a memory page (fence) with the scheduler, in which each store has a word. The
@@ -88,7 +88,7 @@ forgotten."""
 class StoreInFlight:
     """A store that ranks are working on.
 
-    read: ids of all blocks that it reads.
+    read: ids of all blocks that the store reads.
     ranks_left: number of ranks that have not reported the store's end.
     results: the ranks' results: an array of `BlockResult` bytes per rank.
     fence_index: index of the store's word in the fence page, by which the store is revoked; 0
@@ -257,15 +257,15 @@ class StoresInFlight:
     # ------------------------------------------------------------------------------- taking back
 
     def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
-        """Revokes the stores that read any of these blocks. Returns their ids, for the step to
-        list."""
+        """Revokes the stores that read any of these blocks. Returns the ids of these stores, for
+        the step to list."""
         found = {self.reading[block] for block in blocks if block in self.reading}
         for store_id in found:
             self._take_back(store_id)
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores. Returns their ids, for the step to list."""
+        """Revokes all stores. Returns the stores' ids, for the step to list."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))

@@ -47,7 +47,7 @@ class HotAttentionBackend(CPUAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of layers whose old blocks live in host memory, if the engine whose
-        model was built last asks for that."""
+        model was built last asks for residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -208,7 +208,7 @@ class _Made:
     """vLLM's metadata, made over the block tables and lengths of a `Rewrite` (those that sparse
     decode uses).
 
-    key: the state for which vLLM's schedule (plan of work) in it was made.
+    key: the state for which vLLM's schedule (plan of work) in the metadata was made.
     """
 
     metadata: CPUAttentionMetadata

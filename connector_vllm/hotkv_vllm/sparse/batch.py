@@ -138,8 +138,8 @@ class StepPlan:
     layers of a KV cache group.
 
     key: vLLM's metadata object of the step, from which the plan was made.
-    complete: the complete blocks of the contexts, an array for each row. They need representations
-        (compact forms of keys, by which blocks are selected).
+    complete: the complete blocks of the contexts, an array for each row. These blocks need
+        representations (compact forms of keys, by which blocks are selected).
     lacking: layers without representations of some of these blocks.
     num_forgets: the pool's `num_forgets` (how often it has dropped representations) when `lacking`
         was computed; if it has changed since, `lacking` is computed again.

@@ -68,8 +68,8 @@ class Recorder:
         *more: Any,
         **named: Any,
     ) -> Any:
-        """Records, then calls the attention's `forward`. vLLM's memory profiling passes no
-        metadata; it is not recorded."""
+        """Records, then calls the attention's `forward`. A call without metadata (vLLM's memory
+        profiling) is not recorded."""
         if metadata is not None:
             self._keep(query, key, metadata.num_actual_tokens)
         return self.forward(layer, query, key, value, kv_cache, metadata, *more, **named)

@@ -35,8 +35,8 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """The counters of sparse decode of the layers with these `indices`. Their names are those of
-    `hotkv_proto.reports.SPARSE_COUNTERS`."""
+    """The counters of sparse decode of the layers with these `indices`. The counters have the names
+    of `hotkv_proto.reports.SPARSE_COUNTERS`."""
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._rows = {index: [0.0] * len(SPARSE_COUNTERS) for index in indices}

@@ -27,7 +27,7 @@ class TorchDevice(CupyDevice):
         return torch.zeros(tuple(shape), dtype=kind, device=self.device)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Implements `Device`. It does not wait, and the caller may change `values` at once."""
+        """Implements `Device`. Does not wait; the caller may change `values` at once."""
         assert isinstance(target, torch.Tensor)
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         pinned = torch.from_numpy(np.array(values)).pin_memory()

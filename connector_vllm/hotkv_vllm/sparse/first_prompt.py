@@ -44,7 +44,8 @@ NO_TURNING = Turning(np.empty(0), 1)
 
 
 class FirstPrompt:
-    """Records the layers in `waiting` until each has seen enough tokens, and calibrates it then.
+    """Records the layers in `waiting` until each layer has seen enough tokens, and then calibrates
+    the layer.
 
     shapes: (H, D) by layer index.
     turning: the model's RoPE.
@@ -73,8 +74,8 @@ class FirstPrompt:
         return f"FirstPrompt({len(self.waiting)} layers wait)"
 
     def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Records the keys and queries of a waiting layer's step. Calls `then` once there are
-        enough."""
+        """Records the keys and queries of a waiting layer's step. Calls `then` once enough tokens
+        are recorded."""
         estimate = self.waiting[index]
         counts = np.maximum(np.diff(batch.starts), 0)
         first = np.repeat(batch.seq_lens - counts - batch.starts[:-1], counts)

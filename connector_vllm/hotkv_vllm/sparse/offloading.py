@@ -49,7 +49,7 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Ids of the host blocks to load, int32. They are pinned until the load ends."""
+    """Ids of the host blocks to load, int32. The blocks are pinned until the load ends."""
 
     blocks: I32
 
@@ -146,7 +146,7 @@ class SparseOffloadingManager:
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
         """Allocates host blocks int32 for new blocks, which become ready in `complete_store`.
-        Raises OVERLOADED if there are too few."""
+        Raises OVERLOADED if too few blocks are free."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
@@ -162,7 +162,7 @@ class SparseOffloadingManager:
         return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks `new_blocks` as ready; frees them if the store failed."""
+        """Marks `new_blocks` as ready; frees these blocks if the store failed."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -192,7 +192,7 @@ class HostPages(Protocol):
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages of `hot` to blocks [n]. Raises an error if they can't be stored."""
+        """Copies pages of `hot` to blocks [n]. Raises an error if the pages can't be stored."""
         ...
 
 
@@ -230,7 +230,7 @@ class ArrayPages:
 
     def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
         """Copies rows of `source` to rows of `destination`, both contiguous uint8 [blocks, page
-        bytes]. Raises INVALID_FIELD if they don't fit."""
+        bytes]. Raises INVALID_FIELD if the rows don't fit."""
         size = self._pages.shape[2]
         for pages, rows in ((source, sources), (destination, destinations)):
             if (
@@ -273,8 +273,8 @@ class _Staged:
 
 class ResidencyPages:
     """A residency of hotkv-server. Pages are read from the mapped arena, without a call. A block is
-    stored once all layers have provided their page of it. After that it is read only while the
-    server pins it.
+    stored once all layers have provided their page of it. After that the block is read only while
+    the server pins it.
 
     memory: uint8 [L, S, page bytes], staging memory that `session` has registered. Blocks wait here
         for their store. A slot of the server has a block's pages in the same order of layers.
@@ -513,7 +513,7 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """Ends a sequence. Wait for its jobs first."""
+        """Ends a sequence. The sequence's jobs must have ended before."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]

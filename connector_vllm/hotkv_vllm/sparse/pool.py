@@ -169,8 +169,8 @@ class BlockReprManager:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
-        """Marks all representations (compact forms of keys) as not built. Call it if it is not
-        known which pages change."""
+        """Marks all representations (compact forms of keys) as not built. Call this method if it is
+        not known which pages change."""
         self.num_forgets += 1
         self._marks[:] = False
 
@@ -220,7 +220,7 @@ def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     """Returns zeroed memory, and the file behind it; None if the system provides no such file.
 
     The whole file is allocated here, for two reasons: memory that the server touches first would be
-    charged to the server, and it rejects a file with holes.
+    charged to the server, and the server rejects a file with holes.
     """
     try:
         fd = os.memfd_create("hotkv-representations")

@@ -112,8 +112,8 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """Handles the opened session. On CUDA it makes the arena readable now, before graphs are
-        captured."""
+        """Handles the opened session. On CUDA, makes the server's arena readable for the device
+        now, before graphs are captured."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -147,7 +147,7 @@ class SparseRank:
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
         """Returns the requests among `request_ids` whose bytes in host memory were lost before this
-        step, or before an earlier step, read them. Call it after the step's last layer."""
+        step, or before an earlier step, read them. Call this method after the step's last layer."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
@@ -182,7 +182,8 @@ class SparseRank:
         """Forgets all representations (compact forms of keys), because it is not known which blocks
         a step overwrites.
 
-        Returns False if they could not be forgotten; then sparse decode is off from now on."""
+        Returns False if the representations could not be forgotten; then sparse decode is off from
+        now on."""
         if self.cuda is not None:
             self.cuda.start_over()
         if self.worker is None:

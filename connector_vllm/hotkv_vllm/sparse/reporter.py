@@ -70,8 +70,8 @@ class SparseReporter:
         scheduler waits for the last selections of ended requests (`last_reports_of`). That report
         then names these requests.
 
-        Call it before the worker's own `begin_step`, which drops ended requests. A selection: the
-        blocks to which a step attended."""
+        Call this method before the worker's own `begin_step`, which drops ended requests. A
+        selection: the blocks to which a step attended."""
         if last_reports_of:
             last = SparseReport(self._worker.take_steps(), {}, frozenset(last_reports_of))
             self._report = self._report.join(last)

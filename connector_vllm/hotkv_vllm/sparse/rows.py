@@ -139,6 +139,6 @@ def announce(engine_id: str, names: RowNames) -> None:
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
     """Returns the rows of this step that attend sparsely, whichever connector of the engine asked
-    for it; None in an engine that never does."""
+    for sparse decode; None in an engine that never decodes sparsely."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

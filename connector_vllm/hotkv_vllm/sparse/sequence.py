@@ -181,7 +181,7 @@ class LayerSequence:
 
     def _adopt(self, hot: HotSet) -> int:
         """Adds the blocks to the hot set that the previous step selected but could not add within
-        its limit. Returns their number."""
+        the step's limit. Returns the number of added blocks."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving, True)

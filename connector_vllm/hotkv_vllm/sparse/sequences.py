@@ -38,7 +38,7 @@ class StreamCount:
     """Counts how often the session has found a server. All sequences end with the stream in which
     they were created.
 
-    The session's thread calls it; it then calls `then`.
+    The session's thread calls this object, which then calls `then`.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -62,11 +62,12 @@ class SparseGroup:
 class _Followed:
     """A request that the server follows.
 
-    ids: ids of the request's sequences, one per group, created in stream `stream`; empty before.
+    ids: ids of the request's sequences, one per group, created in stream `stream` (connection of
+        the session); empty before the creation.
     num_sent: number of blocks that were sent to the server, per group. The next block is complete
         at `next_tokens`.
     answers: futures of the calls whose answers were not read yet.
-    has_decoded: True once its first sparse step has been planned.
+    has_decoded: True once the request's first sparse step has been planned.
     end_by_s: after the request's end, the time at which its sequences are deleted even if its last
         selections have not arrived.
     """
@@ -122,8 +123,9 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report a request whose KV may be shared, if it can decode with a long
-        context."""
+        """Begins to report a new request to the server, if the request's first decode step has a
+        context of at least `min_context_tokens` (shorter contexts are decoded dense). The request's
+        KV must be allowed to be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)

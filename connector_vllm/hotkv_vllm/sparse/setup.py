@@ -85,8 +85,8 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """Returns the key rotation, which layers need to calibrate themselves. Raises Unsupported if it
-    is not known."""
+    """Returns the key rotation, which layers need to calibrate themselves. Raises Unsupported if
+    the rotation is not known."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING

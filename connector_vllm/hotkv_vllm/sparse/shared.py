@@ -63,7 +63,7 @@ def shared_pool(
     centres: Centres | None,
 ) -> SharedPool:
     """Describes to the server the pool of representations (compact forms of blocks' keys) of the
-    sparse `layers`. Raises Unsupported if it can't be shared."""
+    sparse `layers`. Raises Unsupported if the pool can't be shared."""
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
     if not all(layer.shape.is_calibrated for layer in layers):
@@ -110,7 +110,7 @@ def _name(layers: Sequence[SparseLayer]) -> str:
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
     """Returns 63 bits over number, format and meaning of each layer's bytes. The result is the same
-    in all ranks, so it covers the centres of all layers."""
+    in all ranks, so the hash covers the centres of all layers."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

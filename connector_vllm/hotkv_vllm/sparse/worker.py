@@ -58,8 +58,8 @@ class LayerFaults:
 
     A layer that has failed `MAX_IN_A_ROW` times without a good step between is turned off for
     `FIRST_REST_STEPS` steps, then for twice as many with each further fault, up to
-    `LONGEST_REST_STEPS`. A good step resets this. The first fault and the first rest of a layer are
-    logged, once each.
+    `LONGEST_REST_STEPS`. A good step resets both numbers. The first fault and the first rest of a
+    layer are logged, once each.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class LayerFaults:
         return f"LayerFaults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
-        """Returns True if sparse attention is off for the layer in this step, so that it attends to
-        everything."""
+        """Returns True if sparse attention is off for the layer in this step, so that the layer
+        attends to everything."""
         trouble = self._troubles.get(layer_name)
         return trouble is not None and step < trouble.until_step
 
@@ -114,7 +114,7 @@ class LayerFaults:
 class _Sequence:
     """The state of a request's sequence.
 
-    layers: its state in each layer, by the layer's name.
+    layers: the sequence's state in each layer, by the layer's name.
     selected: bool, positions that were selected since the last report.
     """
 
@@ -243,7 +243,8 @@ class SparseWorker:
 
     def gave_up(self, layer_name: str) -> None:
         """Records that the layer attends to everything in this step, because its block tables could
-        not be rewritten. If an exception is being handled, it counts as the layer's fault."""
+        not be rewritten. If an exception is being handled, the exception counts as the layer's
+        fault."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -303,14 +304,15 @@ class SparseWorker:
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
-        """Forgets, in all layers of the group, blocks that the step has overwritten."""
+        """Forgets, in all layers of the group, the representations (compact forms of keys) of
+        blocks that the step has overwritten."""
         written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
         indices = self._layers_of(layer.group)
         self.representations.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
-        """Forgets the blocks that the step has overwritten, and finds the rows that can be
-        sparse."""
+        """Forgets the representations (compact forms of keys) of the blocks that the step has
+        overwritten, and finds the rows that can be sparse."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens

@@ -50,7 +50,7 @@ class MarkEvent(Protocol):
 
 
 class Words(Protocol):
-    """uint32 words that the device writes and the server reads. They begin as zero."""
+    """uint32 words that the device writes and the server reads. The words begin as zero."""
 
     @property
     def handle(self) -> MemoryHandle: ...
@@ -84,7 +84,7 @@ class Mark:
     event: None if all queued work is already done.
     after: how the server can test that the device has passed the mark; None if only this process
         can test it.
-    uses: number of transfers that wait for it, plus 1 while its maker holds it.
+    uses: number of transfers that wait for the mark, plus 1 while the mark's maker holds it.
     """
 
     event: MarkEvent | None = None
@@ -228,7 +228,8 @@ class CudaDevice:
 
 @dataclass(slots=True, init=False)
 class CudaWords:
-    """Words in device memory that torch allocated. Raises Unsupported if it can't be shared."""
+    """Words in device memory that torch allocated. Raises Unsupported if the memory can't be
+    shared."""
 
     handle: MemoryHandle
     fds: Mapping[str, int] = field(default_factory=dict)

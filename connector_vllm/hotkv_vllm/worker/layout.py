@@ -32,7 +32,7 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 @dataclass(slots=True)
 class ExportedMemory:
     """The layout of the engine's memory for the server, and the descriptors of the files in it. The
-    owner closes them."""
+    owner of this object closes the descriptors."""
 
     layout: Layout
     fds: dict[str, int]
@@ -72,7 +72,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 
 def _plain_handle(handle: bytes) -> bytes:
     """Extracts CUDA's 64 bytes from torch's handle. Since torch 2.5 a version and the kind of
-    memory come before them (`c`: cudaMalloc, `e`: a segment that can grow). Raises Unsupported."""
+    memory come before these bytes (`c`: cudaMalloc, `e`: a segment that can grow). Raises
+    Unsupported."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
@@ -90,7 +91,7 @@ def _plain_handle(handle: bytes) -> bytes:
 
 def cuda_device_uuid(device: torch.device) -> bytes:
     """Returns the device's UUID, 16 bytes, whatever number CUDA_VISIBLE_DEVICES gives the device.
-    torch gives it as bytes or as a list of numbers."""
+    torch gives the UUID as bytes or as a list of numbers."""
     return bytes(torch.cuda.get_device_properties(device).uuid.bytes)
 
 
@@ -410,7 +411,7 @@ class OwnMemory:
     """A rank's description of its own memory.
 
     note: the part that is sent to the other ranks.
-    memory: None if it can't be exported; the note says why.
+    memory: the memory, exported for the server; None if it can't be exported (the note says why).
     """
 
     note: RankNote
@@ -428,8 +429,8 @@ def find_own(
     known_space: KeySpace | None,
     earlier: tuple[str, ...],
 ) -> OwnMemory:
-    """Reads the layout from the tensors and exports them. Never raises, because the other ranks
-    wait for the note.
+    """Reads the layout from the tensors and exports the tensors. Never raises, because the other
+    ranks wait for the note.
 
     known_space: this rank's key space from before a sleep; None to compute it.
     earlier: the connectors that have registered the tensors before.

@@ -37,8 +37,8 @@ class ActiveLoad:
     answer: None until the load is sent.
     time: times the answer from the moment at which the device was seen to have passed `after`; None
         until then.
-    cancelled_s: time of the cancel; None if it was not cancelled.
-    is_late: True if it was cancelled at its deadline.
+    cancelled_s: time of the cancel; None if the load was not cancelled.
+    is_late: True if the load was cancelled at its deadline.
     is_void: True if the load counts as failed however it ends, because the engine has discarded the
         memory or its weights may have changed.
     """
@@ -234,7 +234,7 @@ class RankLoads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Returns the transfers that the server was asked to end and has not ended within
+        """Returns the transfers that the server was asked to end and that have not ended within
         CANCEL_GRACE_S."""
         return tuple(
             load.job.transfer_id

@@ -108,7 +108,7 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Fails the stores that a broken hook has not sent. They are never sent."""
+        """Fails the stores that a broken hook has not sent. These stores are never sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -147,8 +147,8 @@ class RankStores:
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Ends stores so that their blocks may be overwritten. Returns False if it had to close the
-        session."""
+        """Ends stores so that their blocks may be overwritten. Returns False if the method had to
+        close the session."""
         if self._rank.session is None:
             return True
         for store in stores:
@@ -170,10 +170,10 @@ class RankStores:
 
     def take_everything_back(self) -> None:
         """Ends all stores of this rank at once, sent or not, so that any block may be overwritten.
-        Needs no list of them.
+        Needs no list of the stores.
 
-        If they can't all be revoked, closes the session, so that the server aborts them, and opens
-        another.
+        If not all stores can be revoked, closes the session, so that the server aborts the stores,
+        and opens another session.
         """
         rank = self._rank
         session = rank.session
@@ -192,8 +192,8 @@ class RankStores:
             rank.begin()
 
     def begin_anew(self) -> None:
-        """Replaces a session whose server hangs, or whose key space has changed. Its stores count
-        as failed. Its loads still wait for their end."""
+        """Replaces a session whose server hangs, or whose key space has changed. The stores of the
+        old session count as failed. The old session's loads still wait for their end."""
         if self._rank.leave():
             self.fail_all()
             self._rank.begin()

@@ -51,8 +51,8 @@ class RankReport:
         )
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
-        """Records loads that are over. Their marks (points in the device's queue) are released when
-        the next report is taken."""
+        """Records loads that are over. The loads' marks (points in the device's queue) are released
+        when the next report is taken."""
         self._over += loads
 
     def take(

@@ -171,8 +171,8 @@ class RankSession:
         """Opens the session over the exported memory, with the representations (compact forms of
         keys) of `sparse`. Does nothing if no memory was exported.
 
-        If the representations can't be shared, blocks are stored and loaded without them, and this
-        is logged once.
+        If the representations can't be shared, blocks are stored and loaded without them, and the
+        reason is logged once.
         """
         if self.memory is None or self._space is None:
             return
@@ -238,8 +238,8 @@ class RankSession:
         )
 
     def leave(self) -> bool:
-        """Ends the session without waiting for the server. Its transfers stop even if no new
-        session can be opened. Returns False without a session."""
+        """Ends the session without waiting for the server. The session's transfers stop even if no
+        new session can be opened. Returns False without a session."""
         if self.session is None or self._session_config is None or self.memory is None:
             return False
         session, self.session = self.session, None
@@ -333,7 +333,7 @@ class RankSession:
     def _begun(
         self, begin: "Callable[[link.CacheSession], Future[TransferResult]]"
     ) -> "Future[TransferResult]":
-        """Returns the transfer's future; a failed future if it could not be begun."""
+        """Returns the transfer's future; a failed future if the transfer could not be begun."""
         if self.session is None or not self.session.connected:
             return never_begun("no server")
         if not self.is_trusted:
@@ -363,8 +363,9 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns by rank why it has no session (empty if it has one). Holds this rank's entry if
-        that has changed or the scheduler has asked, and is empty otherwise."""
+        """Returns by rank why the rank has no session; the reason is empty if the rank has a
+        session. The result has this rank's entry if the entry has changed or the scheduler has
+        asked for it; otherwise the result is empty."""
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked
         ):

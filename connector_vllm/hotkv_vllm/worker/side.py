@@ -99,14 +99,15 @@ class HotKVWorker:
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """Exports the KV memory again, after a sleep. Its contents are new."""
+        """Exports the KV memory again, after a sleep. The memory's contents are new."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
             self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def memory_broke(self, what: str) -> None:
-        """Turns the rank off. `what` says what could not be done with its memory, for the log."""
+        """Turns the rank off. `what` says what could not be done with the rank's memory, for the
+        log."""
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
@@ -125,8 +126,8 @@ class HotKVWorker:
         unmap.
 
         Waits for the server as long as for the end of a store. A hung server has its own mappings,
-        so its later writes can't reach memory that the engine gets afterwards. A load that it has
-        not ended stays unreported, and vLLM retains the load's blocks.
+        so its later writes can't reach memory that the engine gets afterwards. A load that the
+        server has not ended stays unreported, and vLLM retains the load's blocks.
         """
         if self.rank.session is not None:
             self.loads.make_void()
@@ -222,7 +223,7 @@ class HotKVWorker:
         blocks) that a store sends beside its blocks, and returns the runs.
 
         Returns an empty tuple if building fails, if this worker has no connection, or if the server
-        does not map its representations.
+        does not map the worker's representations.
 
         runs: consecutive blocks of a group, whose representations are to be stored.
         """
@@ -237,8 +238,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Returns the requests whose load has ended, and those whose load failed. Each load is
-        reported once, even if this method raises."""
+        """Returns the requests whose load has ended, and the requests whose load failed. Each load
+        is reported once, even if this method raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -254,7 +255,7 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Returns the requests whose load is over. All of them count as failed."""
+        """Returns the requests whose load is over. All these loads count as failed."""
         failed, over = self.loads.take_failed()
         self.report.give_marks_back(over)
         return failed

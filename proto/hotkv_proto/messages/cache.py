@@ -44,7 +44,8 @@ MAX_LOADED_BLOCKS = 1 << 17
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for the wire. Raises INVALID_HASH if a hash has a different length."""
+    """Joins hashes for the wire. Raises INVALID_HASH if a hash has another length than
+    `hash_bytes`."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
         raise HotKVError(
@@ -128,10 +129,11 @@ def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.Bl
 def read_runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words, Words | None, int]]:
-    """Yields the group index, hashes, parent and depth (number of blocks before it) of each run,
-    that is consecutive blocks of a group. Raises TOO_LARGE or INVALID_HASH.
+    """Yields the group index, hashes, parent and depth (number of blocks before the run) of each
+    run (consecutive blocks of a group). Raises TOO_LARGE or INVALID_HASH.
 
-    The hashes are words [n, 8]; the parent is words [8], None at the root.
+    The hashes are words [n, 8]; the parent (the block before the run) is words [8]; None if the run
+    begins its context.
     """
     fields.check_lists("runs", messages)
     num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes

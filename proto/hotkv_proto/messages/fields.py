@@ -18,16 +18,17 @@ event loop about 20 us."""
 
 
 def identifier(field: str, text: str) -> str:
-    """Returns an id or name unchanged. Raises TOO_LARGE if it is too long to store and to repeat in
-    messages."""
+    """Returns an id or name unchanged. Raises TOO_LARGE if the text is too long to store and to
+    repeat in messages."""
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
     return text
 
 
 def name(field: str, text: str) -> str:
-    """Returns an identifier that may be logged, unchanged. Raises INVALID_FIELD if it has
-    characters that can't be printed (they could fake a log line), TOO_LARGE if it is too long."""
+    """Returns an identifier that may be logged, unchanged. Raises INVALID_FIELD if the identifier
+    has characters that can't be printed (such characters could fake a log line), TOO_LARGE if it is
+    too long."""
     check_printable(field, text)
     return identifier(field, text)
 

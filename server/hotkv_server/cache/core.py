@@ -107,8 +107,8 @@ class CacheCore(CacheBooks):
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
     def close_session(self, number: int, now_s: float) -> None:
-        """Ends a session and its leases. Does nothing if the session is unknown. Its transfers must
-        have ended."""
+        """Ends a session and its leases. Does nothing if the session is unknown. The session's
+        transfers must have ended before."""
         if number not in self.sessions:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
@@ -131,8 +131,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask per list. Only a hint: it neither pins nor
-        touches blocks."""
+        """Returns which blocks are ready, a mask per list. The answer is only a hint: a lookup
+        neither pins nor touches blocks."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -142,7 +142,7 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Records that the engine used these blocks from its device cache. Retains them as
+        """Records that the engine used these blocks from its device cache. Retains the blocks as
         `retention` asks."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
@@ -152,19 +152,19 @@ class CacheCore(CacheBooks):
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
     ) -> LeaseGrant:
         """Pins the named blocks that are ready. Repeating the call returns the same grant. Raises
-        DUPLICATE_ID if the id was used for other blocks."""
+        DUPLICATE_ID if `lease_id` is in use for another call."""
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the slot offsets of the blocks of a read lease, which stay valid while it lasts.
-        An array per group in the order of the call; -1 for a block that is not pinned or not
-        verified."""
+        """Returns the slot offsets of the blocks of a read lease. The offsets stay valid while the
+        lease lasts. The result has an array per group in the order of the call; -1 for a block that
+        is not pinned or not verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
-        """Makes room, in parts, in host memory for blocks that are about to be promoted to it from
-        a lower tier. Evicts no block that `runs` (consecutive blocks of a group each) name."""
+        """Makes room, in parts, in host memory for blocks that are about to be promoted from a
+        lower tier. Evicts no block that `runs` (consecutive blocks of a group each) name."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -186,8 +186,8 @@ class CacheCore(CacheBooks):
         ready or reserved under this lease.
 
         retention: how long to retain the blocks; only the value of the first call under the lease
-            id applies. It takes effect at once for blocks that are ready, and for other blocks when
-            they become ready.
+            id applies. The retention takes effect at once for blocks that are ready, and for other
+            blocks when they become ready.
         """
         session = self.sessions.record(session_number)
         asked = yield from self._reservations.make_room(
@@ -197,8 +197,8 @@ class CacheCore(CacheBooks):
         return self._reservations.reserve(session, lease_id, asked, now_s, retention)
 
     def release(self, session_number: int, lease_id: str) -> bool:
-        """Ends a lease; if copies are running, it ends when they end. Returns False if there is no
-        such lease."""
+        """Ends a lease; if copies are running under the lease, it ends when the copies end. Returns
+        False if the lease does not exist."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:
@@ -208,7 +208,8 @@ class CacheCore(CacheBooks):
         return True
 
     def end_lease(self, lease: Lease) -> None:
-        """Ends a lease that is in the book. If copies are running, it ends when they end."""
+        """Ends a lease that is in the book. If copies are running under the lease, it ends when the
+        copies end."""
         if isinstance(lease, ReadLease):
             self._read_leases.end(lease)
         else:
@@ -277,7 +278,7 @@ class CacheCore(CacheBooks):
         written. Returns BlockResult values, an array per run.
 
         A representation (compact form of a block's keys, for sparse attention) whose block is not
-        ready by now is dropped; its result is ABORTED.
+        ready by now is dropped; the representation's result is ABORTED.
 
         sums: sums of the copied bytes, for check values; an array per run in the order of
             `begin_store`. May be empty.
@@ -291,7 +292,7 @@ class CacheCore(CacheBooks):
 
     def expire(self, now_s: float) -> Iterator[None]:
         """Ends expired leases and retention pins, and the grace period in which clients of an
-        earlier server may read the arena. A lease with running copies ends when they end."""
+        earlier server may read the arena. A lease with running copies ends when the copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -377,7 +378,7 @@ class CacheCore(CacheBooks):
         """Evicts all blocks of a key space (0: of all) that exist at the first step and are not
         pinned. Yields the numbers of dropped and kept blocks of each part.
 
-        May also evict a block that is stored while it runs.
+        May also evict a block that is stored while the eviction runs.
         """
         if key_space_id:
             self.key_space(key_space_id)
@@ -391,8 +392,8 @@ class CacheCore(CacheBooks):
 
         After the last step, a lookup no longer finds these blocks. The write leases are aborted
         first. A block that is reserved at the first step may become ready only until its lease is
-        aborted, and is then forgotten with the others. A block that is stored while this runs may
-        be forgotten too.
+        aborted, and is then forgotten with the others. A block that is stored while the flush runs
+        may be forgotten too.
         """
         self.key_space(key_space_id)
         writing = [
@@ -484,7 +485,8 @@ class CacheCore(CacheBooks):
             pinner.condemned(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the eviction notices since the last call. The node sends them to sessions."""
+        """Returns the eviction notices since the last call. The node sends the notices to
+        sessions."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
 

@@ -160,11 +160,11 @@ class BlockFigures:
 
     hash_words: uint32 [8].
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
-    last_used_s: in seconds of the core's `now_s`; 0 if never used.
-    representation_bytes: slot size of its representation (compact form of its keys, for sparse
-        attention); 0 without a representation.
-    parent_words: hash of the block before it in its chain. None at the root, and if that block is
-        not in the index.
+    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if never used.
+    representation_bytes: slot size of the block's representation (compact form of its keys, for
+        sparse attention); 0 without a representation.
+    parent_words: hash of the block before this block in the chain. None if this block is the first,
+        or if the block before it is not in the index.
     """
 
     hash_words: Words
@@ -184,8 +184,8 @@ class PromptBlocks:
     """The blocks of a prompt in a group.
 
     hashes: uint32 words [n, 8].
-    words: what the index has for each hash [n]: the entry number, 0 if it has no entry; the high
-        bit is set while the entry is reserved.
+    words: the index's word for each hash [n]: the entry number, 0 if the hash has no entry; the
+        high bit is set while the entry is reserved.
     causes: `Cause` of each block's removal [n], as far as it is remembered.
     below: whether each block lies in a tier below [n].
     """
@@ -252,7 +252,7 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
     """Returns the figures of the tier below host memory whose places the core assigns (the disk);
-    None if there is no such tier. Its blocks are never pinned or unverified."""
+    None if there is no such tier. The tier's blocks are never pinned or unverified."""
     space = next((one.space for one in core.below if one.space is not None), None)
     if space is None:
         return None
@@ -332,10 +332,11 @@ def find_blocks(
     core: CacheCore, start: int, most: int, key_space_id: int, prefix: HashPrefix | None = None
 ) -> Iterator[list[int]]:
     """Finds the entries of blocks in order of their numbers, from `start` on. Yields the entries
-    found so far after each part; the last list has `most` entries, or all there are.
+    found so far after each part; the last list has `most` entries, or all matching entries if these
+    are fewer.
 
     key_space_id: 0 for all key spaces.
-    prefix: finds only blocks whose hash begins with it.
+    prefix: finds only blocks whose hash begins with `prefix`.
     """
     index, found = core.space.index, np.empty(0, np.uint32)
     while start < index.num_numbers and len(found) < most:

@@ -144,7 +144,7 @@ class Grace:
     """Retains the entries that readers of an earlier server may read.
 
     entries: the entries that this object pins.
-    until_s: when the grace ends, in seconds of `now_s`; inf until it is known.
+    until_s: when the grace ends, in seconds of `now_s`; inf until the end is known.
     num_bytes: bytes of the slots of `entries`.
     """
 
@@ -171,8 +171,8 @@ class Grace:
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
-        """Pins and marks the entries that an earlier server's residencies had pinned. They are
-        ready or detached, each listed once."""
+        """Pins and marks the entries that an earlier server's residencies had pinned. The entries
+        must be ready or detached (flushed while pinned), and each listed once."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True
@@ -181,15 +181,15 @@ class Grace:
         self.num_bytes = int(self._index.slot_bytes(entries).sum())
 
     def revoke(self) -> None:
-        """Revokes the validity words of earlier servers' readers, if there are any: they no longer
-        trust what they read."""
+        """Revokes the validity words of earlier servers' readers, if there are such readers. The
+        readers then no longer trust the bytes that they read."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
         """Ends the grace (time after a restart in which entries are retained for readers of an
         earlier server), in parts, if it is over. `is_read`: tells which entries [n] this server's
-        own readers may read; they stay marked."""
+        own readers may read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

@@ -41,7 +41,7 @@ ADMIT_PARTS = 64
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
     """Returns the row numbers of the records whose blocks clients of the old server may still read
-    in the arena; empty if it had no such readers."""
+    in the arena; empty if the old server had no such readers."""
     if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
     return np.flatnonzero(
@@ -249,7 +249,7 @@ def _kept(
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
     """Returns for each entry the number of its key space in the new core; 0 if the core does not
-    have it."""
+    have that key space."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)

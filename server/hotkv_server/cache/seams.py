@@ -65,7 +65,8 @@ class Pinner(Protocol):
         Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the books of this object disagree. Takes time linear in the
+        capacity."""
 
 
 # Tiers below host memory. A tier reports to the core where its blocks lie.
@@ -102,7 +103,8 @@ class Below(Protocol):
         earlier."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks for demotion. Returns which of them [n] already lie below."""
+        """Offers ready blocks for demotion. Returns which of them [n] already lie in a tier below
+        host memory."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
         """Returns which blocks of a list are ready in `space`."""
@@ -124,4 +126,5 @@ class Below(Protocol):
         1]."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if its books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the books of this object disagree. Takes time linear in the
+        capacity."""

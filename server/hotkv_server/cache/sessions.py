@@ -83,8 +83,8 @@ class Catalog:
 
     def share_out(self, num_tenants: int) -> None:
         """Gives each of `num_tenants` tenants an equal share of the catalog. 0: without tenants,
-        there is a single share. A tenant over its share keeps its key spaces; it can register more
-        after enough of them are forgotten."""
+        there is a single share. A tenant over its share keeps its key spaces; it can register
+        further key spaces after enough of its key spaces are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
@@ -194,8 +194,8 @@ class Catalog:
         )
 
     def forget(self, number: int) -> bool:
-        """Removes a key space. Returns False, with nothing changed, if it has a session or
-        slots."""
+        """Removes a key space. Returns False, with nothing changed, if the key space has a session
+        or slots."""
         if number not in self._left_s or self.has_blocks(number):
             return False
         record = self.records.pop(number)

@@ -67,9 +67,10 @@ class CoreConfig:
         the blocks of their residencies in the arena.
     client_memory_bytes: most memory for clients' leases, transfers and sequences, outside the
         arena.
-    check_stride: stride of check values, see `integrity.check_values`; 0 turns them off.
+    check_stride: stride of check values, see `integrity.check_values`; 0 turns check values off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
-    is_backed: False if the arena has no memory yet; `Space.grow` then reports how much it has.
+    is_backed: False if the arena has no memory yet; `Space.grow` then reports how much of the arena
+        has memory.
     """
 
     arena_bytes: int
@@ -102,7 +103,7 @@ class Run:
     """A chain of consecutive blocks of a group.
 
     hashes: uint32 words [n, 8].
-    parent: hash words [8] of the block before the first; None at the root.
+    parent: hash words [8] of the block before the first block; None if the run begins its sequence.
     depth: number of blocks that precede the first block in its sequence.
     """
 
@@ -126,8 +127,8 @@ class SlotRun:
     """The blocks that a transfer copies for a run.
 
     positions: positions of the copied blocks in the run (consecutive blocks of a group), int64 [m].
-    offsets: their slot offsets, int64 [m].
-    entries: their entry numbers, uint32 [m].
+    offsets: the blocks' slot offsets, int64 [m].
+    entries: the blocks' entry numbers, uint32 [m].
     """
 
     group_index: int
@@ -151,7 +152,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: it is not among the last removals, which are remembered."""
+    """Why a block was removed. NONE: the block is not among the last removals, which are
+    remembered."""
 
     NONE = 0
     ROOM = 1
@@ -170,8 +172,8 @@ class Cause(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Blocks that were removed. The node reports them to the sessions of the key space. `hashes`:
-    uint32 words [n, 8]."""
+    """Blocks that were removed. The node reports the blocks to the sessions of the key space.
+    `hashes`: uint32 words [n, 8]."""
 
     key_space_id: int
     group_index: int
@@ -184,7 +186,7 @@ class SessionRecord:
 
     number: the session's public number; only the node knows its secret id.
     representations: group index of each kind of representation (compact form of keys, for sparse
-        attention) that it declares.
+        attention) that the session declares.
     """
 
     number: int

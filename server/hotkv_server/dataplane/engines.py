@@ -38,11 +38,11 @@ class Gate(Protocol):
 
 
 class CopyJob:
-    """The copies of a transfer. A copy engine splits it into pieces. `cancel` may be called from
-    any thread and takes effect between pieces.
+    """The copies of a transfer. A copy engine splits the job into pieces. `cancel` may be called
+    from any thread and takes effect between pieces.
 
-    `gate`: delays the job (see `Gate`). `CopyEngines` polls it; the copy engines of single devices
-        assume that it has passed.
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate; the copy engines of single
+        devices assume that the gate has passed.
     `owner`: name of the tenant or vLLM engine that the job is for; copy engines serve owners in
         turn.
     """
@@ -99,8 +99,8 @@ class CopyJob:
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of `piece_done` calls that end the job; ends it at once for 0. Only copy
-        engines call it."""
+        """Sets the number of `piece_done` calls that end the job; ends the job at once for 0. Only
+        copy engines call it."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
@@ -275,7 +275,7 @@ class CopyEngines:
             )
 
     def _settle(self, job: CopyJob) -> bool:
-        """Starts or ends the job if its gate has passed or failed; returns False if it must
+        """Starts or ends the job if its gate has passed or failed; returns False if the job must
         wait."""
         gate = job.gate
         if gate is None:

@@ -85,7 +85,7 @@ would read every line that they overwrite."""
 
 
 class HostCopyEngine:
-    """Copies in host memory. `num_threads` workers share a queue; the core bounds it by the
+    """Copies in host memory. `num_threads` workers share a queue; the core bounds the queue by the
     transfers that it admits."""
 
     def __init__(self, num_threads: int) -> None:

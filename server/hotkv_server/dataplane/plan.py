@@ -28,9 +28,9 @@ have more."""
 class Region:
     """Memory of this process.
 
-    address, num_bytes: where it lies, and its size.
-    name: for messages.
-    device: number of its device, or HOST.
+    address, num_bytes: where the memory lies, and its size.
+    name: name of the memory in messages.
+    device: number of the memory's device, or HOST.
     """
 
     address: int
@@ -39,7 +39,7 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns the memory's bytes as a writable array. Raises ValueError if they lie on a
+        """Returns the memory's bytes as a writable array. Raises ValueError if the bytes lie on a
         device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
@@ -127,7 +127,7 @@ class BlockCopies:
     ranges of a block on both sides.
 
     `block_ids`: the blocks in the engine's memory, int64 [blocks].
-    `slot_offsets`: where their slots start in the arena, int64 [blocks].
+    `slot_offsets`: where the blocks' slots start in the arena, int64 [blocks].
     """
 
     recipe: Recipe

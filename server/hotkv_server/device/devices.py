@@ -73,7 +73,7 @@ class Devices:
     no devices, and refusals quote `why_none`.
 
     engines: copy engines by device; owned by the caller.
-    pinner: pins the arena; None if it is not pinned. Owned by the caller.
+    pinner: pins the arena; None if the arena is not pinned. Owned by the caller.
     """
 
     def __init__(
@@ -150,18 +150,18 @@ class Devices:
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """Puts a queue back for reuse. Its work must have ended."""
+        """Puts a queue back for reuse. The queue's work must have ended before."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """Opens an engine's allocation; it stays open until `close_memory` is called as often as
+        """Opens an engine's allocation, which stays open until `close_memory` is called as often as
         `open_memory`. Blocks the calling thread.
 
         Raises DeviceError, also if another tenant has the allocation open: a handle alone gives no
         access to another tenant's memory. Raises ValueError if the memory is on another device than
-        `device`. CUDA alone would not refuse it: it also opens memory of devices that can reach
-        each other.
+        `device`. CUDA alone would not refuse such memory: CUDA also opens memory of another device
+        that this device can reach.
         """
         with self._lock:
             opened = self._memory.get((device, handle))

@@ -24,8 +24,8 @@ HOST = -1
 class DeviceError(Exception):
     """Raised if a call failed.
 
-    is_lost: every later call on that device will fail too, for the lifetime of this process. Work
-        in its streams has stopped accessing memory.
+    is_lost: True if every later call on that device will fail too, for the lifetime of this
+        process. Work in the device's streams has stopped accessing memory.
     """
 
     def __init__(self, message: str, *, is_lost: bool = False) -> None:
@@ -38,7 +38,7 @@ class DeviceInfo:
     """A device that this process can use.
 
     number: index of the device in this process, by which CUDA's calls name it.
-    numa_node: node of its PCIe slot; -1 if unknown.
+    numa_node: NUMA node of the device's PCIe slot; -1 if unknown.
     """
 
     number: int
@@ -128,7 +128,8 @@ class DeviceRuntime(Protocol):
 
         Host addresses must be registered. The kernel copies 16 bytes at a time if addresses and
         sizes allow it. Without MPS a device runs kernels of one process at a time, so an engine's
-        kernels wait while this kernel runs. They never wait for the other two ways to copy.
+        kernels wait while this kernel runs. The engine's kernels never wait for the other two ways
+        to copy.
         """
 
     # Memory
@@ -137,7 +138,8 @@ class DeviceRuntime(Protocol):
         """Allocates device memory; returns its address, a multiple of 256."""
 
     def free(self, device: int, address: int) -> None:
-        """Frees device memory; may wait for the device. Work that uses it must have ended."""
+        """Frees device memory; may wait for the device. Work that uses the memory must have
+        ended."""
 
     def allocate_pinned(self, num_bytes: int) -> int:
         """Allocates registered host memory; returns its address, a multiple of 4096."""
@@ -155,16 +157,17 @@ class DeviceRuntime(Protocol):
     # Between processes
 
     def open_memory(self, device: int, handle: bytes) -> int:
-        """Opens another process's allocation by its handle of 64 bytes; returns its address. Opened
-        twice, it has the same address and must be closed twice."""
+        """Opens another process's allocation by its handle of 64 bytes; returns the allocation's
+        address. An allocation that is opened twice has the same address and must be closed
+        twice."""
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the extent of the opened allocation that contains the address. It may begin
-        before the address that was opened."""
+        """Returns the extent of the opened allocation that contains the address. The extent may
+        begin before the address that was opened."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """Closes an opened allocation once. After the last close, the memory is free if its process
-        has freed it or has died."""
+        """Closes an opened allocation once. After the last close, the memory is free if the process
+        that owns it has freed it or has died."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
         """Opens another process's event by its handle of 64 bytes."""

@@ -51,7 +51,7 @@ def has_device_node(folder: Path = DEVICE_NODES) -> bool:
 
 
 def new_runtime() -> DeviceRuntime:
-    """Loads CUDA. Raises DeviceError if it does not work. Takes seconds."""
+    """Loads CUDA. Raises DeviceError if CUDA does not work. Takes seconds."""
     from hotkv_server.device.cupy_runtime import CupyRuntime
 
     return CupyRuntime()
@@ -174,8 +174,8 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
 def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
-    """Makes a device's copy engine, whose threads run on processors near the device. Reads its
-    calibration from the folder, or measures it and saves it there."""
+    """Makes a device's copy engine, whose threads run on processors near the device. Reads the
+    device's calibration from the folder, or measures the device and saves the calibration there."""
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",

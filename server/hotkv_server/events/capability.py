@@ -279,8 +279,8 @@ class EventsCapability(Capability):
 
         fingerprint: key space whose blocks are yielded; None: of all key spaces.
 
-        A block that is stored or removed during the iteration may be yielded or not. Its event is
-        sent in either case.
+        A block that is stored or removed during the iteration may be yielded or not. The event of
+        such a block is sent in either case.
         """
         media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
         for known in self._contents.runs():

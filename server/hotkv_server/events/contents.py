@@ -213,7 +213,7 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position behind the newest record. It only grows."""
+        """Position behind the newest record. The position only grows."""
         with self._written():
             return self._head
 
@@ -303,8 +303,8 @@ class Contents:
         return head - self._tail <= self._size
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size. Call it only while the
-        ring has not wrapped."""
+        """Grows the ring to at least `end` bytes, or to its largest size. Call this method only
+        while the ring has not wrapped."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -451,8 +451,8 @@ class Contents:
 
 
 def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
-    """Returns the bytes of a record. length: of the record; 0: the shortest multiple of ALIGN that
-    holds the body."""
+    """Returns the bytes of a record. length: length of the record; 0: the shortest multiple of
+    ALIGN that holds the body."""
     length = length or -(-(PREFIX.size + len(body)) // ALIGN) * ALIGN
     padding = b"" if kind == FILLER else bytes(length - PREFIX.size - len(body))
     head = struct.pack("<II", length, kind)
@@ -490,8 +490,8 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
-    """Returns the run (consecutive blocks) of a record. Its `key_space_id` is 0, because records
-    have fingerprints."""
+    """Returns the run (consecutive blocks) of a record. The run's `key_space_id` is 0, because
+    records have fingerprints."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )

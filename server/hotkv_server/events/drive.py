@@ -116,7 +116,7 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time (seconds since 1970) and its key space. It includes the key space
+    """An event with its time (seconds since 1970) and its key space. The key space is included
     because the server may have forgotten the key space by the time a reader reads the event."""
 
     unix_time_s: float
@@ -143,7 +143,7 @@ class EventPublisher(Protocol):
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Declares a key space, before its first event. `names`: names by which requests address
-        its model; if empty, the key space's own model name is used."""
+        the key space's model; if empty, the key space's own model name is used."""
 
     def add_name(self, number: int, name: str) -> None:
         """Publishes the events of a key space also under another name of its model."""
@@ -156,14 +156,14 @@ class EventPublisher(Protocol):
         under another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops them if the queue is full."""
+        """Queues events, in order. Drops the events if the queue is full."""
 
     def settle(self) -> None:
         """Notifies readers of lost events of which they have not yet been notified. Called about
         once per tick of the node."""
 
     def is_alive(self) -> bool:
-        """Returns False if its thread has died."""
+        """Returns False if the publisher's thread has died."""
 
     def stalled_s(self, now_s: float) -> float:
         """Returns how long ago its thread last made progress, in seconds."""
@@ -279,8 +279,8 @@ def stored_events(
 class Content:
     """The parent and the content of a block, as the engine sent them with its store.
 
-    parent: hash of the block before it, words [8]; None if it has no parent or if the parent is not
-        known.
+    parent: hash of the block before this block, words [8]; None if this block has no parent or if
+        the parent is not known.
     """
 
     parent: Words | None
@@ -325,7 +325,7 @@ def removed_events(
     `KeySpaceCleared`, after the other events.
 
     notices: blocks removed from host memory. below: blocks removed from the disk tier.
-    flushed_key_space_id: key space that was flushed; 0 if none was.
+    flushed_key_space_id: key space that was flushed; 0 if no key space was flushed.
     """
     removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
     removed += [

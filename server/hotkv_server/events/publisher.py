@@ -57,7 +57,7 @@ EVENT_BYTES = 64
 
 def binds(endpoint: str) -> bool:
     """Returns True if the publisher must bind the endpoint, False if it must connect to it. As in
-    vLLM, it binds an endpoint with a wildcard address, `ipc://` or `inproc://`."""
+    vLLM, the publisher binds an endpoint with a wildcard address, `ipc://` or `inproc://`."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
@@ -65,10 +65,11 @@ def binds(endpoint: str) -> bool:
 class _Topic:
     """The state of a ZMQ topic.
 
-    key_spaces: numbers of the key spaces whose events are sent under it.
-    must_clear: a removal was lost, so its next message must begin with AllBlocksCleared.
-    sequence: counter of its sequence numbers; None before its first message.
-    last_sent: number of its newest message; -1 if it has sent no message.
+    key_spaces: numbers of the key spaces whose events are sent under the topic.
+    must_clear: True if a removal was lost, so that the topic's next message must begin with
+        AllBlocksCleared.
+    sequence: counter of the topic's sequence numbers; None before its first message.
+    last_sent: number of the topic's newest message; -1 if no message was sent.
     last_forgotten: number of the newest message no longer kept for replay; -1 if all are kept.
     sent: number and payload of each message kept for replay, oldest first.
     sent_bytes: bytes of these payloads.
@@ -90,8 +91,8 @@ class _Topic:
 class _Item:
     """Events of one key space, queued for a topic.
 
-    clears_first: AllBlocksCleared must precede the events.
-    is_alone: a clear of the key space may be sent as AllBlocksCleared (see `_is_alone`).
+    clears_first: True if AllBlocksCleared must precede the events.
+    is_alone: True if a clear of the key space may be sent as AllBlocksCleared (see `_is_alone`).
     num_bytes: estimated memory of the events.
     """
 
@@ -131,8 +132,9 @@ class ZmqPublisher:
     topic_of: returns the topic of a key space, given its number and a name of its model.
     buffer_steps: most messages of a topic to keep for replay.
     buffer_bytes: most bytes of the queue, and most bytes of all messages kept for replay.
-    int_hashes: sends the last 8 bytes of each hash as a number, instead of all bytes.
-    per_endpoint: numbers messages in one sequence for the endpoint, not in one for each topic.
+    int_hashes: True sends the last 8 bytes of each hash as a number, False all bytes.
+    per_endpoint: True numbers messages in one sequence for the whole endpoint, False in one
+        sequence for each topic.
     state: yields the cached blocks of all key spaces. Runs on the thread; events queued meanwhile
         are sent afterwards. None if the state is not known: a replay then sends only the messages
         that are kept.
@@ -212,7 +214,8 @@ class ZmqPublisher:
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
         """Declares a key space, before its first event.
 
-        names: names by which requests address its model; if empty, the key space's own model name.
+        names: names by which requests address the key space's model; if empty, the key space's own
+            model name.
         """
         self._key_spaces[number] = key_space
         self._by_key_space[number] = []
@@ -249,7 +252,7 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops them if the queue is full."""
+        """Queues events, in order. Drops the events if the queue is full."""
         for number, part in itertools.groupby(events, _key_space_id):
             of_key_space = tuple(part)
             for topic in self._by_key_space[number]:
@@ -332,8 +335,9 @@ class ZmqPublisher:
         self._context.term()
 
     def _next(self) -> "Iterator[_Item | _Ended | _Announcement | None]":
-        """Yields what is queued; waits for it at most POLL_S. Gathers for a moment: otherwise each
-        store would wake this thread, which competes for the interpreter with the event loop."""
+        """Yields the queued items; waits for the first at most POLL_S. Gathers items for a moment:
+        otherwise each store would wake this thread, which competes for the interpreter with the
+        event loop."""
         try:
             item = self._queue.get(timeout=POLL_S)
         except queue.Empty:

@@ -155,8 +155,8 @@ class HintDesk:
             self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
-        """Schedules the actions that were deferred until the end of a request. They run after
-        END_DELAY_S, when the request's last blocks are stored."""
+        """Schedules the actions that were deferred until the end of a request. These actions run
+        after END_DELAY_S, when the request's last blocks are stored."""
         if origin.hashes is None:
             return
         now_s = time.monotonic()

@@ -107,7 +107,8 @@ class HintedBlocks:
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
         """Returns the blocks in a prompt's range, by group.
 
-        whole: if True, leaves out blocks that begin before the range; if False, includes them.
+        whole: if True, leaves out blocks that begin before the range; if False, includes these
+            blocks.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start
@@ -225,7 +226,7 @@ class HintWork:
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
         """Sets the outcome of an action that was done for all blocks that are ready. clipped:
-        reason why the action itself was reduced; empty if it was not."""
+        reason why the action itself was reduced; empty if it was not reduced."""
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
         elif outcome.num_done < outcome.num_blocks:

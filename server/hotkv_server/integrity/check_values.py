@@ -29,7 +29,8 @@ def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
 
 
 def strides_of(checks: Sums) -> Int64s:
-    """Returns the stride of each check value [n]; 0 for a missing check value."""
+    """Returns the stride (distance of the lines that the sum covers) of each check value [n]; 0 for
+    a missing check value."""
     tags = (checks & _TAG).astype(np.int64)
     return np.where(tags > 0, np.left_shift(1, np.maximum(tags - 1, 0)), 0)
 

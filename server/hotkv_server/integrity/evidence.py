@@ -19,8 +19,8 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 class Evidence:
     """Blocks of the same shape whose bytes are to be compared with their check values.
 
-    `entries` [n]: entry numbers in the index.
-    `offsets` [n]: offsets of their slots in the arena, in bytes.
+    `entries` [n]: entry numbers in the index. `offsets` [n]: offsets of the entries' slots in the
+    arena, in bytes.
     `shard_bytes`: bytes of each shard of a block.
     `keys` [n]: mixed keys, as `BlockIndex.mixed` returns them.
     `checks` [n]: check values in the blocks' records.

@@ -31,7 +31,7 @@ def add_sums(
     """Adds to `sums` [n] the sums of a shard: `num_bytes` bytes at `offsets` [n] of the memory, 1
     line in every `strides[i]`.
 
-    Releases the GIL; the bytes must not change until it returns. Raises ValueError if a range
+    Releases the GIL; the bytes must not change until the call returns. Raises ValueError if a range
     leaves the memory.
     """
     if len(offsets) and (
@@ -48,7 +48,7 @@ def add_sums(
 
 class SumThreads:
     """Runs `add_sums` on several threads if there are many bytes: a store from a GPU is copied
-    faster than a single thread computes its sums."""
+    faster than a single thread computes the store's sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
         """Starts the threads. `num_threads`: 0 uses half of the processors, at least 1 and at most

@@ -72,7 +72,8 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that a load must compare before it copies; usually empty."""
+        """Returns the cases (blocks not yet compared with their check values) that a load must
+        compare before it copies; usually empty."""
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [
@@ -84,8 +85,8 @@ class Verifier:
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Compares blocks; returns a mask per case of those that agree. Blocks for as long as
-        reading takes. From any thread, without the GIL."""
+        """Compares blocks with their check values; returns for each case a mask of the entries that
+        agree. Blocks for as long as reading takes. From any thread, without the GIL."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
@@ -160,11 +161,11 @@ class Verifier:
 
     def next_batch(self) -> Entries | None:
         """Returns the ready entries that a scrub compares next, by number; None at the end of a
-        pass, after which it starts again. Looks at most at SCANNED_ENTRIES, so a batch may be
-        empty.
+        pass; the next call begins another pass. Looks at no more than SCANNED_ENTRIES entries, so a
+        batch may be empty.
 
-        Numbers that come into use during a pass belong to the next: otherwise a pass would follow
-        the stores, a few blocks at a time, and never end."""
+        Numbers that come into use during a pass belong to the next pass: otherwise a pass would
+        follow the stores, a few blocks at a time, and never end."""
         index, first = self._core.space.index, self._next_entry
         self._pass_end = self._pass_end or index.num_numbers
         if first >= self._pass_end:

@@ -189,8 +189,8 @@ class LiveLedger:
         )
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Counts the bytes of a transfer for a session. They are added to the accounts at the next
-        turn of the timer, or when the accounts are next read."""
+        """Counts the bytes of a transfer for a session. The bytes are added to the accounts at the
+        next turn of the timer, or when the accounts are next read."""
         if loaded_bytes or stored_bytes:
             loaded, stored = self._moved.get(session, (0, 0))
             self._moved[session] = loaded + loaded_bytes, stored + stored_bytes

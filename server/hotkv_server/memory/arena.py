@@ -221,9 +221,9 @@ class NodeMemory:
         place: called with (address, num_bytes) before the arena is prefaulted; chooses the NUMA
             nodes of its memory.
 
-        Raises BusyError, or OSError if memory is short; its message names the fix. Also raises
-        OSError if files can't be read at the moment (no permission, too many open files); the cache
-        is then left unchanged.
+        Raises BusyError, or OSError if memory is short; the error's message names the fix. Also
+        raises OSError if files can't be read at the moment (no permission, too many open files);
+        the cache is then left unchanged.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
@@ -291,8 +291,8 @@ class NodeMemory:
         """Replaces the old table by the new table, which has the retained entries, and saves its
         state. Raises OSError.
 
-        is_renumbered: a key space number means different key spaces in the two tables. Then no
-            state exists while the tables are exchanged: a start that is killed there leaves an
+        is_renumbered: True if a key space number means different key spaces in the two tables. Then
+            no state exists while the tables are exchanged: a start that is killed there leaves an
             empty cache, not blocks under the wrong key space.
         """
         if is_renumbered:
@@ -345,15 +345,15 @@ class NodeMemory:
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; their memory is freed once no process maps it. Blocks while a piece of
-        the arena is being prefaulted."""
+        """Removes the files; the files' memory is freed once no process maps the files. Blocks
+        while a piece of the arena is being prefaulted."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
 
 def clear(directory: Path) -> None:
-    """Removes the files that servers have left in the directory. Raises BusyError if a server runs
-    on it, or OSError."""
+    """Removes the files that servers have left in the directory. Raises BusyError if a server uses
+    the directory, or OSError."""
     if directory.is_dir():
         remove_files(directory, _locked(directory))
 
@@ -368,7 +368,7 @@ def remove_files(directory: Path, lock_fd: int) -> None:
 def remove_by_descriptor(directory_fd: int) -> None:
     """Removes the files of an open directory, even if its path has changed; the directory stays.
 
-    Raises BusyError, before it removes a file, if a server runs on it; or OSError.
+    Raises BusyError, before it removes a file, if a server uses the directory; or OSError.
     """
     directory = Path(f"/proc/self/fd/{directory_fd}")
     _remove_all(directory, _locked(directory))
@@ -447,9 +447,9 @@ def _open_own(path: Path, flags: int) -> int:
 def _usable(
     directory: Path, arena_bytes: int, slab_bytes: int
 ) -> tuple[Leftover | None, FileMapping | None, str]:
-    """Returns an earlier server's leftover and its table. If they are not usable, returns the
-    reason instead; it is empty on a fresh directory. Raises OSError if they can't be read at the
-    moment."""
+    """Returns an earlier server's leftover and its table. If the files are not usable, returns the
+    reason instead; the reason is empty on a fresh directory. Raises OSError if the files can't be
+    read at the moment."""
     if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
         return None, None, ""
     try:

@@ -31,8 +31,8 @@ class Clerk:
         return self._queue.qsize()
 
     def do(self, call: Callable[[], T]) -> "Future[T]":
-        """Queues a call behind all earlier calls. Returns its future, which receives its result or
-        exception. Does not block."""
+        """Queues a call behind all earlier calls. Returns a future, which receives the call's
+        result or exception. Does not block."""
         future: Future[T] = Future()
         self._queue.put((future, call))
         return future

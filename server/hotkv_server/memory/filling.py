@@ -51,7 +51,8 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """Fills the arena; see the module. Until `start` it is used only by the thread that makes it.
+    """Fills the arena; see the module. Until `start`, only the thread that made this object uses
+    it.
 
     filled_bytes: bytes that are known to have memory already.
     """
@@ -131,8 +132,8 @@ class Filling:
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
-        """Blocks until the first `end` bytes are filled; before `start` it fills them itself.
-        Raises OSError if filling ended before."""
+        """Blocks until the first `end` bytes are filled; before `start` the calling thread fills
+        these bytes itself. Raises OSError if filling ended before that."""
         while self._thread is None and self._filled_bytes < end:
             self._fill_next()
         with self._changed:
@@ -191,8 +192,8 @@ class Filling:
         """Waits until a part is filled, maps its pages and collapses them into huge pages, as far
         as the kernel allows. Raises OSError.
 
-        Blocks; for a thread. It works in pieces with pauses, because every other mapping of memory
-        in this process must wait for each piece.
+        Blocks the calling thread, which must not be the event loop's. Works in pieces with pauses,
+        because every other mapping of memory in this process must wait for each piece.
         """
         end = self._filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
@@ -263,8 +264,8 @@ class Filling:
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """Records how far the arena is filled. It is one small write to memory: complete or absent,
-        even if the server is killed."""
+        """Records how far the arena is filled. The record is a single small write to memory, so it
+        is complete or absent even if the server is killed."""
         if self._note_fd < 0:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

@@ -41,9 +41,9 @@ class ArenaLeft:
     """An arena directory.
 
     name: path of the directory below the folder.
-    num_bytes: memory that its files use.
+    num_bytes: memory that the arena's files use.
     arena_bytes: size of the arena.
-    is_running: a server holds the lock; None if this user may not check.
+    is_running: True if a server holds the lock; None if this user may not check.
     pid, runtime_dir, version: of the last server; 0 or empty if unknown.
     idle_s: time since a file last changed.
     """
@@ -61,7 +61,8 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """True if no server runs on it; False if a server does, or if this user may not check."""
+        """True if no server uses the arena; False if a server does, or if this user may not
+        check."""
         return self.is_running is False
 
 
@@ -83,7 +84,7 @@ def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
 def remove(found: ArenaLeft) -> int:
     """Removes an arena; returns the bytes that are freed once no engine maps them.
 
-    Raises BusyError if a server runs on it, or OSError.
+    Raises BusyError if a server uses the arena, or OSError.
     """
     fd = os.open(found.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -20,7 +20,7 @@ def memlock_bytes() -> int:
 
 def cgroup_bytes() -> int:
     """Returns the smallest memory limit of this process's control group and its ancestors; NO_LIMIT
-    if they can't be read."""
+    if the limits can't be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 

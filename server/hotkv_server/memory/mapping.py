@@ -57,8 +57,8 @@ _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
 
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """Registers a handler for accesses beyond the file's end. It runs in the accessing thread and
-    must map memory in place of the mapping."""
+    """Registers a handler for accesses beyond the file's end. The handler runs in the accessing
+    thread and must map memory in place of the mapping."""
     _guarded[address] = num_bytes, on_fault
 
 
@@ -143,8 +143,8 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """Returns whether parts of a file have no memory yet. The process that first touches them
-    allocates the memory and is charged for it."""
+    """Returns whether parts of a file have no memory yet. The process that first touches such a
+    part allocates the memory and is charged for it."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
@@ -161,10 +161,10 @@ class FileMapping:
         exclusive: bool = False,
         on_cut: Callable[[], None] | None = None,
     ) -> None:
-        """Takes over the descriptor, which the caller must not close even if this raises. Raises
-        ValueError if the file is shorter than `num_bytes`.
+        """Takes over the descriptor, which the caller must not close, even if the constructor
+        raises. Raises ValueError if the file is shorter than `num_bytes`.
 
-        exclusive: the file belongs to the server, so missing pages may be prefaulted.
+        exclusive: True if the file belongs to the server, so that missing pages may be prefaulted.
         on_cut: the file belongs to a client, which may truncate it at any time. Called from any
             thread after this process has touched a missing page; from then on the mapping is empty
             memory.
@@ -246,9 +246,9 @@ class FileMapping:
         """Prefaults huge pages from `start` to `end`, until `budget_s` has passed or the kernel
         refuses.
 
-        Returns where it ended, a multiple of 2 MiB; before it there may be single pages that the
-        kernel refused. Adds to `huge_bytes`. Blocks the calling thread. The budget is needed
-        because a kernel that must compact memory first is slow.
+        Returns the offset at which the work ended, a multiple of 2 MiB. Below this offset, the
+        kernel may have refused single huge pages. Adds to `huge_bytes`. Blocks the calling thread.
+        The budget is needed because a kernel that must compact memory first is slow.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

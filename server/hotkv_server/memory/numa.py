@@ -57,7 +57,8 @@ def processors(node: int, sys: Path = SYS) -> frozenset[int]:
 def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
     """Returns the node of a PCI device, or UNKNOWN.
 
-    pci_bus_id: in the notation of CUDA or /sys; CUDA may write eight digits of the domain.
+    pci_bus_id: the device's PCI address in the notation of CUDA or /sys; CUDA may write eight
+        digits of the domain.
     """
     domain, _, rest = pci_bus_id.lower().partition(":")
     try:

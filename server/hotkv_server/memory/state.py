@@ -42,7 +42,7 @@ class ServerState:
     """The content of the state file.
 
     slab_bytes: size of the arena's slabs.
-    key_spaces: in the order of their numbers.
+    key_spaces: the known key spaces, in the order of their numbers.
     """
 
     slab_bytes: int
@@ -50,7 +50,7 @@ class ServerState:
 
 
 def write_state(path: Path, state: ServerState) -> None:
-    """Replaces the file. Raises OSError; the old file is then still whole."""
+    """Replaces the state file. Raises OSError; the old file is then still whole."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]))
@@ -59,7 +59,7 @@ def write_state(path: Path, state: ServerState) -> None:
 def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
     """Replaces a file's text as a whole. Raises OSError; the old file is then still whole.
 
-    sync: returns after the text has reached the disk.
+    sync: True: returns only after the text has reached the disk.
     """
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
@@ -95,8 +95,8 @@ def _entry(known: KnownKeySpace) -> str:
 
 
 def read_state(path: Path) -> ServerState:
-    """Reads the file. Raises StateError if it is missing or has another format, OSError if it can't
-    be read at the moment."""
+    """Reads the file. Raises StateError if the file is missing or has another format, OSError if
+    the file can't be read at the moment."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError) as error:

@@ -129,7 +129,7 @@ class Lying:
     name: name of the tier.
     masks: for each list, a mask of its blocks that lie in the tier.
     is_up: True if the tier can be read.
-    bytes_per_s: rate of its last reads; 0 if no read has found a block.
+    bytes_per_s: rate of the tier's last reads; 0 if no read has found a block.
     """
 
     name: str
@@ -147,7 +147,8 @@ class Epochs(Protocol):
         every flush, also of other nodes."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True. Returns its last answer."""
+        """Waits, for a bounded time, until `may_serve` returns True. Returns the last answer of
+        `may_serve`."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
@@ -246,7 +247,7 @@ class BlocksBelow(Protocol):
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Promotes the listed blocks that lie in tiers below host memory, as far as there is room.
-        Returns when they are promoted, or at `until_s`."""
+        Returns when the blocks are promoted, or at `until_s`."""
 
 
 class Tracer(Protocol):
@@ -328,7 +329,7 @@ class Capability:
         """Writes files for the next server. Blocks; called on a thread for files (`Clerk`)."""
 
     def release(self) -> None:
-        """Closes resources outside the node. Called after the node has ended, or if it never
+        """Closes resources outside the node. Called after the node has ended, or if the node never
         started. Blocks the calling thread."""
 
     # Events
@@ -375,12 +376,13 @@ class Capability:
         """Called when blocks have been removed.
 
         notices: blocks removed from host memory.
-        below: blocks removed from the tier below it.
+        below: blocks removed from the tier below host memory.
         flushed_key_space_id: key space that a flush has emptied; 0 without a flush.
         """
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        """Called when a session has closed. `is_last`: its engine has no other session open."""
+        """Called when a session has closed. `is_last`: True if the session's engine has no other
+        session open."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
         """Called when an engine reports a request, before its blocks count as used."""
@@ -406,8 +408,8 @@ class Capability:
     def status(self, *, has_names: bool) -> Figures:
         """Returns fields of the status page.
 
-        has_names: False leaves out the names of tenants, models and engines.
-        A value may be a function; it is called later, on another thread.
+        has_names: False leaves out the names of tenants, models and engines. A value may be a
+        function, which is called later, on another thread.
         """
         return {}
 
@@ -422,7 +424,7 @@ class Capability:
         return {}
 
     def counters(self) -> Mapping[str, float]:
-        """Returns counters by metric name without `hotkv_`. They never fall."""
+        """Returns counters by metric name without `hotkv_`. Counters never fall."""
         return {}
 
     def gauges(self) -> Mapping[str, float]:
@@ -450,8 +452,8 @@ class Capability:
     async def check_blocks(
         self, model: str, block_tokens: int, hashes: Sequence[int]
     ) -> BoolMask | None:
-        """Returns which blocks of a prompt are cached, in any medium; None if this capability
-        answers no such questions.
+        """Returns which blocks of a prompt are cached, in any medium; None if this capability can't
+        tell.
 
         model: the name that requests use.
         block_tokens: tokens in a block; 0: whatever the model's blocks have.

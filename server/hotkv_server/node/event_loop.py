@@ -32,7 +32,7 @@ class Breaks:
         self._ends_s = time.perf_counter() + SLICE_S
 
     async def between(self) -> None:
-        """Call between two parts: yields to other tasks if the slice is over."""
+        """Yields to other tasks if the slice is over. Call this method between two parts."""
         if time.perf_counter() >= self._ends_s:
             await asyncio.sleep(0)
             self._ends_s = time.perf_counter() + SLICE_S
@@ -133,7 +133,7 @@ class LoopLag:
         return f"LoopLag({len(self._samples)} samples)"
 
     def start(self) -> None:
-        """Begins to watch the running loop. Call it from the thread that runs the loop."""
+        """Begins to watch the running loop. Call this method from the thread that runs the loop."""
         self._loop_thread = threading.get_ident()
         self._wait(asyncio.get_running_loop())
         self._thread = threading.Thread(target=self._look, name="hotkv-lag", daemon=True)
@@ -182,7 +182,7 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """Runs in the thread: looks at the loop once each time it is late."""
+        """Runs in the watching thread: looks at the loop once each time the loop is late."""
         while not self._ended.wait(self._num_ticks * TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))

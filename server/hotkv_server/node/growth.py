@@ -40,7 +40,8 @@ class Growth:
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
         """Waits, at most PATIENCE_S, until there is room without an eviction for the blocks of a
-        store that host memory lacks. Returns True if it waited: other tasks ran meanwhile."""
+        store that host memory lacks. Returns True if the method waited: other tasks ran
+        meanwhile."""
         must_wait = not self._has_room(key_space_id, runs)
         if must_wait:
             with contextlib.suppress(asyncio.TimeoutError):

@@ -71,7 +71,7 @@ class Sign:
 class Health:
     """Watches the server's parts (see the module).
 
-    breach: describes the first broken invariant; empty before.
+    breach: describes the first broken invariant; empty while no invariant has broken.
     broken: event that is set together with `breach`.
     """
 
@@ -127,11 +127,11 @@ class Health:
     ) -> AsyncIterator[None]:
         """Yields for ever, each time after a pause, and watches the current task as `name`.
 
-        wake: ends a pause early, but not before WAKE_S. It is cleared before the turn.
+        wake: ends a pause early, but not before WAKE_S. The event is cleared before the turn.
 
-        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck.
-        A loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
-        tier, a file or anything else that may hang: it starts a task for that.
+        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck. A
+        loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
+        tier, a file or anything else that may hang; it must start a task for that.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
@@ -174,8 +174,8 @@ class Health:
             self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
-        """Checks all watched parts. A stall counts when two checks in a row see it: a process that
-        was stopped for a while recovers at once."""
+        """Checks all watched parts. A stall counts when two checks in a row see the stall: a
+        process that was stopped for a while recovers at once."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -242,8 +242,12 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Returns a line (`inspect.story`) about each entry that variables of the failing calls name,
-    innermost call first; at most MAX_STORIES."""
+    """Returns a line with the present state (`inspect.story`) of each entry of the cache that an
+    exception may concern, at most MAX_STORIES lines; empty if the block index is not found.
+
+    Looks in the frames of the exception's traceback, innermost first, for entry numbers in local
+    variables called as in ENTRY_NAMES.
+    """
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):

@@ -40,8 +40,9 @@ class InPlace:
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
         """Returns the grant of the session's read lease, with offsets.
 
-        Returns it at once if all its blocks have been compared, otherwise a task. The task raises
-        UNKNOWN_LEASE if the lease ends before the comparison does.
+        Returns the grant at once if all blocks of the lease have been compared with their check
+        values, otherwise a task. The task raises UNKNOWN_LEASE if the lease ends before the
+        comparison does.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)

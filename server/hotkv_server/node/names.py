@@ -96,7 +96,7 @@ class Names:
             self._save()
 
     def engine(self, engine_id: str) -> str:
-        """Returns the name by which an engine is shown: its own, or else its id."""
+        """Returns the name by which an engine is shown: the engine's own name, or else its id."""
         found = self._engines.get(engine_id)
         return (found.shown if found is not None else "") or engine_id
 

@@ -52,8 +52,8 @@ C = TypeVar("C", bound=Capability)
 class Node:
     """Runs a cache server's parts (see the module).
 
-    capabilities: add them before `start`.
-    copy_engine: closed by its maker, not by the node.
+    capabilities: optional parts of the server; add them before `start`.
+    copy_engine: copies blocks. Its maker must close it; the node does not.
     """
 
     def __init__(
@@ -211,7 +211,8 @@ class Node:
             await self.tiers.epochs.meet(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space in host memory and in all tiers: no node finds its blocks afterwards.
+        """Flushes a key space in host memory and in all tiers: no node finds the key space's blocks
+        afterwards.
 
         Cancelling the caller does not stop the flush.
         """
@@ -257,8 +258,8 @@ class Node:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Runs the timer. A turn waits for no file and no tier: if it hung, leases would not expire
-        and Health would end the server."""
+        """Runs the timer. A turn waits for no file and no tier: if a turn hung, leases would not
+        expire and Health would end the server."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

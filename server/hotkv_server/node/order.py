@@ -45,13 +45,13 @@ class MarkReader(Protocol):
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Returns whether the mark has passed, without waiting.
+        """Returns whether the engine's device has passed the mark, without waiting.
 
         Raises DeviceError if the mark can't be read.
         """
 
     def close(self) -> None:
-        """Closes everything. After it, `has_passed` raises DeviceError."""
+        """Closes the events or words. `has_passed` then raises DeviceError."""
 
 
 class EventMarks:
@@ -120,13 +120,13 @@ class DeviceWords:
     """Reads marks (points in the engine's device queue) that are counters in words of device
     memory, through a copy in host memory.
 
-    If the copy does not show that a mark has passed, `has_passed` starts a new copy.
+    If the copy does not show that the device has passed a mark, `has_passed` starts a new copy.
     """
 
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Reads the words once. Blocks until they are read. Raises DeviceError."""
+        """Reads the words once. Blocks until the words are read. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -189,7 +189,7 @@ class SessionOrder:
 
     marks: reads the marks. None for the kind HOST: the engine sends a transfer only after its
         device has passed the mark.
-    message: why the server accepted less than the engine offered; empty if it accepted all.
+    message: why the server accepted less than the engine offered; empty if the server accepted all.
     """
 
     marks: MarkReader | None = None
@@ -298,8 +298,8 @@ def open_order(
     CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks the
     calling thread.
 
-    Its `message` names the marks that failed. Words are preferred, because only the engine's queue
-    writes them: CUDA does not document the state of an event whose engine has died.
+    The `message` of the result names the marks that failed. Words are preferred, because only the
+    engine's queue writes them: CUDA does not document the state of an event whose engine has died.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

@@ -132,7 +132,7 @@ class Persistence:
 
     def turn(self) -> None:
         """Runs at each turn of the timer: collects a part of the times of last use. After the last
-        part it starts to write them. Waits for no file."""
+        part, starts to write all times. Waits for no file."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:

@@ -217,7 +217,7 @@ class Removals:
             self._forget(number)
 
     def _forget(self, key_space_id: int) -> bool:
-        """Forgets a key space. Returns False if it has a session or a block."""
+        """Forgets a key space. Returns False if the key space has a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False
         for one in self._capabilities:

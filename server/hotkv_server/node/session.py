@@ -360,10 +360,11 @@ class LiveSession:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Receives a descriptor from the descriptor socket and owns it, also if it raises.
+        """Receives a descriptor from the descriptor socket and owns the descriptor, also if the
+        method raises.
 
         Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if the fence (the
-        page by which the engine revokes stores) is too short, OSError if it can't be mapped.
+        page by which the engine revokes stores) is too short, OSError if the fence can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -378,7 +379,7 @@ class LiveSession:
 
     def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
         """Hands the handles' received descriptors to the caller. If a descriptor is missing, raises
-        UNKNOWN_HANDLE and keeps them all."""
+        UNKNOWN_HANDLE and keeps all descriptors."""
         for handle_id in handle_ids:
             if handle_id not in self.received_fds:
                 raise HotKVError(
@@ -428,7 +429,8 @@ class LiveSession:
     def is_revoked(self, fence_index: int) -> bool:
         """Returns True if the engine has revoked the store, or could not have done so.
 
-        Call it after the copy and before the commit, so that overwritten bytes are not kept.
+        Call this method after the copy and before the commit, so that overwritten bytes are not
+        kept.
         """
         if not fence_index:
             return False

@@ -88,9 +88,10 @@ class Sessions:
         engine_name: str = "",
         model_names: Sequence[str] = (),
     ) -> LiveSession:
-        """Opens a session and saves its key space. Whoever presents its secret id may use it.
+        """Opens a session and saves its key space. Whoever presents the session's secret id may use
+        the session.
 
-        engine_name: name of the engine for people; empty if it has none.
+        engine_name: name of the engine for people; empty if the engine has no name.
         model_names: names by which requests address the model; people are shown the first.
 
         Raises OVERLOADED, and the errors of CacheCore.open_session.
@@ -143,7 +144,8 @@ class Sessions:
         return session
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space, with or without a session, and saves it. Returns its number.
+        """Registers a key space, with or without a session, and saves the key space. Returns the
+        key space's number.
 
         Raises DRAINING, and the errors of Catalog.register.
         """
@@ -195,13 +197,14 @@ class Sessions:
     async def register_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
     ) -> tuple[OrderKind, str]:
-        """Maps and opens a session's memory. The descriptors of its files must have arrived over
-        the descriptor socket.
+        """Maps and opens a session's memory. The descriptors of the memory's files must have
+        arrived over the descriptor socket.
 
-        order: the marks that the engine offers, by which transfers follow its device's work.
+        order: the marks that the engine offers, by which transfers follow the work of the engine's
+            device.
 
-        Returns the kind of marks that the server will read, and, if it accepted less than was
-        offered, the reason. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
+        Returns the kind of marks that the server will read, and, if the server accepted less than
+        was offered, the reason. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
         UNKNOWN_SESSION.
         """
         await self._prepare(session, layout)

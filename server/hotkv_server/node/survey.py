@@ -26,8 +26,8 @@ FRESH_S = 0.5
 class Survey:
     """The result of a survey.
 
-    ended_s: when it ended, seconds of the core's clock.
-    took_s: time of the event loop that it took.
+    ended_s: when the survey ended, seconds of the core's clock.
+    took_s: time of the event loop that the survey took, seconds.
     """
 
     census: Census
@@ -38,7 +38,7 @@ class Survey:
 
 class LiveSurvey:
     """Keeps a node's latest survey (census of its entries, and map of the arena). Makes another
-    survey if the latest is old when it is asked for."""
+    survey if the latest is old when a caller asks for it."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core

@@ -110,10 +110,11 @@ each run (consecutive blocks of a group), for each block."""
 
 
 class Deadline:
-    """The deadline of a transfer: cancels a late job, and explains it in `message`.
+    """The deadline of a transfer: cancels a late job, and explains the cancel in `message`.
 
-    Always true: waiting for the engine's device does not make a transfer late. Its timeout begins
-    when the mark has passed, or at once without a mark. On the event loop, except `mark_passed`.
+    Always true: waiting for the engine's device does not make a transfer late. The transfer's
+    timeout begins when the device has passed the mark, or at once without a mark. On the event
+    loop, except `mark_passed`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -170,7 +171,7 @@ an array per run (consecutive blocks of a group)."""
 class TransferEnd(TransferResult):
     """How a transfer ended. Times are of the monotonic clock.
 
-    copy_began_s: None if no byte was copied.
+    copy_began_s: when the copy of the first byte began; None if no byte was copied.
     """
 
     copy_began_s: float | None = None
@@ -218,10 +219,12 @@ class Transfer:
     """One transfer, from its plan to its answer.
 
     finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
-    after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
+    after_copy: called in a copy thread when all bytes are copied; if `after_copy` raises, the
+        transfer fails.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
-    blocks that have been compared, and fails if any of them is condemned before it ends.
+    blocks that have been compared, and fails if any of these blocks is condemned before the load
+    ends.
     """
 
     def __init__(
@@ -251,7 +254,7 @@ class Transfer:
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
         """Starts a transfer that the core has begun with these slots. The future is done after the
-        last access to its memory."""
+        last access to the transfer's memory."""
         means, call = self._means, self._call
         self._slots = slots
         try:
@@ -405,7 +408,7 @@ class Transfers:
         self._sums.close()
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
-        """Cancels a transfer. Returns False if it has ended."""
+        """Cancels a transfer. Returns False if the transfer has ended."""
         job = session.jobs.get(transfer_id)
         if job is None:
             return False

@@ -18,7 +18,7 @@ from hotkv_server.wire.calls import unless_flushed
 
 
 def residency_id(text: str) -> str:
-    """Returns the id of a residency if it is a valid name; operators see it. Raises
+    """Returns the id of a residency if the id is a valid name, because operators see the id. Raises
     INVALID_FIELD."""
     return fields.name("residency_id", text)
 

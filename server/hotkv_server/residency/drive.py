@@ -30,8 +30,8 @@ pinned; and of the slots of their representations (compact forms of keys, for sp
 class ResidencyDesk:
     """Opens, extends and closes residencies (see the module).
 
-    tell: called after blocks have been evicted, or condemned because their bytes do not match
-        their check values; it runs the core's effects.
+    tell: called after blocks have been evicted, or condemned because their bytes do not match their
+        check values; `tell` runs the core's effects.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
@@ -47,7 +47,7 @@ class ResidencyDesk:
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
         """Opens a residency or reserves more room for an open residency. First frees the slabs that
-        it needs; other tasks run while slabs are freed."""
+        the residency needs; other tasks run while slabs are freed."""
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
@@ -100,8 +100,8 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Closes a residency in parts, with other tasks between them. Returns False if it is not
-        open."""
+        """Closes a residency in parts, with other tasks between them. Returns False if the
+        residency is not open."""
         residency = self.residencies.book.named(session.record, residency_id)
         if residency is None:
             return False

@@ -16,11 +16,11 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
     attempts first), and totals.
 
     `pinned_byte_count`: bytes of the arena that residencies pin; a block that several residencies
-        pin counts once. A slot counts with its part of the unused end of its slab.
+        pin counts once. A slot's bytes include its share of the unused end of a slab.
     `promised_byte_count`: bytes reserved and not yet pinned, counted in the same way.
-    `bound_byte_count`: the most that these two may be together.
-    `grace_byte_count`: bytes of slots that stay pinned for clients which read them under the
-        previous server, for another `grace_s` seconds.
+    `bound_byte_count`: the most that pinned and promised bytes may be together.
+    `grace_byte_count`: bytes of slots that stay pinned for another `grace_s` seconds, because
+        clients may be reading the slots since before the server's restart.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
     bound, book, grace = residencies.bound, residencies.book, node.core.grace
@@ -51,8 +51,8 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
 
 
 def _residency(node: Node, residencies: Residencies, one: Residency, now_s: float) -> Figures:
-    """Returns the figures of one residency. `pinned_byte_count`: bytes of all slots that it pins,
-    including slots that other residencies pin too."""
+    """Returns the figures of one residency. `pinned_byte_count`: bytes of all slots that the
+    residency pins, including slots that other residencies pin too."""
     index = node.core.space.index
     return {
         "engine_id": one.engine_id,

@@ -26,11 +26,11 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 class Peer:
     """A peer with its proofs; by default without proofs.
 
-    `where`: its address, for people.
-    `uid`: of its process; -1 if unknown.
-    `gids`: all its groups.
-    `token_digest`: SHA-256 of the bearer token that it sent; empty without a token.
-    `certificate_names`: of the client certificate that the TLS handshake has verified.
+    `where`: the peer's address, for people.
+    `uid`: user id of the peer's process; -1 if unknown.
+    `gids`: all groups of the peer's process.
+    `token_digest`: SHA-256 of the bearer token that the peer sent; empty without a token.
+    `certificate_names`: names in the client certificate that the TLS handshake has verified.
     """
 
     where: str = "nobody"
@@ -54,8 +54,8 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """Returns a name from a certificate. Quotes it if it could be confused with another kind of
-    name."""
+    """Returns a name from a certificate. Quotes the name if it could be confused with another kind
+    of name."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
@@ -94,8 +94,8 @@ class Proofs:
 class Tenant:
     """A tenant.
 
-    `sees_table`: whether its sessions may map the block table.
-    `max_sessions`: 0: no limit for this tenant.
+    `sees_table`: whether the tenant's sessions may map the block table.
+    `max_sessions`: most sessions of the tenant; 0: no limit for this tenant.
     """
 
     name: str
@@ -194,8 +194,8 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """Returns a new ticket for the peer. Raises OVERLOADED if its user has too many
-        outstanding."""
+        """Returns a new ticket for the peer. Raises OVERLOADED if the peer's user has too many
+        outstanding tickets."""
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER

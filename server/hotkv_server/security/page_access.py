@@ -29,8 +29,8 @@ class Sight(enum.Enum):
 
 
 class PageRefusal(Exception):
-    """A refused request; the message says how to succeed. `needs_token`: another token would
-    help."""
+    """A refused request; the message says how to succeed. `needs_token`: True if another token
+    would help."""
 
     def __init__(self, message: str, *, needs_token: bool) -> None:
         super().__init__(message)

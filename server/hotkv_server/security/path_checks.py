@@ -24,8 +24,8 @@ class UnsafeError(Exception):
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets if it is missing. Raises UnsafeError unless its owner is
-    this user or root, and other users can't write to it."""
+    """Makes the directory of the sockets if it is missing. Raises UnsafeError unless the
+    directory's owner is this user or root, and other users can't write to it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
@@ -41,10 +41,10 @@ def check_runtime_dir(path: Path) -> None:
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
     """Makes the directory of the arena if it is missing. Raises UnsafeError unless this user owns
-    it, and others can't read it.
+    the directory, other users have no access to it, and its group can't write to it.
 
-    `is_private`: its group can't read it either. Otherwise tenants in the group could read each
-        other's blocks.
+    `is_private`: True: the directory's group must have no access either, because tenants in the
+        group could read each other's blocks.
     """
     _make(path, 0o700)
     status = _directory(path)
@@ -63,15 +63,15 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if a path of a socket has another kind of file, or a socket of another
-    user. Sockets of this user or root, left by an earlier server, are accepted."""
+    """Raises UnsafeError if there is another kind of file, or another user's socket, at the path of
+    a socket. Sockets of this user or root, left by an earlier server, are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if a path has anything but a regular file of this user or of root. Missing
-    files are accepted."""
+    """Raises UnsafeError if there is anything but a regular file of this user or of root at one of
+    the paths. Missing files are accepted."""
     for path in paths:
         _check_place(path, stat.S_ISREG, "regular file")
 

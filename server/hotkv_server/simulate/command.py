@@ -198,8 +198,8 @@ def _check_units(options: argparse.Namespace) -> None:
 class TierSize:
     """The size of a tier below host memory, as given by an option.
 
-    percent: in percent of all different blocks of the trace; None if given in MiB.
-    mib: in MiB; None if given in percent.
+    percent: the size in percent of all different blocks of the trace; None if given in MiB.
+    mib: the size in MiB; None if given in percent.
     """
 
     name: str

@@ -122,7 +122,7 @@ class Replayed:
 
 class SimulatedTier:
     """A tier of the simulation: a space of the core with its own block table, in which each block
-    takes one slot. It has no memory for the blocks' bytes."""
+    takes one slot. The simulated tier has no memory for the blocks' bytes."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -155,7 +155,7 @@ class SimulatedTier:
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
         """Evicts blocks until `count` blocks fit, or no more can be evicted. `keep_at_s`: the
         current time, if the policy may hold back entries that it expects to be used soon; None if
-        it may not."""
+        the policy may not hold entries back."""
         making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
         finished(making)
 
@@ -164,7 +164,7 @@ class SimulatedTier:
         Returns how many it stored.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
-        entries: result of `find` for them; the first `num_held` of them are present.
+        entries: result of `find` for the hashes; the first `num_held` blocks are present.
         """
         space = self.space
         if entries[num_held:].any():

@@ -24,8 +24,8 @@ MIB_PER_GIB = 1024
 class LowerFigures:
     """Figures of the tier below.
 
-    capacity_percent: its size, in percent of all different blocks of the trace.
-    hit_rate: share of block accesses that it served.
+    capacity_percent: the tier's size, in percent of all different blocks of the trace.
+    hit_rate: share of block accesses that the tier served.
     num_reads, num_writes: number of blocks read from it and written to it; 0 in the row of an ideal
         cache.
     """

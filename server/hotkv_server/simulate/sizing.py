@@ -90,8 +90,8 @@ class Sizing:
 
     @property
     def enough(self) -> Size:
-        """Result of the smallest size that is enough (ENOUGH_RATIO); of the largest size if no size
-        is enough."""
+        """Returns the result for the smallest size that hits at least ENOUGH_RATIO of the tokens
+        that an endless cache hits. If no size does, returns the result for the largest size."""
         goal = ENOUGH_RATIO * self.endless.hit_tokens
         return next((one for one in self.sizes if one.hit_tokens >= goal), self.sizes[-1])
 

@@ -30,8 +30,8 @@ class TwoTiers:
     """Simulates two tiers with the moves of the daemon.
 
     After each request, its blocks are written to the second tier, if the gate (which limits writes)
-    admits them. Before a request uses leading blocks that are only in the second tier, they are
-    promoted to the first.
+    admits them. Before a request uses leading blocks that are only in the second tier, these blocks
+    are promoted to the first.
 
     write_bytes_per_day: the gate's budget, counted in bytes of the replay's slots; None for no
         limit.

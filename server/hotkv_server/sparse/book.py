@@ -52,7 +52,8 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: by name of a format, by how much it overestimates a block's log mass with this centre.
+    bias: by name of a format, by how much the format overestimates a block's log mass with this
+        centre.
     """
 
     mu: bytes
@@ -72,8 +73,9 @@ class SelectSpec:
     hot_blocks: slots of the hot set that the server records for each layer and shard; 0: the server
         records no hot sets.
     scale: factor of q · k; None: 1 / sqrt(D).
-    centres: by layer; must be the centres with which the representations were made. The server
-        can't check this, because the version of a representation's kind is only a hash.
+    centres: centres (mean keys) by layer; must be the centres with which the representations were
+        made. The server can't check this, because the version of a representation's kind is only a
+        hash.
     """
 
     config: SparseConfig
@@ -262,7 +264,8 @@ class Selected:
     selection: the selected blocks. The other fields are empty unless the server records the hot
         set.
     map: blocks of the hot set, with their slots in the client's memory.
-    evicted: blocks that lose their slots. The client must free these before it executes `load`.
+    evicted: blocks that lose their slots. The client must free these slots before it executes
+        `load`.
     load: blocks that the client must copy into slots.
     """
 
@@ -289,7 +292,7 @@ class KeptHotSet:
     def follow(self, where: Span, num_complete: int) -> I32:
         """Updates the hot set (the blocks in the client's hot slots) to a longer context: its span
         and its number of complete blocks. The new blocks, including the partial block, get slots.
-        Returns the blocks that lose their slots to them."""
+        Returns the blocks that lose their slots to the new blocks."""
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)

@@ -193,8 +193,8 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
-    """Converts a message into a request for a selection. `check_request` checks it later against
-    the sequence."""
+    """Converts a message into a request for a selection. `check_request` checks the request later
+    against the sequence."""
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise _invalid(

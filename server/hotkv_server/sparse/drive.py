@@ -101,8 +101,8 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence of these blocks. If `spec` is given, leases its leading blocks that
-        are ready. A repeated call returns the same sequence."""
+        """Creates a sequence of these blocks. If `spec` is given, leases the sequence's leading
+        blocks that are ready. A repeated call returns the same sequence."""
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -119,8 +119,8 @@ class SparseDecode:
     def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence. If the server selects blocks for it, replaces its lease by
-        a lease of all leading blocks that are ready now.
+        """Appends blocks to a sequence. If the server selects blocks for the sequence, replaces the
+        sequence's lease by a lease of all leading blocks that are ready now.
 
         A draining server grants no new leases, so then the old lease stays.
         """
@@ -241,7 +241,8 @@ class Selections:
     restart has restored are compared with their check values before they are read. Selections run
     on separate threads; selections of the same sequence run in order.
 
-    num_served: number of answered selections. latency: histogram of their time in seconds.
+    num_served: number of answered selections. latency: histogram of the times of selections, in
+        seconds.
     """
 
     def __init__(
@@ -274,8 +275,8 @@ class Selections:
         return now_s - min(self._running.values(), default=now_s)
 
     def warm_up(self) -> None:
-        """Loads the kernels (functions that numba compiles) on a selection thread, because this
-        takes too long for the event loop."""
+        """Loads the kernels (functions that numba compiles) on a selection thread, because loading
+        them takes too long for the event loop."""
         self._threads.submit(native.require, "hotkv_sparse.kernels")
 
     def close(self) -> None:
@@ -285,8 +286,8 @@ class Selections:
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest
     ) -> Selected:
-        """Selects blocks for a layer of a sequence. Once it has returned, the arena is no longer
-        read.
+        """Selects blocks for a layer of a sequence. Once the call has returned, the arena is no
+        longer read.
 
         Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
         request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.

@@ -35,11 +35,11 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 class LiveSequence:
     """A context that is being decoded.
 
-    group_index: group of its blocks.
-    hashes: hashes of its complete blocks, uint32 words [n, 8].
-    spec: how the server selects blocks for it; None if the engine selects by itself.
-    created_blocks: number of blocks with which it was created.
-    owner: the tenant or engine for which bounds count it.
+    group_index: group of the sequence's blocks.
+    hashes: hashes of the complete blocks, uint32 words [n, 8].
+    spec: how the server selects blocks for the sequence; None if the engine selects by itself.
+    created_blocks: number of blocks with which the sequence was created.
+    owner: the tenant or engine for which bounds count the sequence.
     used: bool [n], True for a block whose use has not been counted yet.
     noted_s: when uses were last counted.
 
@@ -48,7 +48,7 @@ class LiveSequence:
         covered blocks are the leading blocks that were ready with their representations.
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
-    hot_sets: by layer and shard.
+    hot_sets: the recorded hot sets (blocks in the client's hot slots), by layer and shard.
     lock: held during a selection.
     """
 
@@ -93,7 +93,7 @@ class LiveSequence:
 
     def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
         """Returns the hot set (the blocks in the client's hot slots) that the server records for a
-        layer and shard; None if it records no hot sets."""
+        layer and shard; None if the server records no hot sets."""
         if not spec.hot_blocks:
             return None
         if (layer, shard) not in self.hot_sets:
@@ -117,7 +117,7 @@ class LiveSequence:
 
     def take_used(self, now_s: float) -> I32:
         """Returns the positions of the blocks whose use has not been counted yet, in the order of
-        the context. The caller must count it."""
+        the context. The caller must count the use of these blocks."""
         self.noted_s = now_s
         positions = np.flatnonzero(self.used).astype(np.int32)
         self.used[:] = False
@@ -167,8 +167,8 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence and counts it for `owner`. Returns it and True. If the same sequence
-        exists already, returns the existing sequence and False.
+        """Creates a sequence and counts it for `owner`. Returns the sequence and True. If the same
+        sequence exists already, returns the existing sequence and False.
 
         Raises HotKVError: DUPLICATE_ID if the id is in use for another sequence, OVERLOADED or
         TOO_LARGE if a bound is reached.

@@ -55,7 +55,7 @@ def make_access_control(security: SecuritySettings) -> AccessControl:
 
 
 def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
-    """Returns the access control of the status page. Raises StartError if its token can't be
+    """Returns the access control of the status page. Raises StartError if the page's token can't be
     read."""
     path = settings.http.token_file
     read = None if path is None else functools.partial(read_token, path)

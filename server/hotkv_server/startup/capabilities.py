@@ -94,7 +94,7 @@ def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow
 
 
 def checks_of_capabilities() -> list[Callable[[Settings], None]]:
-    """Returns a check for each capability. It raises StartError if the machine can't serve the
+    """Returns a check for each capability. A check raises StartError if the machine can't serve the
     capability's settings."""
     checks = [getattr(module, "check", None) for module in CAPABILITIES]
     return [check for check in checks if check is not None]

@@ -31,7 +31,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
     """Returns the problems that would keep a server with these settings from starting, a sentence
     each; empty if no problem is found. Takes seconds if `copy.cuda` is on.
 
-    `is_running`: a server with this runtime directory runs, and has its addresses.
+    `is_running`: True if a server with this runtime directory runs, and uses its addresses.
     """
     checks: list[Callable[[Settings], None]] = [
         check_sockets,
@@ -59,8 +59,8 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 def check_settings(settings: Settings) -> list[str]:
     """Does only the checks of `check_start` that read: names of sockets, access with the files of
-    TLS, and the audit file. They take milliseconds and pass while a server runs. Returns the
-    problems."""
+    TLS, and the audit file. These checks take milliseconds and pass while a server runs. Returns
+    the problems."""
     problems = []
     for check in (check_sockets, check_access, check_audit):
         try:
@@ -130,8 +130,8 @@ def check_sockets(settings: Settings) -> None:
 
 
 def check_arena_room(settings: Settings) -> None:
-    """Raises StartError if the arena's file system, the machine or its control group can't hold
-    it."""
+    """Raises StartError if the arena's file system, the machine or its control group can't hold the
+    arena."""
     arena, directory = settings.arena, settings.arena_dir
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
     held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
@@ -177,7 +177,7 @@ def check_access(settings: Settings) -> None:
 
 
 def check_pages(settings: Settings) -> None:
-    """Raises StartError if the token of the status page can't be read."""
+    """Raises StartError if the token that guards the status page can't be read."""
     if settings.http.port >= 0:
         make_page_access(settings, make_access_control(settings.security))
 

@@ -75,8 +75,8 @@ def trim_memory() -> None:
 
 
 def unused_library_pages(maps: str) -> list[tuple[int, int]]:
-    """Returns the address ranges of read-only mappings of UNUSED_LIBRARIES. The kernel reads them
-    again at the next use."""
+    """Returns the address ranges of read-only mappings of UNUSED_LIBRARIES. The kernel reads these
+    pages again at the next use."""
     ranges = []
     for line in maps.splitlines():
         addresses, mode, *_, name = line.split(maxsplit=5)

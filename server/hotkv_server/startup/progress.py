@@ -42,7 +42,8 @@ class Progress:
         self._thread.join()
 
     def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
-        """Sets the step that begins. `shown` returns its progress; called on the thread."""
+        """Sets the step that begins. `shown` returns the step's progress; the logging thread calls
+        it."""
         self._part = (what, shown, time.monotonic())
 
     def _work(self) -> None:

@@ -52,7 +52,7 @@ _ABSENT = object()
 
 class Reloader:
     """Reloads settings; see the module. `load` reads the settings again, and raises ValueError if
-    they are wrong."""
+    the settings are wrong."""
 
     def __init__(
         self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
@@ -68,8 +68,8 @@ class Reloader:
         return f"Reloader({len(self._running)} settings)"
 
     def __call__(self) -> bool:
-        """Reads the settings and applies the changes. If they are unusable, logs why and returns
-        False. Never raises. On the event loop."""
+        """Reads the settings and applies the changes. If the settings are unusable, logs why and
+        returns False. Never raises. On the event loop."""
         try:
             return self._reload()
         except Exception as error:
@@ -99,8 +99,8 @@ class Reloader:
 
     def _can(self, name: str, settings: Settings) -> bool:
         """Returns whether this setting of LIVE can change from the running value to the new value
-        without a restart. These changes can't: the first or the last tenant; TLS on or off; whether
-        TLS asks clients for certificates."""
+        without a restart. A restart is needed to add the first or remove the last tenant, to switch
+        TLS on or off, and to change whether TLS asks clients for certificates."""
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name.startswith("security.tls."):

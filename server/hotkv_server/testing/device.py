@@ -65,8 +65,8 @@ class DeviceCopies:
         self._dice = dice
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
-        """Returns True if any of the ranges is not registered. Raises DeviceError as the call
-        would."""
+        """Returns True if any of the copies' ranges is in host memory that is not registered.
+        Raises DeviceError if CUDA's call would fail."""
         pageable = False
         for dst, src, count in copies:
             (_, to), (_, from_) = (
@@ -113,7 +113,7 @@ class DeviceCopies:
                 yield True
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
-        """Returns work that copies as the copy kernel does: it reads the copies from int64
+        """Returns work that copies as the copy kernel does: the work reads the copies from int64
         [3, num_copies] at the address `table`, and makes them in any order."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies, writes=False)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
@@ -254,7 +254,8 @@ class Streams:
 
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
         """Waits until `reached`, or until the device is lost. In a runtime without a thread, the
-        thread that made it runs the streams while it waits; other threads wait for it."""
+        thread that made the runtime runs the streams while it waits; other threads wait for that
+        thread."""
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:
             while not reached() and device not in self.lost and not self._closed:

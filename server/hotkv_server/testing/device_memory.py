@@ -84,7 +84,7 @@ class FakeHandle:
 
     kind: name of the memfd, which tells an allocation from an event.
     pid, fd: process that owns the memfd, and its descriptor there.
-    inode: of the memfd, to detect that the descriptor was closed and reused.
+    inode: inode of the memfd, to detect that the descriptor was closed and reused.
     """
 
     kind: str
@@ -161,12 +161,12 @@ class FakeAllocation:
         return f"FakeAllocation({self.num_bytes} bytes, device {self.device})"
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns its bytes, as the engine's kernels see them. Don't use the array after
-        `close`."""
+        """Returns the allocation's bytes, as the engine's kernels see them. Don't use the array
+        after `close`."""
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns its bytes as flag words."""
+        """Returns the allocation's bytes as flag words."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -208,10 +208,10 @@ class FakeIpcEvent:
 class KnownMemory:
     """A memory that streams may copy.
 
-    start, end: its range of addresses.
-    shadow: address in this process at which the bytes of the range really are. For device memory it
-        differs from `start`, which has no pages.
-    device: number of its device; HOST for registered host memory.
+    start, end: the memory's range of addresses.
+    shadow: address in this process at which the bytes of the range really are. For device memory
+        the shadow differs from `start`, which has no pages.
+    device: number of the memory's device; HOST for registered host memory.
     """
 
     start: int
@@ -265,7 +265,7 @@ class Ranges:
         )
 
     def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
-        """Registers host memory. Raises DeviceError unless it is whole pages that are not
+        """Registers host memory. Raises DeviceError unless the memory is whole pages that are not
         registered yet."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(
@@ -390,7 +390,7 @@ class Ranges:
 
     def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
         """Returns the address at which the bytes of a range really lie. If a kernel could not
-        access it, loses the device and raises DeviceError."""
+        access the range, loses the device and raises DeviceError."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
         # A kernel sees adjoining registrations as a single range: they have the host's addresses.
         covered = (

@@ -47,9 +47,9 @@ class Faults:
     """The faults of a tier; a test changes them at any time.
 
     problem: text that `Tier.problem` returns; empty: no problem.
-    is_hung: calls are accepted but don't end.
-    is_full: writes are refused.
-    fails_writes: all writes fail.
+    is_hung: True: calls are accepted but don't end.
+    is_full: True: writes are refused.
+    fails_writes: True: all writes fail.
     fails: returns True for a key whose reads and writes fail.
     """
 
@@ -85,7 +85,8 @@ class MemoryStore:
         return sum(len(content) for content, _ in self.content.values())
 
     def damage(self, name: bytes | int, at: int = 0) -> None:
-        """Flips a bit of a stored block. name: its key, or its place. at: offset of the byte."""
+        """Flips a bit of a stored block. name: the block's key, or its place. at: offset of the
+        byte."""
         content, value = self.content[name]
         changed = bytearray(content)
         changed[at] ^= 1

@@ -19,8 +19,8 @@ MakePolicy = Callable[[int], Policy]
 
 
 class PolicyWorld:
-    """A simulated cache whose entries arrive, are used and leave. It passes every event to two
-    policies of the same kind, and checks that both keep the rules and give the same answers."""
+    """A simulated cache whose entries arrive, are used and leave. This object passes every event to
+    two policies of the same kind, and checks that both keep the rules and give the same answers."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity

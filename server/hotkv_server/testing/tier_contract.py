@@ -28,14 +28,14 @@ WAIT_S = 60.0
 
 
 def key(number: int) -> bytes:
-    """Returns the key of the block with this number. Its last 32 bytes are the block's hash, which
-    may be any bytes."""
+    """Returns the key of the block with this number. The last 32 bytes of the key are the block's
+    hash, which may contain any bytes."""
     return b"hotkv/1/%032x/0/3/" % (number % 3) + hash_of(number)
 
 
 def hash_of(number: int) -> bytes:
-    """Returns the hash of the block with this number: 32 bytes, some of which are unusual in text
-    (a zero, a line end, a slash)."""
+    """Returns the hash of the block with this number: 32 bytes. Some of the bytes break code that
+    takes a hash for text or for a file name (a zero, a line end, a slash)."""
     return b"\0/\r\n \xff" + hashlib.sha256(b"%d" % number).digest()[6:]
 
 
@@ -116,7 +116,7 @@ class Bench:
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
         """Returns the argument of a call about the blocks with these numbers, in these slots.
-        sizes: their bytes; empty: whole slots."""
+        sizes: sizes of the blocks in bytes; empty: whole slots."""
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
         blocks = Blocks([key(number) for number in numbers], at, num_bytes)

@@ -25,8 +25,8 @@ def attach(settings: Settings, node: Node) -> "TiersCapability":
 
 class TiersCapability(Capability):
     """Reports the tiers' states, counters, gauges and read times to the node; see the folder's
-    README. `tiers`: None for a node without tiers; then it reports no tier, and all figures are
-    0."""
+    README. `tiers`: None for a node without tiers; the capability then reports no tier, and all
+    figures are 0."""
 
     def __init__(self, tiers: Tiers | None) -> None:
         self._tiers = tiers

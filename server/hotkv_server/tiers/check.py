@@ -118,8 +118,8 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
-    """Checks the disk in a new folder inside `path`. Creates `path` if it is missing, and then
-    removes it at the end. Raises StartError or OSError."""
+    """Checks the disk in a new folder inside `path`. If `path` is missing, creates it and removes
+    it at the end. Raises StartError or OSError."""
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 

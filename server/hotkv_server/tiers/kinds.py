@@ -84,8 +84,8 @@ TIERS: dict[str, TierKind] = {
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:
     """Yields the name of each shared tier of the settings, and the function that opens it.
 
-    That function allocates staging memory if the tier compresses, and raises OSError if it can't.
-    Raises ImportError or MissingError if a library is not installed.
+    That function allocates staging memory if the tier compresses, and raises OSError if memory is
+    short. Raises ImportError or MissingError if a library is not installed.
     """
     for name, kind in TIERS.items():
         given = getattr(settings.tiers, name)

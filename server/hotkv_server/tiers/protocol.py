@@ -48,14 +48,14 @@ TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """Returns the number of an epoch that begins at `now_us`, in microseconds of the wall clock. It
-    has 19 digits and is less than 2^63. A flush ends an epoch and begins the next."""
+    """Returns the number of an epoch that begins at `now_us`, in microseconds of the wall clock.
+    The number has 19 digits and is less than 2^63. A flush ends an epoch and begins the next."""
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the next epoch for a flush at `now_us`, in microseconds of the wall clock. It is
-    greater than all `known` epochs."""
+    """Returns the next epoch for a flush at `now_us`, in microseconds of the wall clock. The next
+    epoch is greater than all `known` epochs."""
     return max([begun(now_us), *(epoch + 1 for epoch in known)])
 
 
@@ -63,7 +63,7 @@ def raised(now_us: int, *known: int) -> int:
 
 
 class Read(enum.IntEnum):
-    """The result of reading a block. Only FOUND fills its slot; other slots have undefined
+    """The result of reading a block. Only FOUND fills the block's slot; other slots have undefined
     bytes."""
 
     FOUND = 1
@@ -89,7 +89,7 @@ class Blocks:
     """The n blocks of a call. Row i of each field belongs to block i; `epochs` is for the call.
 
     `keys`: the key of each block, the same on all nodes that share a tier; at most MAX_KEY_BYTES
-        long. It ends with the block's hash, so it may contain any bytes.
+        long. A key ends with the block's hash, so it may contain any bytes.
     `slots`: byte offsets of the blocks in the arena, multiples of SLOT_ALIGN.
     `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
     `places`: byte offsets of the blocks in the tier's space, multiples of SLOT_ALIGN. Empty if the
@@ -97,7 +97,7 @@ class Blocks:
     `seals`: check values that the writes of the blocks returned; a read compares them. Empty for a
         tier that chooses places itself, because it stores each seal with the block.
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts by
-        itself may use them. Empty: all 0.
+        itself may use the depths. Empty: all 0.
     `epochs`: the epochs (numbers that flushes raise) that are part of the keys, for a `SharedTier`.
         If the store has another epoch after a read, all blocks are ABSENT. Empty: not checked.
     `stored_bytes`: bytes reserved for each block at its place in the tier. A block is stored
@@ -190,7 +190,8 @@ class TierFigures:
     """Counts of blocks and bytes since the tier's start. A block counts with its bytes in the tier
     if the core chooses places, and with its bytes in the arena otherwise.
 
-    `queued_bytes`: bytes in the arena of the blocks whose calls have not ended. It falls again.
+    `queued_bytes`: bytes in the arena of the blocks whose calls have not ended. This figure falls
+        when calls end.
     """
 
     read_blocks: int = 0
@@ -207,7 +208,7 @@ class TierFigures:
 class TierMemory:
     """Memory of a tier's buffers, indexes and child processes.
 
-    `held_bytes`: in use now.
+    `held_bytes`: bytes in use now.
     `most_bytes`: the upper limit; 0 if the memory is unbounded.
     """
 
@@ -236,8 +237,8 @@ class Tier(Protocol):
         """Stores the bytes of the blocks' slots. The bytes must not change until `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks if that is cheap for the store, and does not wait for it. Tiers
-        whose places the core chooses ignore this call."""
+        """Starts to remove blocks if that is cheap for the store, and does not wait for the
+        removal. Tiers whose places the core chooses ignore this call."""
 
     def problem(self) -> str:
         """Returns why the tier is unusable; empty if no problem is known."""
@@ -288,7 +289,7 @@ class SharedTier(Tier, Protocol):
         """Ends the epoch of a key space and reports the next epoch, which is also above `floor`.
         Does not wait behind queued reads and writes.
 
-        It reports NO_EPOCH if the store has no room for a new epoch; the old epoch has ended all
-        the same. It reports None if the store did not answer: the epoch may have been raised or
-        not, so call again.
+        Reports NO_EPOCH if the store has no room for a new epoch; the old epoch has ended all the
+        same. Reports None if the store did not answer: the epoch may have been raised or not, so
+        call again.
         """

@@ -54,8 +54,8 @@ SLOWEST_BYTES_PER_S = 50 << 20
 class LowerPart:
     """The disk tier of a server.
 
-    `memory`: the records of its blocks, and the lock of its folder. Close it after `tier`; then
-        another server can use the folder.
+    `memory`: the records of the tier's blocks, and the lock of the tier's folder. Close `memory`
+        after `tier`; then another server can use the folder.
     `space`: the slots of the slab file, which the core gives to blocks.
     `tier`: moves blocks to and from the slab file.
     """
@@ -247,8 +247,9 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Reads how much an earlier server wrote to the disk and when, so that it counts in the daily
-    budget of disk writes. If the note is unusable, logs this and begins with the full budget."""
+    """Reads how much an earlier server wrote to the disk and when, so that these writes count in
+    the daily budget of disk writes. If the note is unusable, logs the reason and begins with the
+    full budget."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()

@@ -26,8 +26,8 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Starts the first census in the background if counting takes long. Call it on the event
-        loop."""
+        """Starts the first census in the background if counting takes long. Call this method on the
+        event loop."""
         if not self._is_short:
             self._count()
 
@@ -39,8 +39,8 @@ class RecentCensus:
         self._counting = asyncio.create_task(census(self._node), name="census")
 
     async def read(self) -> Census:
-        """Returns a census. Waits for a count only if counting is short, or if it is the first
-        count."""
+        """Returns a census. Waits for a count only if counting is short, or if the count is the
+        first."""
         if self._counting is not None and (self._counting.done() or self._last is None):
             self._last, self._counting = await self._counting, None
         if self._last is None or self._is_short:

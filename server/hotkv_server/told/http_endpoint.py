@@ -167,10 +167,11 @@ async def _give_up() -> None:
 
 
 class HttpServer:
-    """Serves HTTP (see the module) until it is closed. Raises OSError if it can't listen."""
+    """Serves HTTP (see the module) until it is closed. Raises OSError if the server can't
+    listen."""
 
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
-        """Binds the address and starts the thread. Call it on the node's event loop.
+        """Binds the address and starts the thread. Call this constructor on the node's event loop.
 
         access: who may read the pages. Its fields `is_local` and `own_name` are replaced here, by
             the bound address and by `host`.

@@ -50,7 +50,7 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 
 def _topics(node: Node) -> dict[str, Topic]:
-    """Returns the topics of the cache and the node; capabilities add theirs."""
+    """Returns the topics of the cache and the node; capabilities add further topics."""
 
     async def server(filters: Filters) -> Figures:
         counted, now_s = await census(node), time.monotonic()

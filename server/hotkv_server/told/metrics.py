@@ -53,11 +53,11 @@ class NodeCollector(Collector):
 
     def prepare(self) -> None:
         """Starts the count of all entries in the background, so that the first reading need not
-        wait for it. Call it on the node's event loop."""
+        wait for the count. Call this method on the node's event loop."""
         self._census.begin()
 
     async def read(self) -> None:
-        """Reads all metrics of the node. Call it on the node's event loop."""
+        """Reads all metrics of the node. Call this method on the node's event loop."""
         node, counted = self._node, await self._census.read()
         counts = counters(node)
         del counts[REFUSED]

@@ -43,7 +43,8 @@ NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in ran
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A reading of a node, made on its event loop. `as_json_values` converts it on any thread.
+    """A reading of a node, made on its event loop. `as_json_values` converts the reading on any
+    thread.
 
     figures: values for JSON; a callable is called to get its value.
     arena: the map of the arena; None before the first survey.

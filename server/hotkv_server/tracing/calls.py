@@ -60,7 +60,7 @@ class TracedCalls:
         session: LiveSession | None,
         call: "Callable[[], Answer | asyncio.Task[Answer]]",
     ) -> "Answer | asyncio.Task[Answer]":
-        """Makes the call. If it is traced, does so in a span that ends with the answer."""
+        """Makes the call. If the call is traced, makes it in a span that ends with the answer."""
         span = self._tracing.begin(name, traceparent)
         if span is None:
             return call()
@@ -123,7 +123,8 @@ def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
 
 
 def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
-    """Ends the span of a call that was answered later or was cancelled."""
+    """Ends the span of a call whose answer came from a task (`done`), or whose task was
+    cancelled."""
     if done.cancelled():
         span.end("CANCELLED")
     elif (error := done.exception()) is not None:

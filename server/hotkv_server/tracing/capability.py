@@ -23,7 +23,7 @@ GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
 
 
 def check(settings: Settings) -> None:
-    """Raises StartError if traces are asked for and can't be exported from here."""
+    """Raises StartError if the settings ask for traces and this server can't export traces."""
     tracing = settings.tracing
     if not tracing.endpoint:
         return

@@ -48,7 +48,7 @@ class Tracing:
     # Calls
 
     def begin(self, name: str, traceparent: str) -> "Span | None":
-        """Begins the span of a call; None if it is not traced."""
+        """Begins the span of a call; None if the call is not traced."""
         return self.traces.begin(PREFIX + name, traceparent, is_served=True)
 
     @contextlib.contextmanager

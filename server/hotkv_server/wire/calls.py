@@ -107,7 +107,8 @@ async def _lookup_later(
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
     """Returns the refusal of a key space that is not the session's own, if there are tenants.
 
-    It does not reveal whether the key space exists, and does not check.
+    The refusal does not reveal whether the key space exists; this function does not look the key
+    space up.
     """
     if session is None:
         return HotKVError(
@@ -136,7 +137,7 @@ def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
     """Pins ready blocks. A session that was given the arena can also ask for the blocks' offsets in
-    it.
+    the arena.
 
     Returns a task if blocks must first be promoted from a tier, or compared with their check
     values.
@@ -255,8 +256,8 @@ def release(
 def load(
     node: Node, session: LiveSession, request: cache_pb2.LoadRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Starts a load: a copy of leased blocks to the engine's memory. The future is done when it has
-    ended."""
+    """Starts a load: a copy of leased blocks to the engine's memory. The future is done when the
+    load has ended."""
     named, block_ids = cache.read_load_runs(request.runs, session.group_index)
     positions = [LoadPositions(*one) for one in named]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
@@ -279,7 +280,8 @@ def load(
 async def store(
     node: Node, session: LiveSession, request: cache_pb2.StoreRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Makes room for a store, then starts it. Returns a future that is done when it has ended."""
+    """Makes room for a store, then starts it. Returns a future that is done when the store has
+    ended."""
     runs = block_runs(session, request.runs)
     block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)

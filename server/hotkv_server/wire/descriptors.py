@@ -53,8 +53,8 @@ class DescriptorServer:
     """Listens on `path`, and serves tickets and links until closed.
 
     allowed_uids: ids of users that may link sessions even if no tenant lists them.
-    arena_writers: users who get a writable arena, if they may map it.
-    Both can be replaced; a change affects later links only.
+    arena_writers: users who get a writable arena, if these users may map the arena. Both can be
+    replaced; a change affects later links only.
     """
 
     def __init__(

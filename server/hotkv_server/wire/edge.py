@@ -84,7 +84,7 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
     """Returns the block hashes of a prompt, words [n, 8]: a row for each full hash block (of
     `hash_block_tokens` tokens).
 
-    hashes: packed hashes; if empty, they are computed from the tokens.
+    hashes: packed hashes; if empty, the hashes are computed from the tokens.
     token_ids: packed int32.
     Takes long for long prompts. Raises INVALID_HASH, or INVALID_FIELD if the key space's hashes
     can't be computed from tokens.

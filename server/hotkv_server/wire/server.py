@@ -106,7 +106,7 @@ class Endpoints:
     tls: None for TCP without TLS.
     malformed_per_s: how many malformed messages are answered per second; further answers wait.
     audit: admin calls to record: off, changes or all.
-    audit_file: None records them in the server's log.
+    audit_file: file for these calls; None records them in the server's log.
     """
 
     socket: Path
@@ -123,8 +123,8 @@ class Endpoints:
 
 
 class RpcServer:
-    """The gRPC side of a node. It serves from `start` on. Raises OSError, UnsafeError or ValueError
-    if it can't listen."""
+    """The gRPC side of a node, which serves from `start` on. The constructor raises OSError,
+    UnsafeError or ValueError if the server can't listen."""
 
     def __init__(
         self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints
@@ -285,8 +285,8 @@ class RpcServer:
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
         """Sets the health states.
 
-        is_ready: state of the server and of each service.
-        is_alive: state under the name LIVENESS.
+        is_ready: health state of the server and of each service.
+        is_alive: health state under the name LIVENESS.
         """
         self._health.set(
             {

@@ -159,8 +159,8 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Returns the answer of a capability's call; None if it comes later, or if there is no
-        answer."""
+        """Returns the answer of a capability's call; None if the answer comes later, or if there is
+        no answer."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
@@ -317,7 +317,8 @@ class SessionOutbox:
             self._watch.cancel()
 
     def has_much(self) -> bool:
-        """Returns whether the client has so much unread that it is not read from."""
+        """Returns whether the client has left so much unread that the server reads no further
+        requests of it."""
         return len(self._messages) >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
     def _look_later(self) -> None:

@@ -121,7 +121,8 @@ class MappedArena:
 
         An address is 0, which `set_blocks` reads as "no copy", if the offset is negative or the
         device can't read the slot yet. Raises HotKVError for slots outside the arena. The server
-        reuses a slot after the block's lease has ended, so replace the addresses before it ends.
+        reuses a slot after the block's lease has ended, so replace the addresses before the lease
+        ends.
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"

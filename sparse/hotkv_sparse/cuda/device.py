@@ -42,7 +42,7 @@ Host = npt.NDArray[np.generic]
 
 class Array(Protocol):
     """Device memory that another object owns, such as an array of CuPy or a tensor of torch. In
-    tests without a GPU it is an array of numpy.
+    tests without a GPU the memory is an array of numpy.
     """
 
     @property
@@ -96,7 +96,7 @@ def source_of(kernel: str) -> str:
 def source_text(source: str) -> str:
     """Returns the text of a source file, with the text of its header in place of the include.
 
-    CuPy's cache finds compiled code by the source text, so it would not notice changes of an
+    CuPy's cache finds compiled code by the source text, so the cache would not notice changes of an
     included file.
     """
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")

@@ -107,7 +107,7 @@ class CudaHotSets:
 
     def place(self, sequence: int, blocks: I32, capacity_blocks: int, num_known: int) -> None:
         """Sets up the hot set (blocks on the device to which a step attends) of a new sequence.
-        Call it between two steps. Blocks until the tables are copied to the device.
+        Call this method between two steps. Blocks until the tables are copied to the device.
 
         sequence: the state (index in the tables) of the sequence.
         blocks: the blocks that the slots 0, 1, … already contain, most recently used first.
@@ -184,7 +184,7 @@ class CudaHotSets:
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 
         blocks: int32 [R, S], the selected blocks of each row.
-        weights: float32 [R, S], their weights; inf for always kept blocks.
+        weights: float32 [R, S], the selected blocks' weights; inf for always kept blocks.
         numbers: int32 [R], number of selected blocks of each row.
         """
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config

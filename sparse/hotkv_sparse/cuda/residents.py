@@ -146,8 +146,8 @@ class Residents:
 
     def begin_anew(self, state: int) -> None:
         """Makes the next step build the hot sets (blocks on the device) of this state again, in all
-        layers, with no block away (in host memory only). Call it when another request gets the
-        state."""
+        layers, with no block away (in host memory only). Call this method when another request gets
+        the state."""
         self._epochs[state] += 1
         self._freed[state] = 0
         self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
@@ -155,7 +155,7 @@ class Residents:
 
     def give_back(self, state: int, num_freed: int) -> None:
         """Marks the state's blocks [sinks, `num_freed`) as away (in host memory only). The caller
-        must already have written their addresses."""
+        must already have written the addresses of these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
@@ -186,7 +186,7 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Finds the state of each row of the batch. Writes it to `own_of`, and, for rows
+        """Finds the state of each row of the batch. Writes the state to `own_of`, and, for rows
         that attend sparsely, to `state_of`.
 
         rows: int32 [S, B], for each block of a state the row of its representation (compact form of

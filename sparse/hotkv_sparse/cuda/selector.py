@@ -57,7 +57,7 @@ class CudaSelector:
 
     A step writes its selection to these arrays:
     blocks: int32 [R, S], the selected blocks of each sequence.
-    chosen: float32 [R, S], their weights; inf for always kept blocks.
+    chosen: float32 [R, S], the weights of `blocks`; inf for always kept blocks.
     numbers: int32 [R], number of selected blocks.
     mass: float32 [R], estimated share of the attention mass of the selected blocks.
     """

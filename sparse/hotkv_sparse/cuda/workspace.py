@@ -132,7 +132,7 @@ class Workspace:
         """Sets where the representations (compact forms of keys) and the copies of a sequence's
         blocks are, for consecutive blocks from position `first` on.
 
-        Call it between two steps. Blocks until the values are copied to the device.
+        Call this method between two steps. Blocks until the values are copied to the device.
 
         rows: for each block the row of its representation in the pools.
         addresses: for each block the device address of its slot in the mapped arena; 0: no copy.

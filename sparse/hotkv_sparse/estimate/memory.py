@@ -64,7 +64,7 @@ class Memory:
     room: device memory that is left for requests.
     kv_token: keys and values of a token in all layers.
     request_kv, request_representations: the parts of `request`, the device memory of a request.
-    device: device memory of the whole batch; the batch fits if this is at most `device_limit`.
+    device: device memory of the whole batch; the batch fits if `device` is at most `device_limit`.
     largest_batch: number of requests of this context that fit in device and host memory.
     """
 
@@ -157,8 +157,8 @@ def _activations(model: Model, plan: Plan) -> Figure:
 def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
     """Computes the device memory that a prefill needs in addition to its request's own memory.
 
-    It holds the context of `staging_layers` layers, and the new blocks of a step until they are
-    stored.
+    This memory holds the context of `staging_layers` layers, and the new blocks of a step until
+    these blocks are stored.
     """
     layer_bytes = plan.layer_token_bytes(model)
     if mode is not Mode.RESIDENT:

@@ -154,7 +154,8 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Returns the number of parameters of the embedding. The output matrix has as many."""
+        """Returns the number of parameters of the embedding. The output matrix has as many
+        parameters."""
         return self.vocab * self.hidden
 
     @property
@@ -273,8 +274,8 @@ class Mode(enum.Enum):
 
 
 def default_sparse() -> SparseConfig:
-    """Returns settings in which all layers are sparse with a budget of 2048 tokens, as in the
-    publications that RESIDENCY.md compares with."""
+    """Returns the settings that are estimated by default: all layers are sparse, with a budget of
+    2048 tokens, for contexts of any length."""
     return SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0)
 
 
@@ -374,7 +375,8 @@ class Plan:
     @property
     def hot_blocks(self) -> int:
         """Returns the size of the hot set: the number of blocks that a request has on the device
-        and attends to. It includes the always kept blocks and is at most the context."""
+        and attends to. The hot set includes the always kept blocks and is at most as large as the
+        context."""
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
 

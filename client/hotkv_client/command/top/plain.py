@@ -86,7 +86,7 @@ def misses(engine: EngineRates) -> str:
 def text(figures: Figures, engines: Sequence[EngineRates]) -> str:
     """Formats all figures.
 
-    engines: in the order in which they are shown.
+    engines: the engines, in the order in which they are shown.
     """
     deciding = [engine for engine in engines if engine.selects_per_s]
     parts = [

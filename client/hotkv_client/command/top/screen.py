@@ -70,12 +70,12 @@ class View:
     interval_s: time between two readings.
     sort: name of a sort order, a key of `SORTS`.
     rows: whether a row is a MODEL or an ENGINE.
-    model: show only the engines of this model; empty: all.
+    model: the model whose engines are shown; if empty, all engines are shown.
     chosen: key of the row under the cursor.
-    inside: show only the chosen engine, with its details.
-    paused: the screen keeps the figures of the last reading.
-    helps: show the help of the keys.
-    problem: why the last reading failed; empty if it did not.
+    inside: True shows only the chosen engine, with its details.
+    paused: True if the screen keeps the figures of the last reading.
+    helps: True shows the help of the keys.
+    problem: why the last reading failed; empty if it did not fail.
     hit_ratios: hit ratios of the last readings, oldest first.
     """
 

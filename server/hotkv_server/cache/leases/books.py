@@ -84,8 +84,8 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask per list. A hint: it comes from the table as
-        readers see it."""
+        """Returns which blocks are ready, a mask per list. The answer is a hint: it comes from the
+        table as readers see it."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),

@@ -86,14 +86,14 @@ class ReadLease:
 
 @dataclass(slots=True)
 class WriteLease:
-    """A lease that owns reserved entries until each is published (made ready) or dropped. Its first
-    call decides which blocks it owns, for all ranks.
+    """A lease that owns reserved entries until each is published (made ready) or dropped. The first
+    call under the lease decides which blocks the lease owns, for all ranks.
 
     listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: for each copy that has ended, the entries that it has written, and the sum of the bytes
-        that it has written to each, for check values.
+    parts: for each copy that has ended, the entries that the copy has written, and the sum of the
+        bytes that the copy has written to each entry, for check values.
     """
 
     engine_id: str
@@ -176,7 +176,7 @@ def write_weight(num_blocks: int, num_shards: int) -> int:
 
 def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
     """Returns the lifetime of a lease that was requested with `ttl_s`; 0 requests the default.
-    Raises INVALID_FIELD if negative."""
+    Raises INVALID_FIELD if `ttl_s` is negative."""
     if ttl_s < 0:
         raise HotKVError(Reason.INVALID_FIELD, "ttl_ms is negative; give 0 for the default")
     return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
@@ -281,8 +281,8 @@ class LeaseBook:
             )
 
     def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
-        """Extends the engine's read lease to at least `expires_s` and returns it; None if it has
-        ended."""
+        """Extends the engine's read lease to at least `expires_s` and returns the lease; None if
+        the lease has ended."""
         lease = self.get(engine_id, lease_id)
         if not isinstance(lease, ReadLease) or lease.released:
             return None
@@ -370,7 +370,7 @@ class StoreTransfer:
     """A store of one shard (a rank's part) of some blocks.
 
     lease: None if no block was reserved.
-    pins: pins the blocks that the store makes ready; None if they are not pinned.
+    pins: pins the blocks that the store makes ready; None if the store pins no blocks.
     groups, entries, positions, results, depths: for each run (consecutive blocks of a group) of the
         call its group, the entries that the store writes, their positions in the run, the results
         so far, and the number of blocks before the run in its sequence.

@@ -52,9 +52,9 @@ class ReadLeases:
         ttl_s: float,
         now_s: float,
     ) -> LeaseGrant:
-        """Pins the named blocks that are ready, up to the tenant's budget for leases without a
-        load. Repeating the call returns the same grant. Raises DUPLICATE_ID if the id was used for
-        other blocks."""
+        """Pins those of the named blocks that are ready, up to the tenant's budget for leases under
+        which no load has begun. Repeating the call returns the same grant. Raises DUPLICATE_ID if
+        `lease_id` is in use for another call."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -157,14 +157,15 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Records that a load under the lease begins, so that the lease's bytes no longer count
-        against the budget for leases without a load."""
+        """Records that a load under the lease begins: the lease's bytes no longer count against the
+        budget for leases under which no load has begun."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)
 
     def end(self, lease: ReadLease) -> None:
-        """Ends a lease that is in the book. If copies are running, it ends when they end."""
+        """Ends a lease that is in the book. If copies are running under the lease, the lease ends
+        when the copies end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -263,7 +264,8 @@ class Loads:
         return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """Ends a load after its copy has finished, and ends its lease if that was released."""
+        """Ends a load after its copy has finished. Also ends the load's lease if the lease was
+        released."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1

@@ -20,8 +20,11 @@ PART_ENTRIES = 1 << 18
 
 
 class RetentionPins:
-    """Holds on entries. `_until_s`: end of each entry's hold by entry number, float64 seconds of
-    `now_s`; 0 without a hold. No hold ends before `_next_end_s`."""
+    """Tracks the holds (retention pins) of entries.
+
+    _until_s: by entry number, the end of the entry's hold, float64 seconds on the clock of `now_s`;
+        0 without a hold. No hold ends before `_next_end_s`.
+    """
 
     def __init__(
         self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None
@@ -56,8 +59,8 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds ready entries of a tenant until `until_s`, in order, as far as the budget allows.
-        Returns how many of them are held."""
+        """Holds (pins) ready entries of a tenant until `until_s`, in order, as far as the budget
+        allows. Returns how many of the entries are held, including earlier holds."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -97,7 +100,8 @@ class RetentionPins:
         return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends expired holds, in parts. Any other method may be called between two parts."""
+        """Ends expired holds (retention pins). Each step of the iterator examines PART_ENTRIES
+        entries. Any other method may be called between two steps."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf

@@ -69,12 +69,13 @@ class Named:
 class CheckedCall:
     """A call that passed its checks.
 
-    listed: keys of its blocks (`BlockIndex.mixed`), run after run (consecutive blocks of a group),
-        without representations (compact forms of keys).
-    named: state of its blocks. None if the call joins a lease, or if other calls ran since the
-        state was looked up.
-    ttl_s: lifetime of its lease.
-    weight: bytes of memory that its new lease counts for (`write_weight`); valid if `named` is set.
+    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run (consecutive blocks of a
+        group), without representations (compact forms of keys).
+    named: state of the call's blocks. None if the call joins a lease, or if other calls ran since
+        the state was looked up.
+    ttl_s: lifetime of the call's lease.
+    weight: bytes of memory that the call's new lease counts for (`write_weight`); valid if `named`
+        is set.
     """
 
     runs: list[Run]
@@ -134,12 +135,12 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room, in parts, for any call that adds these blocks. Returns their state; None if
-        other calls ran in between.
+        """Makes room, in parts, for any call that adds these blocks. Returns the blocks' state;
+        None if other calls ran in between.
 
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; None if it may not.
+            soon; None if the policy may not hold entries back.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
@@ -210,7 +211,7 @@ class Reservations:
         has_promise: bool = False,
     ) -> Reservation:
         """Reserves slots for the blocks of a call that passed its checks, as far as there is room.
-        Call it right after `make_room`. `has_promise`: True if the room was reserved for a
+        Call this method right after `make_room`. `has_promise`: True if the room was reserved for a
         residency."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
@@ -423,7 +424,8 @@ class Reservations:
         space.removal.drop(entries, cause)
 
     def end(self, lease: WriteLease) -> None:
-        """Ends a lease that is in the book. If copies are running, it ends when they end."""
+        """Ends a lease that is in the book. If copies are running under the lease, it ends when the
+        copies end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -658,7 +660,8 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks all reserved and written entries of a lease as aborted: they never become ready."""
+        """Marks all reserved and written entries of a lease as aborted: these entries never become
+        ready."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 

@@ -195,7 +195,7 @@ class Removal:
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
         """Removes ready blocks, with a notice. Pinned blocks keep their slots until `reap` frees
-        them."""
+        the slots."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -206,8 +206,8 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, without a notice. Remembers their
-        keys if it is given a cause."""
+        """Removes reserved entries that will not be written, without a notice. Remembers the
+        entries' keys if `cause` is given."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)
@@ -215,8 +215,8 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved entries that are pinned, without a notice. They keep their slots until
-        `reap` frees them."""
+        """Detaches reserved entries that are pinned, without a notice. The entries keep their slots
+        until `reap` frees the slots."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
@@ -381,7 +381,8 @@ class Rebalancer:
 
         taker: the tenant that needs the slots.
         payers: whose blocks may be evicted, tried in this order.
-        is_enough: if given, the work ends when this returns True, and not when the slots are free.
+        is_enough: if given, the work ends when `is_enough` returns True, and not when the slots are
+            free.
         """
 
         def has_free_slots() -> bool:
@@ -492,8 +493,8 @@ class Rebalancer:
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
         """Sets the cost of slabs that other sizes are promised (`SlabFloors`) to inf: of each other
-        size its most costly slabs, as many as its floor needs, and as many free slabs as it is
-        short of."""
+        size its most costly slabs, as many as that size's floor needs, and as many free slabs as
+        that size is short of."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:

@@ -248,7 +248,7 @@ class TenantBook:
 
     def surely_bytes(self, tenant: int) -> int:
         """Returns the bytes that the tenant could have if all other tenants used their guarantees.
-        The tenant may pin no more than that."""
+        The tenant may pin no more than these bytes."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
@@ -287,7 +287,7 @@ class TenantBook:
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
         """Returns True if the tenant would stay within its guarantee with `more_bytes` more. Blocks
-        of other tenants are then evicted for it first."""
+        of other tenants are then evicted first to make room for the tenant."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
@@ -308,8 +308,8 @@ class TenantBook:
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 
     def excess_bytes(self, tenant: int) -> int:
-        """Returns the bytes that a tenant holds above its burst bound (the most bytes that it may
-        hold); negative if it holds less."""
+        """Returns the bytes that a tenant holds above its burst bound (the most bytes that a tenant
+        may hold); negative if the tenant holds less."""
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:

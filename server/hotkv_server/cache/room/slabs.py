@@ -89,17 +89,17 @@ class FreeSlots:
 
 class SlabFloors:
     """The number of slots of each size that were promised, for example to residencies: the floor of
-    the size. Keeps enough slabs available for them. A promise in bytes alone would be weak, because
-    a pinned slot blocks its slab for every other slot size.
+    the size. Keeps enough slabs available for the promised slots. A promise in bytes alone would be
+    weak, because a pinned slot blocks its slab for every other slot size.
 
     lent: returns the number of slabs that a size has.
     num_free: returns the number of free slabs.
 
     Always true between two calls of the core: if some sizes have fewer slabs than their floors
     need, that many slabs are free. A size gets free slabs only if enough stay free for the floors
-    of other sizes. It gives slabs to another size only down to its own floor. So a size has room
-    for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs are
-    counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
+    of other sizes. A size gives slabs to another size only down to its own floor. So a size has
+    room for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs
+    are counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class _SlabClass:
 
     def counts_of(self, lengths: Int64s) -> Int64s:
         """Returns the number of slots in runs (slabs that are lent together) of these lengths.
-        `lengths`: in slabs."""
+        `lengths`: lengths of the runs, in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
@@ -337,7 +337,8 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 
 class SlabPool:
-    """Slots of any size in an arena. Offsets are in bytes from its start, multiples of SLOT_ALIGN.
+    """Slots of any size in an arena. Offsets are in bytes from the arena's start, multiples of
+    SLOT_ALIGN.
 
     num_slabs: slabs of the whole arena.
     num_backed: slabs that have memory.
@@ -345,7 +346,7 @@ class SlabPool:
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise they get memory
+        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise slabs get memory
         through `back` and `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
@@ -386,8 +387,8 @@ class SlabPool:
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
-        """Marks the first `num_bytes` of the arena as having memory. Slabs that lie wholly in them
-        may be lent from here on."""
+        """Marks the first `num_bytes` of the arena as having memory. Slabs that lie wholly in these
+        bytes may be lent from here on."""
         reached = self._owner[: num_bytes // self.slab_bytes]
         fresh = np.flatnonzero(reached == ABSENT)
         reached[fresh] = FREE
@@ -432,7 +433,8 @@ class SlabPool:
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Returns the slot size that each slab is lent to; FREE, or ABSENT if it has no memory. A
+        """Returns the slot size that each slab is lent to; FREE if the slab is not lent, ABSENT if
+        it has no memory. A
         view: do not change it."""
         return self._owner
 
@@ -540,11 +542,11 @@ class SlabPool:
         return heads
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
-        """Marks slots as used while a pool is rebuilt after a restart. Raises ValueError if they
+        """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
         overlap.
 
-        A run (slabs that were lent together) is rebuilt up to its last used slot. Its slabs count
-        as having memory from here on; the caller prefaults them.
+        A run (slabs that were lent together) is rebuilt up to its last used slot. The run's slabs
+        count as having memory from here on; the caller prefaults them.
         """
         if not len(offsets):
             return

@@ -39,7 +39,7 @@ class Room:
     """Makes room in a tier.
 
     coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
-        requests that were refused because they will fit after that second.
+        requests that were refused because the requests will fit after that second.
     may_keep: False if this is a tier below host memory, or host memory with tiers below. The policy
         then may not refuse room to new blocks, because tiers below get only blocks that were
         stored here.
@@ -69,14 +69,16 @@ class Room:
         keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Makes room for `count` slots of `size` bytes for the tenant `taker`, as far as entries
-        may be evicted for it.
+        may be evicted for that tenant.
 
-        is_block: True if other blocks' representations may be dropped for it.
-        has_promise: the room was reserved for a residency; representations may be dropped for it
-            too.
+        is_block: True if representations (compact forms of keys) of other blocks may be dropped to
+            make room.
+        has_promise: True if the room was reserved for a residency; representations may be dropped
+            for the residency too.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; None if it may not. Ignored for a tenant within its guarantee, and while entries
-            of other slot sizes, representations or blocks in tiers would be evicted instead.
+            soon; None if the policy may not hold entries back. Ignored for a tenant within its
+            guarantee, and while entries of other slot sizes, representations or blocks in tiers
+            would be evicted instead.
         """
         shares = self.shares(size)
         for wanted in self._tenants.portions(taker, size, count):
@@ -105,8 +107,8 @@ class Room:
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs until `more` slots by size could be promised to (reserved for) a tenant, as
-        far as entries may be evicted for it. While it runs, these slots count as promised, so that
-        no other call gets them."""
+        far as entries may be evicted for it. While the method runs, these slots count as promised,
+        so that no other call gets them."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -132,7 +134,7 @@ class Room:
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns `coming_slots` and counts them as refused: removes their bytes from
+        """Returns `coming_slots` and counts these slots as refused: removes the slots' bytes from
         `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
@@ -185,8 +187,8 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns the tenants whose blocks are evicted first, and the tenants that follow if that
-        is not enough."""
+        """Returns the tenants whose blocks are evicted first, and the tenants that follow if
+        evicting those blocks is not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -390,8 +392,8 @@ class Space:
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if `make_room` need not be called for so many slots: they are free, and no
-        tenants are configured."""
+        """Returns False if `make_room` need not be called for so many slots: the slots are free,
+        and no tenants are configured."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.room.shares(aligned(slot_bytes))
@@ -409,13 +411,14 @@ class Space:
         has_promise: bool = False,
     ) -> Entries:
         """Reserves slots for keys that are not in the index, in order, as many as find room.
-        Returns their entries.
+        Returns the entries of these keys.
 
-        `make_room` must come before: this evicts only if the tenant's burst bound requires it.
-        While the arena grows, fewer slots are reserved: see `grow`. The caller passes the remaining
-        keys to `decline`.
+        Call `make_room` before: `insert` evicts only if the tenant's burst bound (the most bytes
+        that it may hold) requires that. While the arena grows, fewer slots are reserved: see
+        `grow`. The caller passes the remaining keys to `decline`.
 
-        has_promise: the room was reserved for a residency; it is not refused while the arena grows.
+        has_promise: True if the room was reserved for a residency; the room is then not refused
+            while the arena grows.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:

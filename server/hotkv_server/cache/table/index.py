@@ -92,7 +92,7 @@ class BlockIndex:
         lease_number: int,
     ) -> Entries:
         """Adds reserved entries for keys that are not in the index, in order, until the index is
-        full. Returns their numbers."""
+        full. Returns the numbers of the new entries."""
         count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
@@ -136,8 +136,8 @@ class BlockIndex:
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
-        """Removes reserved or ready entries and frees their numbers. Returns their records, split
-        by `parts`."""
+        """Removes reserved or ready entries and frees their numbers. Returns the removed entries'
+        records, split by `parts`."""
         rows = self._unlink(entries, keys)
         self._release(entries)
         return self.parts(rows)
@@ -153,8 +153,8 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Removes ready or reserved entries from the table. They keep their numbers and slots until
-        `remove_detached`."""
+        """Removes ready or reserved entries from the table. The entries keep their numbers and
+        slots until `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 

@@ -263,7 +263,7 @@ def insert(
     entries: Any,
 ) -> Any:
     """Links reserved entries for keys that are not in the table, until a key does not fit. Writes
-    their numbers into `entries`.
+    the entries' numbers into `entries`.
 
     Returns how many fitted, the new head of the free numbers, and the first number that was never
     used.
@@ -345,7 +345,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready, with their check values. Returns how many were found."""
+    """Makes reserved entries ready, with their check values. Skips entries that are not in the
+    table, and returns how many were found."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:

@@ -140,7 +140,7 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job (the copies of a transfer). All its plans must have this lane's
+        """Starts a job (the copies of a transfer). All plans of the job must have this lane's
         direction."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
@@ -299,7 +299,8 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Tries a call MAX_TRIES times. Returns whether it succeeded, and its first failure."""
+        """Tries a call MAX_TRIES times. Returns whether the call succeeded, and the first
+        failure."""
         first = ""
         for _ in range(MAX_TRIES):
             try:

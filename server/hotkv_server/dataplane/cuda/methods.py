@@ -22,8 +22,8 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 class Slot:
     """Memory for a piece (runs to copy at once) that is in the device's queue.
 
-    `table`: address of TABLE_BYTES pinned bytes. The device reads them in place: copying them would
-        queue behind the other lane's copies.
+    `table`: address of TABLE_BYTES pinned bytes. The device reads these bytes in place: copying
+        them would queue behind the other lane's copies.
     `staging`: address of device memory; 0 without staging.
     """
 

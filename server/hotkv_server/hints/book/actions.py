@@ -27,8 +27,8 @@ class Done:
     """The result of an action.
 
     num_blocks: number of blocks to which the action applies.
-    num_there: how many of them are ready in host memory.
-    num_done: for how many of them the action was done.
+    num_there: how many of these blocks are ready in host memory.
+    num_done: for how many of these blocks the action was done.
     """
 
     num_blocks: int = 0
@@ -44,7 +44,7 @@ def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[
     `hashes`.
 
     hashes: hash for each `hash_block_tokens` tokens of a prompt, uint32 words [n, 8]. A group's
-        block may span several of them; its hash is the hash of the last.
+        block may span several of these hashes; the block's hash is then the last of them.
     """
     lists = []
     for index, group in enumerate(key_space.groups):

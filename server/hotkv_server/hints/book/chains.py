@@ -22,8 +22,8 @@ def chain_keys(hashes: Words) -> ChainKeys:
 
 
 def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
-    """Returns how many leading blocks two chains have in common, but at least `least`. If they have
-    no more than `least` blocks in common, this takes a single comparison."""
+    """Returns how many leading blocks two chains have in common, but at least `least`. If the
+    chains have no more than `least` blocks in common, the call makes a single comparison."""
     low, high = least, min(len(one), len(other))
     if low >= high or one[low] != other[low]:
         return least

@@ -29,8 +29,8 @@ class HintOutcome:
     """The outcome of an action of a hint.
 
     kind: type of the action, as the router sent it.
-    session_id: the router's session to whose blocks the action applies; empty: the blocks of its
-        request.
+    session_id: the router's session to whose blocks the action applies; empty: the blocks of the
+        hint's request.
     came_s: when the hint came, on the monotonic clock.
     reason: explanation of the status, for people.
     num_blocks: number of blocks to which the action applies, over all groups.
@@ -86,7 +86,8 @@ class _Tracked:
 
     keys: keys of the prompt's hash blocks up to the end of the action's range.
     start: position at which the action's range begins.
-    seen: for each block of the range, True if a request has hit it since, bool [stop - start].
+    seen: for each block of the range, True if a request has hit the block since the action, bool
+        [stop - start].
     """
 
     outcome: HintOutcome
@@ -128,8 +129,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget and returns True. If fewer are left,
-        subtracts nothing and returns False."""
+        """Subtracts `count` actions from the tenant's budget and returns True. If the budget has
+        fewer actions left, subtracts nothing and returns False."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -245,7 +246,7 @@ class HintBook:
     """Holds the hints of all tenants, and drops the least recently used tenants beyond the limits.
 
     Tenants with running prefetches are not dropped and do not count for the limit of tenants. After
-    their prefetches have ended, the next call of `tenant` may drop them.
+    the prefetches of such a tenant have ended, the next call of `tenant` may drop the tenant.
     """
 
     def __init__(self, limits: HintLimits | None = None) -> None:

@@ -25,9 +25,9 @@ sessions with short pauses hit more (`bench.agents`)."""
 class SessionGaps:
     """The latest pauses of a session.
 
-    gaps_s: lengths of its pauses in seconds.
-    idle_since_s: when its last request ended; None while a request is running, and before the first
-        request has ended.
+    gaps_s: lengths of the session's pauses in seconds.
+    idle_since_s: when the session's last request ended; None while a request is running, and before
+        the first request has ended.
     """
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=OWN_GAPS))

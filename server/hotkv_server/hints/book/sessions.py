@@ -56,8 +56,8 @@ class HintSession:
     keys: `chain_keys` of these hashes, by key space; views of the same memory.
     message_id: id of the hint message that came with the last request; empty without hints.
     before_s: when a request with another hint message last used the session.
-    receipt: sums over all its requests since this server knows it.
-    gaps: its pauses, for `HintSessions.returns`.
+    receipt: sums over all requests of the session since this server knows the session.
+    gaps: the session's pauses, for `HintSessions.returns`.
     """
 
     used_s: float

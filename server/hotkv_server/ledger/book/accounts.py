@@ -67,9 +67,9 @@ class Buckets:
 
     A count is added to the bucket of its minute, to the bucket of its hour, and to the sum of all
     time. Time is wall-clock time in whole minutes since 1970, so that buckets outlive the server.
-    If the clock goes back by an hour or less, counts are added to the newest minute. If it goes
-    back further, all minutes and hours are cleared, because counts could otherwise not be told from
-    older counts until the clock has caught up.
+    If the clock goes back by an hour or less, counts are added to the newest minute. If the clock
+    goes back further, all minutes and hours are cleared, because counts could otherwise not be told
+    from older counts until the clock has caught up.
 
     cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring of minutes, then a ring of
         hours.
@@ -276,9 +276,9 @@ class Accounts:
     began_minute: when counting began.
     num_folded: number of accounts that were folded into others.
     total: sums of all accounts together.
-    speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It is
-        kept after the engine has ended, because a new engine has hits before it has measured its
-        own speed.
+    speeds: prefill speed in tokens per second, by key space, as an engine last reported the speed.
+        The speed is kept after the engine has ended, because a new engine has hits before it has
+        measured its own speed.
     """
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
@@ -311,7 +311,8 @@ class Accounts:
         """Returns the seconds of prefill that a hit saved, and remembers the key space's speed.
 
         said_s: seconds that the engine reports; they are returned unchanged. If 0 (the engine does
-            not know), the time is computed from the remembered speed; it is 0 without a speed.
+            not know), the time is computed from the remembered speed; the result is 0 without a
+            speed.
         speed: the engine's prefill speed in tokens/s. If 0 (the engine does not send it), the speed
             is computed from `said_s` and `hit_tokens`.
         """
@@ -357,8 +358,8 @@ class Accounts:
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:
-        """Restores an account of an earlier server. Call it in order of use: the account counts as
-        used more recently than the accounts restored before it."""
+        """Restores an account of an earlier server. Call this method in order of use: the account
+        counts as used more recently than the accounts restored before it."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row

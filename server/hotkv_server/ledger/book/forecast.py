@@ -47,12 +47,12 @@ the latter an endless cache, a cache of the arena's size, and a cache a step lar
 class Demand:
     """The blocks of one request.
 
-    keys: keys of its full blocks in the order of the prompt, uint64 [n]. A block has the same key
-        after a restart.
+    keys: keys of the request's full blocks in the order of the prompt, uint64 [n]. A block has the
+        same key after a restart.
     block_tokens: tokens of a block.
     block_bytes: bytes of the arena that a block takes.
-    num_hits: number of blocks that did hit. They are not counted as misses of an endless cache,
-        even if their keys have not been seen.
+    num_hits: number of blocks that did hit. These blocks are not counted as misses of an endless
+        cache, even if their keys have not been seen.
     may_keep: True if the node's policy may prefer to keep other blocks, and so not store some of
         these.
     """

@@ -57,10 +57,10 @@ def note_outcome(
 ) -> PromptOutcome:
     """Returns the outcome of a request that was just scheduled, and credits its hits to tiers.
 
-    hashes: hashes of its prompt, uint32 words [n, 8], one for each full hash block.
+    hashes: hashes of the request's prompt, uint32 words [n, 8], one for each full hash block.
     device_hit_tokens: tokens at the prompt's start that hit on the engine's device.
     hit_tokens: tokens at the prompt's start that hit, on the device or in the cache.
-    reason: the miss reason that its engine reports.
+    reason: the miss reason that the engine reports.
 
     A block that was promoted from a tier is credited to that tier once, for the first request that
     hits it; later hits are credited to host memory. This call looks missed blocks up a moment after

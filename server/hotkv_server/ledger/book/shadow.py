@@ -81,7 +81,7 @@ class Shadow:
     ) -> None:
         """Evicts keys until `more_bytes` fit into the limit, or no key can be evicted.
         `keep_at_s`: the current time, if the policy may hold back entries that it expects to be
-            used soon; None if it may not."""
+            used soon; None if the policy may not hold entries back."""
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]

@@ -75,27 +75,27 @@ class ResidencyBound:
         return min(int(self._share * capacity), most_pinned(capacity))
 
     def cost(self, slot_bytes: int) -> int:
-        """Returns the bytes of this arena that a slot of this size costs, with its part of the
-        unused end of its slab."""
+        """Returns the bytes of this arena that a slot of this size costs, including the slot's
+        share of the unused end of a slab."""
         if slot_bytes not in self._costs:
             self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
         return self._costs[slot_bytes]
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns the bytes of the arena that these slots cost together. slots: their number, by
+        """Returns the bytes of the arena that these slots cost together. slots: number of slots, by
         size."""
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
         """Counts slots as promised (reserved, not yet pinned) to a tenant; with `sign` -1 subtracts
-        them. slots: their number, by size."""
+        the slots. slots: number of slots, by size."""
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots of these sizes [n] as pinned for a tenant; with `sign` -1 subtracts
-        them."""
+        """Counts slots of these sizes [n] as pinned for a tenant; with `sign` -1 subtracts the
+        slots."""
         slots = slots_of(sizes)
         more = sign * self.costs(slots)
         self.pinned_bytes += more

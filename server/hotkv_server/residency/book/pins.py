@@ -41,10 +41,10 @@ class ResidencyPins:
     ) -> Int64s:
         """Returns the slot offset of the representation (compact form of a block's keys, for sparse
         attention) that the residency pins for each of `block_count` positions from `first_position`
-        on; -1 if it pins no representation there.
+        on; -1 if the residency pins no representation there.
 
-        A representation that a restart has restored counts as missing until it has been compared
-        with its check value.
+        A representation that a restart has restored counts as missing until its bytes have been
+        compared with its check value.
         """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
@@ -58,8 +58,8 @@ class ResidencyPins:
         """Pins ready, verified blocks [n] at increasing positions [n], in this order until the
         group has its most blocks.
 
-        A position that already has a block keeps it. Does nothing if the residency is closing or
-        lacks the group.
+        A position that already has a block keeps that block. Does nothing if the residency is
+        closing or lacks the group.
         """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not len(positions):

@@ -72,8 +72,8 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Returns for each position [n] its row, or the row where it would be inserted, and whether
-        it has a row."""
+        """Returns for each position [n] its row (if the position has no row, the row where it would
+        be inserted), and whether the position has a row."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -89,8 +89,8 @@ class ResidentGroup:
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations (compact forms of keys). `positions`
-        increase, and none of them has a row."""
+        """Adds rows for blocks, without representations (compact forms of keys). `positions` must
+        increase, and the group must not have a row for any of them yet."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
@@ -127,15 +127,17 @@ class ResidentGroup:
 class Residency:
     """A residency of an engine: the room reserved for a request, and the blocks pinned in it.
 
-    owner: its tenant, or its engine if no tenants are configured; bounds count for the owner.
-    session_number: the session that opened it.
-    tenant: number of its key space's tenant.
-    opened_s: when it was opened, on the monotonic clock.
-    asked: number of blocks to reserve, by group, from the call that opened it or last grew it.
+    owner: the engine's tenant, or the engine if no tenants are configured; bounds count for the
+        owner.
+    session_number: the session that opened the residency.
+    tenant: number of the key space's tenant.
+    opened_s: when the residency was opened, on the monotonic clock.
+    asked: number of blocks to reserve, by group, from the call that opened the residency or last
+        made it grow.
     groups: the pinned blocks, by group.
-    is_closing: its promise (the slots that it may still pin) is cancelled, it accepts no blocks,
-        and its pins are being released.
-    is_gone: all its pins have been released.
+    is_closing: True if the residency's promise (the slots that it may still pin) is cancelled, it
+        accepts no blocks, and its pins are being released.
+    is_gone: True if all pins of the residency have been released.
     """
 
     engine_id: str
@@ -158,11 +160,12 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns how many blocks it pins. Representations (compact forms of keys) do not count."""
+        """Returns how many blocks the residency pins. Representations (compact forms of keys) do
+        not count."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
-        """Returns how many slots of each size it may still pin (its promise)."""
+        """Returns how many slots of each size the residency may still pin (its promise)."""
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
@@ -194,7 +197,7 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an estimate of the most bytes that its lists may use."""
+        """Returns an estimate of the most bytes that the residency's lists may use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
@@ -203,15 +206,15 @@ class Residency:
             yield group.pinned()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if its rows disagree."""
+        """Raises AssertionError if the residency's rows disagree."""
         for group in self.groups.values():
             assert len(group.positions) <= group.most, "more blocks than were asked for"
             assert np.all(np.diff(group.positions) > 0), "a position is there twice"
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """Returns True if the residency pins any of these blocks, so that its clients may read
-        it."""
+        """Returns True if the residency pins any of these blocks, so that clients of the residency
+        may be reading these blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 
@@ -239,7 +242,7 @@ class Refusal:
     asked_bytes: bytes of the arena that the refused call would have reserved.
     available_bytes: bytes that could be reserved at that time.
     message: the error's text.
-    at_s: when it was refused, on the monotonic clock.
+    at_s: when the residency was refused, on the monotonic clock.
     num_attempts: how many times in a row this residency has been refused.
     """
 
@@ -256,7 +259,7 @@ class ResidencyBook:
     """Finds residencies by id and by session, and bounds them by owner.
 
     bound: counts residencies for each owner.
-    memory: counts the bytes of their lists for each owner.
+    memory: counts the bytes of the residencies' lists for each owner.
     orphans: numbers of sessions that ended while the server drained; their residencies stay.
     """
 
@@ -300,16 +303,16 @@ class ResidencyBook:
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency that a call names; None if it is not open in the session's key
-        space."""
+        """Returns the residency that a call names; None if the residency is not open in the
+        session's key space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
         return residency
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """Returns the open residency that a call names. Raises UNKNOWN_RESIDENCY if it is not open
-        in the session's key space."""
+        """Returns the open residency that a call names. Raises UNKNOWN_RESIDENCY if the residency
+        is not open in the session's key space."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(
@@ -322,8 +325,9 @@ class ResidencyBook:
     def check_room(self, residency: Residency) -> None:
         """Checks a new residency against the bounds of its owner.
 
-        Raises RESIDENCY_TOO_LARGE if its lists would use more memory than any owner may have,
-        OVERLOADED if the owner has too many residencies or too little memory left for their lists.
+        Raises RESIDENCY_TOO_LARGE if the residency's lists would use more memory than any owner may
+        have, OVERLOADED if the owner has too many residencies or too little memory left for their
+        lists.
         """
         self._check_memory(residency.owner, residency.weight, residency.weight)
         if not self.bound.room(residency.owner):
@@ -334,10 +338,10 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory that an open residency's lists would use after it grows. Raises
-        RESIDENCY_TOO_LARGE if that is more than any owner may have, OVERLOADED if the owner has too
-        little left.
-        num_blocks: its number of blocks after growth, by group."""
+        """Checks the memory that an open residency's lists would use after the residency grows.
+        Raises RESIDENCY_TOO_LARGE if the lists would use more memory than any owner may have,
+        OVERLOADED if the owner has too little memory left.
+        num_blocks: the residency's number of blocks after growth, by group."""
         weight = weight_of(num_blocks)
         self._check_memory(residency.owner, weight, weight - residency.weight)
 
@@ -388,8 +392,8 @@ class ResidencyBook:
             del self._refusals[residency.engine_id]
 
     def remove(self, residency: Residency) -> None:
-        """Removes a closing residency that has no pins left, and subtracts it from its owner's
-        counts."""
+        """Removes a closing residency that has no pins left, and subtracts the residency from its
+        owner's counts."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -433,7 +437,7 @@ class ResidencyBook:
         self._refusals.pop(engine_id, None)
 
     def refusals(self) -> list[Refusal]:
-        """Returns, for each engine that has one, its latest refusal. A refusal is deleted once the
+        """Returns the latest refusal of each engine that was refused. A refusal is deleted once the
         refused residency opens, grows or closes."""
         return list(self._refusals.values())
 

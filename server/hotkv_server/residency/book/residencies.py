@@ -82,12 +82,11 @@ class Residencies:
         """Reserves room for a residency: for its blocks, and for one representation (a compact form
         of its keys) per block if the session has declared a kind.
 
-        num_blocks: number of blocks to reserve, by group.
-        If the residency is already open, the call reserves only the additional blocks. It raises
-        DUPLICATE_ID if `num_blocks` has other groups than the residency, or fewer blocks in a group
-        than are already reserved. Raises NO_ROOM_FOR_RESIDENCY if there is no room now,
-        RESIDENCY_TOO_LARGE if there never can be, and others. A refusal is recorded for operators
-        and changes no other state.
+        num_blocks: number of blocks to reserve, by group. If the residency is already open, the
+        call reserves only the additional blocks. The call raises DUPLICATE_ID if `num_blocks` has
+        other groups than the residency, or fewer blocks in a group than are already reserved.
+        Raises NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there never can
+        be, and others. A refusal is recorded for operators and changes no other state.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -124,7 +123,7 @@ class Residencies:
     ) -> None:
         """Reserves additional slots for an open residency.
 
-        num_blocks: number of its blocks after the call, by group.
+        num_blocks: number of the residency's blocks after the call, by group.
         growth: number of additional slots, by slot size.
         """
         with self._noting_refusal(residency, growth, now_s):
@@ -156,7 +155,7 @@ class Residencies:
     ) -> Iterator[None]:
         """Frees slabs, in parts, for the slot sizes that a new or growing residency needs.
 
-        Does nothing if there are enough, or if opening the residency would be refused anyway.
+        Does nothing if enough slabs are free, or if opening the residency would be refused anyway.
         num_blocks: number of blocks to reserve, by group.
         """
         session = self._sessions.record(session_number)
@@ -186,11 +185,11 @@ class Residencies:
         """Pins the listed blocks that are ready and verified, with their representations (compact
         forms of keys, for sparse attention).
 
-        first_position: position of the first block in the request; the others follow it.
+        first_position: position of the first block in the request; the other blocks follow it.
         hashes: hashes of the blocks, uint32 words [n, 8].
-        Returns the slot offset of each block in the arena [n]; -1 if it is not pinned, or not yet
-        verified. A block that the residency already pins keeps its offset, even if it has been
-        flushed since. Raises HotKVError: DUPLICATE_ID if the residency has another block at a
+        Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned, or
+        not yet verified. A block that the residency already pins keeps its offset, even if it has
+        been flushed since. Raises HotKVError: DUPLICATE_ID if the residency has another block at a
         position, UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
         """
         session = self._sessions.record(session_number)
@@ -246,8 +245,8 @@ class Residencies:
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
         """Pins those of the listed ready blocks that a restart has restored and that have not been
-        compared with their check values. Returns them; the caller must compare them, and then pass
-        them to `resident.let_go`."""
+        compared with their check values. Returns these blocks; the caller must compare them, and
+        then pass them to `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
@@ -268,23 +267,23 @@ class Residencies:
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins a residency in parts. Before the call, its engine must have closed it or the
-        session's validity word must have changed."""
+        """Unpins a residency in parts. Before the call, the engine must have closed the residency
+        or the session's validity word must have changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Cancels the residency's promise (the slots that it may still pin) and frees its id. Call
-        `give_back` to unpin its blocks."""
+        """Cancels the residency's promise (the slots that it may still pin) and frees the
+        residency's id. Call `give_back` to unpin the residency's blocks."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Unpins a whole residency at once. Before the call, its engine must have closed it or the
-        session's validity word must have changed."""
+        """Unpins a whole residency at once. Before the call, the engine must have closed the
+        residency or the session's validity word must have changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
@@ -305,8 +304,8 @@ class Residencies:
         return True
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
-        """Changes the session's validity word, so that its readers stop. Returns the residencies to
-        unpin; an empty list if the server drains."""
+        """Changes the session's validity word, so that readers of the session's residencies stop.
+        Returns the residencies to unpin; an empty list if the server drains."""
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:
             self.book.orphans.add(session.number)

@@ -48,8 +48,8 @@ class Copies:
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
-        """Queues blocks that engines stored on this node. Blocks of a sequence must be in its
-        order."""
+        """Queues blocks that engines stored on this node. Blocks of a sequence must be in the order
+        of the sequence."""
         self.lanes[STORED].add(entries)
         self.on_stored()
 
@@ -65,8 +65,8 @@ class Copies:
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Entries:
-        """Removes the next blocks from a lane (queue) and returns them without duplicates. Their
-        slots have about `num_bytes` in total."""
+        """Removes the next blocks from a lane (queue) and returns them without duplicates. The
+        blocks' slots have about `num_bytes` in total."""
         waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
         while len(waiting) and num_bytes > 0:
             parts.append(waiting.take(num_bytes))

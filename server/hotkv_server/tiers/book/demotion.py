@@ -71,8 +71,8 @@ class Demotion:
 
     def take(self, num_bytes: int, now_s: float) -> Entries:
         """Removes blocks from `waiting`, and returns those that are not on the disk and that the
-        gate admits, without duplicates. Stops when their slots have about `num_bytes` in total, or
-        when it has checked about MAX_LOOKED blocks."""
+        gate admits, without duplicates. Stops when the returned blocks' slots have about
+        `num_bytes` in total, or when about MAX_LOOKED blocks were checked."""
         taken, num_looked = np.empty(0, np.uint32), 0
         while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = self.waiting.take(num_bytes)
@@ -121,8 +121,8 @@ class Demotion:
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
         """Makes room on the disk for a move of these blocks, as a generator that yields after each
-        part of the work; it yields nothing if there is room already. The caller must call `begin`
-        directly after the last part, with the blocks that are still ready."""
+        part of the work; the generator yields nothing if there is room already. The caller must
+        call `begin` directly after the last part, with the blocks that are still ready."""
         wanted: dict[int, tuple[int, int]] = {}
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             size = self._size(key_space_id, group, is_plain=is_plain)
@@ -162,8 +162,8 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Returns the size of the places for the next `num_blocks` of a group. Counts them if the
-        group is not encoded at present."""
+        """Returns the size of the places for the next `num_blocks` of a group. Counts these blocks
+        if the group is not encoded at present."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)

@@ -71,10 +71,10 @@ class EpochStanding:
     `confirmed_s`: when the last question was sent whose answer confirmed the settled epoch.
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
-    `raise_s`: when the last raise was sent, or the earliest time for the next.
+    `raise_s`: when the last raise was sent, or the earliest time for the next raise.
     `raise_for`: number of requested flushes that the last raise covers.
     `told`: number of requested flushes that the store's epoch covers.
-    `told_s`: when the store answered the raise for them.
+    `told_s`: when the store answered the raise for those requests.
     """
 
     epoch: int = NO_EPOCH
@@ -103,8 +103,8 @@ class EpochStanding:
 class Record:
     """The record of a key space.
 
-    `local`: the number that the seals (check values) of its blocks on this node's disk include.
-        Each flush changes it, so older blocks don't match. Saved in the file of the book.
+    `local`: the number that the seals (check values) of the key space's blocks on this node's disk
+        include. Each flush changes it, so older blocks don't match. Saved in the file of the book.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
     `need`, `begun`, `ended`: flushes of this node are numbered; these are the numbers of the last
@@ -243,7 +243,7 @@ class EpochBook:
 
     def _seal_anew(self, record: Record) -> None:
         """Gives the key space a new seal number for the disk. Blocks that were written before don't
-        match it, even if a power loss restores their records."""
+        match the new number, even if a power loss restores their records."""
         self.last += 1
         record.local = self.last
         self.revision += 1
@@ -300,8 +300,8 @@ class EpochBook:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the book's file includes all seal numbers of the disk. Without them the next
-        server could not read the blocks."""
+        """True if the book's file includes all seal numbers of the disk. Without these numbers the
+        next server could not read the blocks."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
@@ -421,7 +421,7 @@ class EpochBook:
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
         """Drops the stores' confirmations of the key space's epoch, because a read has seen another
-        epoch than this node expected. The stores are then asked at once."""
+        epoch than this node expected. The stores are then asked for the epoch at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
@@ -447,8 +447,8 @@ class EpochBook:
 
     def rest(self, known: Collection[str], now_s: float) -> None:
         """Marks key spaces that are no longer in use as idle. If there are more than MAX_RECORDS
-        records, also forgets those of key spaces that are idle and not in `known`, the key spaces
-        of this node."""
+        records, also forgets the records of key spaces that are idle and not in `known`, the key
+        spaces of this node."""
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not record.is_waiting:

@@ -65,7 +65,7 @@ class LowerTier:
         )
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space. It must have no blocks on the disk and no moves."""
+        """Forgets a key space. The key space must have no blocks on the disk and no moves."""
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:

@@ -26,7 +26,7 @@ class Move:
     `is_void`: mask [n] of the blocks that were flushed during the move.
     `kept`: entries of blocks that have arrived in host memory, and stay pinned for the callers that
         wait.
-    `forsaken`: entries of blocks that were given up because the tier hangs. Their slots stay
+    `forsaken`: entries of blocks that were given up because the tier hangs. The blocks' slots stay
         reserved until the tier answers.
     """
 

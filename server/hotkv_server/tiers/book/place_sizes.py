@@ -31,7 +31,7 @@ Encoding is useless if that is not smaller than the slot."""
 class _Group:
     """A KV cache group of a key space.
 
-    `slot_bytes`: size of its slots in host memory.
+    `slot_bytes`: size of the group's slots in host memory.
     `encoded_bytes`: size of the place for an encoded block.
     `tried_blocks`, `fitted_blocks`: recent blocks whose encoding was tried, and that fitted.
     `plain_blocks`: blocks that were written plain since the group is no longer encoded.
@@ -95,7 +95,8 @@ class PlaceSizes:
             known.fitted_blocks //= 2
 
     def kept_plain(self, key_space_id: int, group: int, num_blocks: int) -> None:
-        """Counts blocks of a group that were written plain because it is not encoded at present."""
+        """Counts blocks of a group that were written plain because the group is not encoded at
+        present."""
         known = self._groups[key_space_id, group]
         known.plain_blocks += num_blocks
         if known.plain_blocks >= RETRY_BLOCKS:

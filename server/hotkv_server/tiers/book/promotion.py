@@ -43,9 +43,9 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Returns for each block its entry in the disk's books; 0 if it is not ready on the disk.
-        All 0 for representations (compact forms of keys, for sparse attention), which are never on
-        the disk. `positions`: positions in the list to look up; None: all."""
+        """Returns for each block its entry in the disk's books; 0 if the block is not ready on the
+        disk. All 0 for representations (compact forms of keys, for sparse attention), which are
+        never on the disk. `positions`: positions in the list to look up; None: all."""
         hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
         if listed.group_index >= MAX_GROUPS:
             return np.zeros(len(hashes), np.uint32)

@@ -36,7 +36,7 @@ class WaitingBlocks:
         return self._num_entries
 
     def add(self, entries: Entries) -> None:
-        """Queues ready blocks. Blocks of a sequence must be in its order."""
+        """Queues ready blocks. Blocks of a sequence must be in the order of the sequence."""
         if not len(entries):
             return
         generations = self._index.table.records[entries, table.W_GENERATION]

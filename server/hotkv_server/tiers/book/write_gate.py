@@ -186,7 +186,7 @@ class WriteGate:
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
         """Returns for each key its index in the table of refused blocks, and the tag that stands
-        for it there (never 0)."""
+        for the key in the table (never 0)."""
         places: Keys = keys & np.uint64(len(self._refused) - 1)
         return places, (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
@@ -233,8 +233,8 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Returns the rate in bytes per second. Soon after a start it is the mean since then, over
-        at least one minute."""
+        """Returns the rate in bytes per second. Soon after a start, the rate is the mean since the
+        start, over at least one minute."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))

@@ -79,6 +79,6 @@ def room_bytes(num_bytes: int) -> int:
 
 
 def encoded_key(key: bytes) -> bytes:
-    """Returns the key under which the encoded form of a block is stored. It differs between
+    """Returns the key under which the encoded form of a block is stored. The key differs between
     versions of the form."""
     return key + ENCODED_SUFFIX

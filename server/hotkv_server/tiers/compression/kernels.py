@@ -115,7 +115,8 @@ def _encode_group(
 
 
 def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: list[Any]) -> None:
-    """Decodes a vector of values, from its indices and the rests at an address, to `target`."""
+    """Decodes a vector of values to `target`, from the values' exponent indices and the rests
+    (signs and mantissas) at an address."""
     left = entries
     for bit in range(4):
         is_set = builder.icmp_unsigned(
@@ -210,8 +211,8 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns the number of escapes of a tile: the int32 at offset `at`. It may be negative if the
-    room is damaged."""
+    """Returns the number of escapes of a tile: the int32 at offset `at`. The number may be negative
+    if the room is damaged."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 
@@ -227,8 +228,8 @@ def _rests_at(num_values: Any) -> Any:
 def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
-    """Encodes a block. Returns the size of the encoded form in bytes; 0 if it does not fit the
-    room."""
+    """Encodes a block. Returns the size of the encoded form in bytes; 0 if the form does not fit
+    the room."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -323,8 +324,8 @@ def encode_many(
     address, and all blocks and rooms must lie in their arrays.
 
     Sets `results[i]` to the size of the encoded form in bytes, and fills the rest of the room with
-    zeros. Sets it to 0 if the form does not fit the room, if the block's size is not a multiple of
-    GROUP_BYTES, or if its offset is odd; the room's bytes are then undefined.
+    zeros. Sets `results[i]` to 0 if the form does not fit the room, if the block's size is not a
+    multiple of GROUP_BYTES, or if the block's offset is odd; the room's bytes are then undefined.
     """
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
@@ -345,8 +346,9 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes n blocks from rooms that `encode_many` filled. The arguments are as there, in another
-    order. Reads only the rooms and writes only the blocks, even if a room has arbitrary bytes.
+    """Decodes n blocks from rooms that `encode_many` filled. The arguments are those of
+    `encode_many`, in another order. Reads only the rooms and writes only the blocks, even if a room
+    has arbitrary bytes.
 
     Sets `results[i]` to 1; to 0 if the room does not hold the encoded form of a block of
     `sizes[i]` bytes. The block's bytes are then undefined.

@@ -58,7 +58,8 @@ class Codec:
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
         """Decodes n blocks, with the same arguments as `encode`. Returns int64 [n]: 1 for each
-        block that was decoded; 0 if its room does not hold an encoded form of its size."""
+        block that was decoded; 0 if the block's room does not hold an encoded form of a block of
+        this size."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
             self._rooms, places, room_sizes, self._blocks, begins, sizes, results
@@ -154,7 +155,7 @@ class Staged:
 
     @property
     def memory(self) -> FileMapping:
-        """The memory. It must have been allocated."""
+        """The staging memory, which must have been allocated before."""
         assert self._memory is not None, "staging memory that was not taken"
         return self._memory
 
@@ -186,7 +187,8 @@ class Staged:
             self._memory = self._codec = None
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless all parts are free. Don't call it while a part is in use."""
+        """Raises AssertionError unless all parts are free. Don't call this method while a part is
+        in use."""
         with self._changed:
             self._extents.check_invariants()
             assert self._extents.free_bytes == self.num_bytes, "a part is lost"
@@ -195,7 +197,7 @@ class Staged:
 
 def packed(rooms: Int64s, place: int) -> Int64s:
     """Returns the offsets of ranges that follow each other without gaps, the first at `place`.
-    `rooms`: their sizes."""
+    `rooms`: sizes of the ranges."""
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 
@@ -252,7 +254,7 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Frees an extent. It must have been allocated with this offset and size."""
+        """Frees an extent. The extent must have been allocated with this offset and size."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

@@ -73,9 +73,9 @@ def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -
     `addresses[i]`. All arrays are int64 [n].
 
     Sets `results[i]` to the number of bytes read, which is less than `sizes[i]` only at the end of
-    the file. Sets it to -errno if the read failed, also after a part was read. A read that stops
-    between multiples of SLOT_ALIGN counts as at the end of the file; direct I/O could not continue
-    from there.
+    the file. Sets `results[i]` to -errno if the read failed, also after a part was read. A read
+    that stops between multiples of SLOT_ALIGN counts as at the end of the file; direct I/O could
+    not continue from there.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -98,7 +98,7 @@ def write_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) 
     file. All arrays are int64 [n].
 
     Sets `results[i]` to the number of bytes written, which is less than `sizes[i]` only if pwrite
-    returns 0. Sets it to -errno if the write failed, also after a part was written.
+    returns 0. Sets `results[i]` to -errno if the write failed, also after a part was written.
     """
     for i in range(sizes.shape[0]):
         done = 0

@@ -123,8 +123,8 @@ class BlockMover:
         return rows.only(fits)
 
     def _decode(self, call: DiskCall, rows: Rows) -> None:
-        """Reads encoded blocks to staging memory, decodes them to their slots, and sets their
-        codes."""
+        """Reads encoded blocks to staging memory, decodes them to their slots, and sets the blocks'
+        codes (results)."""
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
         if place is None:
@@ -190,8 +190,8 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Returns the seals of the blocks' stored bytes, which are in memory at `addresses`, as
-        `tiers.seals.seal` computes them."""
+        """Returns the seals (check values) of the blocks' stored bytes, which are in memory at
+        `addresses`, as `tiers.seals.seal` computes them."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]

@@ -74,7 +74,7 @@ class FileIO:
 
 
 class SlabFileError(OSError):
-    """The slab file is unusable. The message says why, and how to mend it."""
+    """The slab file is unusable. The message says why, and how to mend the file."""
 
 
 class SlabFile:
@@ -103,8 +103,8 @@ class SlabFile:
         file if they are missing. Blocks while disk space is allocated.
 
         If the file grows, it keeps its bytes; if it shrinks, the bytes beyond `num_bytes` are lost.
-        Raises SlabFileError if the file can't be used; if it can't grow, it keeps its old size.
-        Raises OSError if the folder can't be created.
+        Raises SlabFileError if the file can't be used; if the file can't grow, it keeps its old
+        size. Raises OSError if the folder can't be created.
 
         `num_bytes`: a multiple of SLOT_ALIGN.
         `direct`: True uses direct I/O, or logs a warning if the file system does not support it.
@@ -220,8 +220,8 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
 
 
 def _make_direct(fd: int, path: Path) -> bool:
-    """Turns direct I/O on and tests it with a read, because some file systems refuse it only then.
-    Returns False if the file system does not support it."""
+    """Turns direct I/O on and tests it with a read, because some file systems refuse direct I/O
+    only at a read. Returns False if the file system does not support direct I/O."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

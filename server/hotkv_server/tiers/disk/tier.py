@@ -61,7 +61,7 @@ class DiskTier:
 
     Calls for the same place in the file may run in any order, so the caller must read or reuse a
     place only after the write to it has ended. Reading, writing, sealing and encoding run without
-    the GIL; Python holds it for microseconds per piece.
+    the GIL; Python holds the GIL for microseconds per piece.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DiskTier:
         `arena`: memory with the slots; must outlive the tier.
         `io`: moves the blocks; None: reads and writes `file`.
         `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
-            closes it.
+            closes `staged`.
         `close_wait_s`: longest time that `close` waits for a disk that hangs.
         """
         self._file = file
@@ -174,7 +174,7 @@ class DiskTier:
         """Implements `Tier`. Waits at most `close_wait_s` for a disk that hangs.
 
         If the disk still hangs after that time, calls under way have not ended, and the arena must
-        stay mapped. When the disk answers, the calls end and the file is closed. Don't call this
+        stay mapped. When the disk answers, the calls end and the file is closed. Don't call `close`
         from an `on_done`.
         """
         self._closing.set()

@@ -82,8 +82,9 @@ class TierBelow:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
-        """Starts moving blocks down. `tell`: called when blocks may have been removed. `on_ready`:
-        called with the entries, the medium and the tier's name after blocks were moved down."""
+        """Starts moving blocks down (from host memory to the disk). `tell`: called when blocks may
+        have been removed. `on_ready`: called with the entries, the medium and the tier's name after
+        blocks were moved down."""
         self._on_ready = on_ready
         if self.memory is not None:
             name = f"the thread that writes the records of {self.name}"
@@ -108,7 +109,7 @@ class TierBelow:
     def _keep_key_spaces(self) -> bool:
         """Makes the thread of the records write new key spaces, and returns True if all key spaces
         are in the file. Until then no block is moved down, because the next server might not know
-        its key space."""
+        the block's key space."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -132,7 +133,7 @@ class TierBelow:
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
         """Makes room on the disk. Then begins to move down those of `entries` that are still ready
-        and have not been replaced meanwhile. `is_plain`: stores them without encoding."""
+        and have not been replaced meanwhile. `is_plain`: stores the blocks without encoding."""
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
@@ -144,7 +145,7 @@ class TierBelow:
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the disk. A block whose bytes do not match its check value
-        does not become ready there. Blocks that can't be encoded are written again, without
+        does not become ready on the disk. Blocks that can't be encoded are written again, without
         encoding."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
@@ -185,22 +186,22 @@ class TierBelow:
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns for each list the positions of the blocks that are on the disk and not in host
-        memory. Empty if they may not be loaded now, because a shared tier's store has not confirmed
-        the key space's epoch (number that each flush raises) lately."""
+        memory. Empty if blocks of the disk may not be loaded now, because a shared tier's store has
+        not confirmed the key space's epoch (number that each flush raises) lately."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list a mask of the blocks that are ready on the disk. All False if they
-        may not be loaded now, because a shared tier's store has not confirmed the key space's epoch
-        (number that each flush raises) lately."""
+        """Returns for each list a mask of the blocks that are ready on the disk. All False if
+        blocks of the disk may not be loaded now, because a shared tier's store has not confirmed
+        the key space's epoch (number that each flush raises) lately."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to load blocks from the disk: reserves slots for as many as there is room for.
-        Returns None if no block gets a slot."""
+        """Begins to load blocks from the disk: reserves slots for as many blocks as there is room
+        for. Returns None if no block gets a slot."""
         return self.lower.up.begin(key_space_id, groups, now_s)
 
     def blocks(self, move: Move) -> Blocks:

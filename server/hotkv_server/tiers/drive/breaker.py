@@ -66,16 +66,16 @@ class Breaker:
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """Returns `lets_pass`. If that is True because a trial is due, the next trial is due only
-        after RETRY_S."""
+        """Returns `lets_pass`. If the result is True because a trial is due, the next trial is due
+        only after RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S
         return passes
 
     def say(self) -> None:
-        """Logs when lookups begin to skip the tier, and when it works again. If this changes often,
-        logs it at most once in SAY_AGAIN_S."""
+        """Logs when lookups begin to skip the tier, and when it works again. If the tier breaks and
+        recovers often, logs a line at most once in SAY_AGAIN_S."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

@@ -41,8 +41,8 @@ class _Content:
 
 
 class EpochNotes:
-    """Reads and writes the copies of the file; see the module. Without folders it does nothing, and
-    the book ends with the process."""
+    """Reads and writes the copies of the file; see the module. Without folders this object does
+    nothing, and the book ends with the process."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)
@@ -52,7 +52,7 @@ class EpochNotes:
 
     def read(self, stores: Sequence[str]) -> EpochBook:
         """Returns the book that an earlier server wrote, for the stores with these names; an empty
-        book without a file. Blocks the calling thread."""
+        book if there is no file. Blocks the calling thread."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
         # A folder with blocks and without a file was left by a server that kept no notes.

@@ -56,8 +56,8 @@ NOTES = "disk"
 
 class EpochRelay:
     """Notifies `Epochs` that a tier has seen another epoch (number that each flush of a key space
-    raises) than it expected. A tier gets its relay when it is opened; `Epochs.start` connects the
-    relay later."""
+    raises) than the tier expected. A tier gets its relay when it is opened; `Epochs.start` connects
+    the relay later."""
 
     def __init__(self) -> None:
         self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
@@ -92,7 +92,7 @@ class Epochs:
     confirmed; see the module.
 
     `stores`: each shared tier, with the relay that it calls as its `on_epoch`.
-    `notes`: files in which the book outlives the server; None: it ends with the process.
+    `notes`: files in which the book outlives the server; None: the book ends with the process.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Epochs:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Starts the task. It notices flushes of other nodes, and raises the stores' epochs for
-        flushes of which an earlier server could not tell them. `flush`: flushes a key space on this
-        node alone."""
+        """Starts the task. The task notices flushes of other nodes, and raises the stores' epochs
+        for flushes of which an earlier server could not notify the stores. `flush`: flushes a key
+        space on this node alone."""
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
@@ -196,7 +196,7 @@ class Epochs:
 
     def get(self, store: str, key_space_id: int) -> int:
         """Returns the epoch (number that each flush raises) in which the key space's blocks in the
-        store may be read and written; NO_EPOCH if they may not be read or written now."""
+        store may be read and written; NO_EPOCH if these blocks may not be read or written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
@@ -210,8 +210,9 @@ class Epochs:
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
-        """Returns the prefix of the keys of the key space's blocks on the disk. It contains the
-        number of the last flush here, so seals (check values) from before it don't match."""
+        """Returns the prefix of the keys of the key space's blocks on the disk. The prefix contains
+        the number of the last flush on this node, so seals (check values) from before that flush
+        don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
         # 0: no number, as in the seals of earlier servers, which did not number flushes.
@@ -238,7 +239,8 @@ class Epochs:
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if hits on the key space's blocks in host memory may be granted now, because
-        the stores have confirmed its epoch lately. Stores that are away are ignored."""
+        the stores have confirmed the key space's epoch (number that each flush raises) lately.
+        Stores that are away are ignored."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -331,7 +333,7 @@ class Epochs:
             self._work()
 
     def _nudge(self) -> None:
-        """Makes the task work in the next turn of the event loop, before its next tick."""
+        """Makes the task work in the next turn of the event loop, before the task's next tick."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
@@ -412,7 +414,8 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space on this node, unless no caller asked for it and it has no blocks."""
+        """Flushes a key space on this node, unless no caller asked for the flush and the key space
+        has no blocks."""
         is_done = False
         try:
             number = self._number(fingerprint)

@@ -54,8 +54,8 @@ class TierSource(Protocol):
         """The tier that moves the bytes."""
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier which of the blocks it has, unless the core knows. Waits for the answer at
-        most until `until_s`."""
+        """Asks the tier which of the blocks it has, unless the core knows that already. Waits for
+        the answer at most until `until_s`."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns True if a block that is not in host memory may be in the tier."""
@@ -68,8 +68,8 @@ class TierSource(Protocol):
         """Returns for each list a mask of the blocks that are known to be in the tier."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move the `wanted` blocks up to host memory: reserves slots for as many as there
-        is room for. Returns None if no block gets a slot."""
+        """Begins to move the `wanted` blocks up to host memory: reserves slots for as many blocks
+        as there is room for. Returns None if no block gets a slot."""
 
     def blocks(self, move: Move) -> Blocks:
         """Returns the blocks of a move as the argument of `Tier.read`."""
@@ -115,7 +115,8 @@ class TierLookups:
     """Finds out which blocks are in tiers; see the module.
 
     `sources`: all tiers, in the order in which their blocks are preferred.
-    `shared`: those of them that know their blocks only themselves, so that they must be asked.
+    `shared`: the sources of shared tiers. This node does not know which blocks such a tier has, so
+        the tier must be asked.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     """
 
@@ -210,9 +211,9 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns True if a shared tier must be asked before a lookup can be answered. Either it
-        may have a block that host memory lacks, or it must first confirm the key space's epoch, so
-        that blocks of the disk may be loaded.
+        """Returns True if a shared tier must be asked before a lookup can be answered. Either the
+        tier may have a block that host memory lacks, or the tier must first confirm the key space's
+        epoch (number that each flush raises), so that blocks of the disk may be loaded.
 
         Returns False without a session, if the session does not know tiers, and if MAX_WAITING
         calls of the session are waiting.

@@ -187,7 +187,7 @@ class TierReads:
 
     def bytes_per_s(self) -> float:
         """Returns the mean speed of recent reads that found blocks, in bytes per second; 0 if no
-        recent read found any. The tier as a whole is faster if it does several reads at the same
+        recent read found blocks. The tier as a whole is faster if it does several reads at the same
         time."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
@@ -206,9 +206,9 @@ class TierReads:
         return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
 
     def costs(self) -> tuple[float, float]:
-        """Returns the present costs of a read: seconds per read, and seconds per byte. They are
-        fitted to the last COSTED reads by least squares, and are at least 0. Both are 0 if these
-        reads found no blocks."""
+        """Returns the present costs of a read: seconds per read, and seconds per byte. The costs
+        are fitted to the last COSTED reads by least squares, and are at least 0. Both are 0 if
+        these reads found no blocks."""
         if self._costs_at != self.num_reads:
             last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
             self._costs = fitted(self._bytes[last], self._seconds[last])

@@ -64,12 +64,12 @@ class LowerMemory:
     """The records of the disk tier; see the module.
 
     `table`: the block table in memory; empty until the core fills it.
-    `old`: the table that an earlier server left; None if there is none, or if it is unusable. Also
-        None after `start`.
+    `old`: the table that an earlier server left; None if there is no such table, or if the table is
+        unusable. Also None after `start`.
     `state`: the key spaces and slab size that belong to `old`.
-    `why_empty`: why the old table is unusable; empty if it is usable or there was none.
+    `why_empty`: why the old table is unusable; empty if the table is usable or there was no table.
     `kept_revision`: revision of the newest key spaces that are in a file; -1 at first.
-    `problem`: why the last write to the files failed; empty if it succeeded.
+    `problem`: why the last write to the files failed; empty if the write succeeded.
     `num_changed`: number of changed records that were reported since the start.
     `num_saved`: how many of these are in the file.
     """
@@ -106,7 +106,8 @@ class LowerMemory:
         calling thread. Raises BusyError if another server uses the folder, or OSError.
 
         `num_bytes`: size of the disk tier, which is rounded down to whole slabs.
-        `slab_bytes`: size of slabs, unless there is a usable old table; then its size is kept.
+        `slab_bytes`: size of slabs, unless there is a usable old table; then the old table's slab
+            size is kept.
         `capacity`: most blocks in the table.
         `reset`: removes the old table.
         """
@@ -135,7 +136,7 @@ class LowerMemory:
     def start(self, revision: int, state: ServerState) -> None:
         """Starts the thread. The table must be filled. The thread replaces the old table's file,
         writes the key spaces in `state`, and from then on writes changes. Does not wait for the
-        disk. `revision`: of the key spaces."""
+        disk. `revision`: revision of the key spaces."""
         self.old = self.state = None
         self._wanted = (revision, state)
         self._thread = threading.Thread(target=self._work, name="hotkv-disk-records", daemon=True)
@@ -143,7 +144,7 @@ class LowerMemory:
 
     def keep(self, revision: int, state: ServerState) -> None:
         """Makes the thread write these key spaces in place of the previous key spaces. Does not
-        wait for the disk; `kept_revision` shows when they are written."""
+        wait for the disk; `kept_revision` shows when the key spaces are written."""
         self._wanted = (revision, state)
         self._asked.set()
 
@@ -336,8 +337,9 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Returns the table and the key spaces that an earlier server left, and "". If they are
-    unusable, returns None for both, and the reason. If there are none, the reason is empty."""
+    """Returns the table and the key spaces that an earlier server left, and "". If the files are
+    unusable, returns None for table and key spaces, and the reason. If there are no files, the
+    reason is empty."""
     path = folder / TABLE_FILE
     if not path.exists() and not (folder / STATE_FILE).exists():
         return None, None, ""

@@ -112,8 +112,8 @@ class TierShared:
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists is neither in host memory nor on the disk, so it
-        may be in the tier."""
+        """Returns True if a block of these lists is neither in host memory nor on the disk, so that
+        the block may be in the tier."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
@@ -135,8 +135,8 @@ class TierShared:
         return masks
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to load the `wanted` blocks: reserves slots for as many as there is room for.
-        Returns None if no block gets a slot."""
+        """Begins to load the `wanted` blocks: reserves slots for as many blocks as there is room
+        for. Returns None if no block gets a slot."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         for keys in self._keys(key_space_id, groups, wanted):
             for key in keys:

@@ -122,7 +122,7 @@ async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
     """Compares the bytes of n pinned blocks with their check values. Returns a mask [n] of the
-    blocks that match, and condemns the others. `tell`: called after that."""
+    blocks that match, and condemns the others. `tell`: called after blocks were condemned."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)

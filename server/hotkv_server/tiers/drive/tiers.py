@@ -56,7 +56,7 @@ UP_TIMEOUT_S = 30.0
 @dataclass(slots=True)
 class Coming:
     """A move of blocks up: from a tier into host memory. `num_waiting`: number of callers that wait
-    for it."""
+    for the move."""
 
     source: TierSource
     move: Move
@@ -74,7 +74,8 @@ class Held:
 
 
 class Tiers:
-    """All tiers below host memory. They are asked in this order: `below` (the disk), then `shared`.
+    """All tiers below host memory. Tiers are asked in this order: `below` (the disk), then
+    `shared`.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
     `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.
@@ -219,8 +220,8 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads the blocks of these lists from tiers, as many as there is room for. Waits for them
-        at most until `until_s`, a time of time.monotonic."""
+        """Loads the blocks of these lists from tiers, as many as there is room for. Waits for these
+        blocks at most until `until_s`, a time of time.monotonic."""
         await self._begin_up(key_space_id, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)
@@ -250,7 +251,7 @@ class Tiers:
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Loads blocks from tiers, and waits until they are in host memory, at most for
         `lookup_wait_s`. The loaded blocks are pinned until the caller calls `let_go`. A caller that
-        is cancelled need not call it."""
+        is cancelled need not call `let_go`."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):

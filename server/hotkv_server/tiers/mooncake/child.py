@@ -181,8 +181,8 @@ class Child:
 
     def _number(self, name: str) -> int:
         """Returns the epoch under the key `name`; NO_EPOCH if the key is absent. Raises
-        MasterLostError if the value is not a number, and AwayError if it can't be read; NO_EPOCH in
-        its place would hide a flush."""
+        MasterLostError if the value is not a number, and AwayError if the value can't be read;
+        returning NO_EPOCH instead would hide a flush."""
         found = bytes(self._store.get(name))
         if not found:
             # The value is also empty if the master does not answer.

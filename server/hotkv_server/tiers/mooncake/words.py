@@ -30,7 +30,7 @@ class Line:
     """One end of the socket pair. One thread at a time.
 
     Methods raise TimeoutError at the time limit, EOFError or OSError if the other end is gone, and
-    EOFError or ValueError if it sends anything but a message.
+    EOFError or ValueError if the other end sends anything but a message.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -76,8 +76,8 @@ class RemoteCall:
 class Part:
     """Part of a call, which a connection executes at once.
 
-    `do`: function of a client and a time limit. It asks the server, and sets the results of the
-        part's blocks in the call.
+    `do`: function of a client and a time limit. The function asks the server, and sets the results
+        of the part's blocks in the call.
     `deadline_s`: a time of time.monotonic. The part is skipped if it has not begun by then.
     `moves_blocks`: True if the part uses slots of the arena. Such a part is also broken off at its
         deadline, so that its slots get free. Another part waits longer for the server's answer,

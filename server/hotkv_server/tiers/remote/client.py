@@ -61,8 +61,8 @@ class Client(Protocol):
     """A tier's connection to its store. One call at a time.
 
     Keys may contain any bytes. `until_s` is the time limit of a method, a time of time.monotonic.
-    All methods may block until then. They may raise StoreError; `Workers` logs any other exception
-    as a defect.
+    All methods may block until then. Methods may raise StoreError; `Workers` logs any other
+    exception as a defect.
     """
 
     def is_fresh(self) -> bool:

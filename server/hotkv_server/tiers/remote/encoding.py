@@ -39,7 +39,8 @@ class EncodingClient:
     A block keeps its code if it is too large for the staging memory, or gets no staging memory
     before the time limit. Seals cover the bytes as stored.
 
-    `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots.
+    `inner`: the client that stores the blocks. The inner client gets ranges of `staged` in place of
+        slots.
     """
 
     def __init__(self, inner: Client, staged: Staged) -> None:

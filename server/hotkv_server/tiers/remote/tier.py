@@ -46,13 +46,13 @@ slot."""
 class RemoteTier:
     """A remote tier; see the module and `SharedTier`.
 
-    A read ends at its deadline at the latest. If it has to connect first, it may end up to
+    A read ends at its deadline at the latest. If the read has to connect first, it may end up to
     `RemoteLimits.connect_timeout_s` later, with its slots untouched.
 
     `cut_reads`, `cut_writes`: split reads and writes into parts.
     `on_epoch`: called with (fingerprint, epoch) if the store has another epoch than a call
-        expected, before that call is answered. NO_EPOCH: the store has no epoch. It is called from
-        any thread and must not block.
+        expected, before that call is answered. NO_EPOCH: the store has no epoch. `on_epoch` is
+        called from any thread and must not block.
     `staged`: staging memory of clients that encode; the tier closes it. None without encoding.
     """
 

@@ -48,7 +48,7 @@ class RemoteHealth:
 
     @property
     def problem(self) -> str:
-        """The known problem of the server; empty if it works."""
+        """The known problem of the server; empty if the server works."""
         return self._problem
 
     @property
@@ -160,7 +160,7 @@ class Workers:
 
     @property
     def problem(self) -> str:
-        """The known problem of the server; empty if it works."""
+        """The known problem of the server; empty if the server works."""
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:

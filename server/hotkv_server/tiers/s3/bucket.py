@@ -60,7 +60,7 @@ class AccessKey:
 
 def read_access_key(path: Path) -> AccessKey:
     """Returns the credentials in a file. Raises UnusableError if other users may access the file,
-    if it can't be read, or if it has no key."""
+    if the file can't be read, or if the file has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:
@@ -206,7 +206,7 @@ class Loop:
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread. No caller may be waiting in `run`; requests that it cancelled get
+        """Ends the thread. No caller may be waiting in `run`; requests that `run` cancelled get
         CLOSE_S to end."""
         if self._loop.is_closed():
             return
@@ -386,7 +386,7 @@ class Bucket:
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
         """Returns the names of the first objects in a folder, in order of names, at most `most`.
-        Stops at the end of a page (1000 names) if `is_enough` is True for its last name."""
+        Stops at the end of a page (1000 names) if `is_enough` is True for the page's last name."""
 
         async def request() -> list[str]:
             found: list[str] = []

@@ -52,9 +52,9 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the shared `Bucket`. If the store has refused the last (`is_refused`), returns a
-        new `Bucket`, which has read the credentials and certificates again. Raises
-        UnusableError."""
+        """Returns the shared `Bucket` (connections to the store). If the store has refused that
+        `Bucket` (`is_refused`), makes a new one, which reads the credentials and certificates
+        again. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -105,7 +105,7 @@ class S3Client:
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Implements `Client`. Answers from the index in memory; asks the bucket only for the
-        epochs, and for a listing of a key space that it has not listed yet."""
+        epochs, and for the packs of a key space whose packs were not listed yet."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:

@@ -37,23 +37,23 @@ _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def epoch_path(fingerprint: str) -> str:
-    """Returns the path of a key space's epoch. It is outside `blocks/`, so that the lifecycle rule
-    for blocks does not remove epochs. Raises LostError for a fingerprint with other characters than
-    letters, digits, _ and -."""
+    """Returns the path of a key space's epoch. The path is outside `blocks/`, so that the lifecycle
+    rule for blocks does not remove epochs. Raises LostError for a fingerprint with other characters
+    than letters, digits, _ and -."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise LostError("keeps no epoch under such a fingerprint")
     return f"epochs/1/{fingerprint}"
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns a key space's epoch (number that each flush raises); NO_EPOCH if it has none. Raises
-    StoreError."""
+    """Returns a key space's epoch (number that each flush raises); NO_EPOCH if the key space has no
+    epoch. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns a key space's epoch, and begins an epoch if it has none. Returns NO_EPOCH if the
-    store has no room for the epoch. Raises StoreError.
+    """Returns a key space's epoch (number that each flush raises). If the key space has no epoch,
+    begins an epoch. Returns NO_EPOCH if the store has no room for the epoch. Raises StoreError.
 
     `now_us`: microseconds of the wall clock.
     """
@@ -73,8 +73,9 @@ def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces (numbers that flushes raise), and begins an epoch
-    for each key space that has none (NO_EPOCH if the store has no room for it). Reads all at the
-    same time. Omits a key space whose epoch is not a number. Raises StoreError."""
+    for each key space that has none (NO_EPOCH if the store has no room for the new epoch). Reads
+    all epochs at the same time. Omits a key space whose epoch is not a number. Raises
+    StoreError."""
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
@@ -107,8 +108,8 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
 
 
 def check_conditions(bucket: Bucket, until_s: float) -> None:
-    """Checks that the store honours If-None-Match and If-Match. Raises UnusableError if it does
-    not."""
+    """Checks that the store honours If-None-Match and If-Match. Raises UnusableError if the store
+    ignores one of these conditions."""
     bucket.put(CHECK, b"1", until_s)
     found = bucket.get(CHECK, until_s)
     if found is None:

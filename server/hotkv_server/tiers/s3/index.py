@@ -83,14 +83,14 @@ class PackIndex:
             ]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Removes blocks from the index. They stay in the bucket."""
+        """Removes blocks from the index. The blocks stay in the bucket."""
         tags = [tag(key) for key in keys]
         with self._lock:
             for key_tag in tags:
                 self._where.pop(key_tag, None)
 
     def drop(self, path: str) -> None:
-        """Removes a pack from the index. It stays in the bucket."""
+        """Removes a pack from the index. The pack stays in the bucket."""
         with self._lock:
             self._drop(path)
 

@@ -77,7 +77,7 @@ class _Folder:
 class Lister:
     """Lists packs; see the module. Thread-safe.
 
-    `index`: the found packs are added to it.
+    `index`: receives the packs that listings find.
     `connect`: returns the bucket; raises StoreError.
     `refresh_s`: least time between two listings of a key space.
     `timeout_s`: longest time for a request.
@@ -106,8 +106,8 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Queues a listing of a key space if it is due. If its packs are not known yet, blocks
-        until they are, at most until `until_s`, a time of time.monotonic; then raises
+        """Queues a listing of a key space if it is due. If the key space's packs are not known yet,
+        blocks until they are known, at most until `until_s`, a time of time.monotonic; then raises
         StoreError."""
         with self._changed:
             folder = self._folder(space)
@@ -232,7 +232,8 @@ class Lister:
 
     def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
         """Reads the lists of these packs and adds the packs to the index. Returns False if the
-        index had no room for one of them, so it has none for older packs either."""
+        index had no room for one of the packs; the index then has no room for older packs
+        either."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 class ClusterPipe:
-    """Connections to all servers of a cluster; see the module and `Pipe`. Connects when it is
-    made."""
+    """Connections to all servers of a cluster; see the module and `Pipe`. The constructor
+    connects."""
 
     keeps_order = False
     has_one_clock = False
@@ -186,7 +186,8 @@ class ClusterPipe:
         self._num_replicas = num_replicas
 
     def _connected(self, address: Address, until_s: float) -> ValkeyConnection:
-        """Connects to a server that has hash slots. Raises UnusableError if it can't be reached."""
+        """Connects to a server that has hash slots. Raises UnusableError if the server can't be
+        reached."""
         try:
             return ValkeyConnection(self._settings, address, until_s)
         except LostError as error:

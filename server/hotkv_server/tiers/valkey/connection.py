@@ -45,9 +45,9 @@ class Login:
 
 
 def read_login(settings: ValkeySettings) -> Login | None:
-    """Returns the login, with the password from its file; None if the settings name no file. Raises
-    UnusableError if other users may access the file, or if it can't be read, is empty or is too
-    long."""
+    """Returns the login, with the password from the file that the settings name; None if the
+    settings name no file. Raises UnusableError if other users may access the file, or if the file
+    can't be read, is empty or is too long."""
     path = settings.password_file
     if path is None:
         return None
@@ -69,7 +69,7 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
     """Logs in, selects the database, and checks that the server answers commands for keys. Raises
     StoreError.
 
-    In a cluster this skips that check, because the server may be a replica; the map of hash slots
+    In a cluster `greet` skips the check, because the server may be a replica; the map of hash slots
     tells which server has a key.
     """
     words = [b"HELLO", b"3"]
@@ -166,8 +166,8 @@ class Pipe(Protocol):
 
 
 class ValkeyConnection:
-    """A connection to a single server; see the module and `Pipe`. Connects and logs in when it is
-    made.
+    """A connection to a single server; see the module and `Pipe`. The constructor connects and logs
+    in.
 
     `address`: host and port; None for a Unix socket.
     """

@@ -49,7 +49,8 @@ RAISE_TRIES = 8
 
 
 class StoreClock:
-    """Detects that a server has just restarted. Shared by all connections to it. Thread-safe."""
+    """Detects that a server has just restarted. Shared by all connections to the server.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +64,7 @@ class StoreClock:
     def restored_below(self, reply: Reply, now_s: float) -> int:
         """Returns `restored_below` of `Shown`: the least epoch that can have begun after the
         server's start, if the server has just restarted; else 0. 0 also if the reply lacks the
-        figures. `reply`: to INFO_SERVER. `now_s`: a time of time.monotonic."""
+        figures. `reply`: the reply to INFO_SERVER. `now_s`: a time of time.monotonic."""
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
             return 0
@@ -116,7 +117,7 @@ def get(fingerprint: str) -> Command:
 
 def begin(fingerprint: str, now_us: int) -> Command:
     """Returns the command that begins an epoch (number that each flush raises) if the key space has
-    none. `now_us`: microseconds of the wall clock."""
+    no epoch. `now_us`: microseconds of the wall clock."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 

@@ -51,7 +51,7 @@ class Errors:
         self._first = self._first or unusable(code)
 
     def check(self) -> None:
-        """Raises UnusableError if a code meant that the whole server is unusable. Call it after the
-        last reply was read."""
+        """Raises UnusableError if a code meant that the whole server is unusable. Call this method
+        after the last reply was read."""
         if self._first is not None:
             raise self._first

@@ -63,8 +63,8 @@ class ReplySource(Protocol):
     """A source of bytes for `Replies`."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Waits for bytes, and writes those that have come to the buffers in order. Returns their
-        number, at least 1; it may be less than the buffers hold."""
+        """Waits for bytes, and writes those that have come to the buffers in order. Returns the
+        number of bytes, at least 1, perhaps less than the buffers hold."""
 
 
 def command(*words: bytes) -> bytes:

@@ -26,7 +26,8 @@ HALFWAY_BLOCKS = 64
 
 def ttl_ms(base_s: float, depth_blocks: int) -> int:
     """Returns the time to live, in milliseconds, of a block with `depth_blocks` blocks before it in
-    its sequence. It is `base_s` for the first block, and falls with the depth towards half of that.
+    its sequence. The time to live is `base_s` for the first block, and falls with the depth towards
+    half of `base_s`.
 
     A block is useful only while all blocks before it exist. A server with `maxmemory-policy
     volatile-ttl` evicts the keys that expire first. Since the time falls with depth, the server

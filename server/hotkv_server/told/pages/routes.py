@@ -59,9 +59,9 @@ PRIVATE: Mapping[str, str] = {
 class Request:
     """The parts of an HTTP request that decide the answer.
 
-    path, query: of the address, without and after the question mark.
+    path, query: the parts of the address before and after the question mark.
     host, authorization, accept: values of these headers; empty if the header is missing.
-    body: of a POST to CHECK_PATH.
+    body: body of a POST to CHECK_PATH.
     """
 
     path: str
@@ -129,7 +129,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """Makes the answer with the status page. Reads its file once."""
+    """Makes the answer with the status page. Reads the page's file once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -202,10 +202,10 @@ class SavingsPage:
         """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0 for
         all time.
 
-        Requests a new computation, unless the same one is already requested. It begins when the
-        running computation has ended and the rest (pause) after it is over. While the node computes
-        or rests, returns the latest answer for the same window if there is one. Otherwise waits for
-        the new answer. Raises the node's errors.
+        Requests a new computation, unless the same computation is requested already. The
+        computation begins when the running computation has ended and the rest (pause) after it is
+        over. While the node computes or rests, returns the latest answer for the same window if
+        there is one. Otherwise waits for the new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -253,8 +253,8 @@ T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """Returns 200, or 503 with the problems of the server. `also_draining`: draining counts as a
-    problem too."""
+    """Returns 200, or 503 with the problems of the server. `also_draining`: True: draining counts
+    as a problem too."""
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
         problems += ("the server drains",)
@@ -268,7 +268,7 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
     """Returns which blocks [n] are cached, from the first capability that answers such questions;
-    None if none does.
+    None if no capability answers them.
 
     model: name of the model. block_tokens: tokens of a block. hashes: the router's block hashes.
     """

@@ -111,8 +111,8 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """A regular file of mode FILE_MODE, reopened if it was moved away. It must not be a symbolic
-    link. Raises OSError, also when a line is written."""
+    """A regular file of mode FILE_MODE, reopened if the file was moved away. The file must not be a
+    symbolic link. Raises OSError, also when a line is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

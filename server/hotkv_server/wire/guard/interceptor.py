@@ -59,7 +59,7 @@ def _children(kind: Descriptor) -> Children:
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
     """Returns whether a message of this kind has at most MAX_PARTS parts (fields, list entries and
-    messages). Raises DecodeError if it is incomplete."""
+    messages). Raises DecodeError if the message is incomplete."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -128,8 +128,8 @@ Guard = Callable[[Any], None]
 class Malformed:
     """Replaces a request that could not be parsed or had too many parts; names the reason.
 
-    It holds no exception object. An exception that is raised several times keeps the frames of all
-    its raises alive, with their requests.
+    This object holds no exception object. An exception that is raised several times keeps the
+    frames of all its raises alive, with their requests.
     """
 
     reason: Reason
@@ -311,8 +311,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the answers of a call to health, reflection or channelz, and counts it as a guest:
-        it may last."""
+        """Yields the answers of a call to health, reflection or channelz, and counts the call as a
+        guest, because such a call may last."""
         try:
             with self._guests.stay():
                 async for response in answers:

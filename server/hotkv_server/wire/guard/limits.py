@@ -110,8 +110,8 @@ class Guests:
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
         """Counts the current task as a guest until the end of the `with` block. Raises OVERLOADED
-        in the block, wherever the task waits, if the task is ended: after `for_s`, or to make
-        place for a newer guest if this is the oldest."""
+        in the block, wherever the task waits, if the task is ended: after `for_s`, or to make place
+        for a newer guest if this guest is the oldest."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:

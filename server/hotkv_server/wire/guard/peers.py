@@ -31,8 +31,8 @@ def of_socket(connection: socket.socket) -> Peer:
 
 
 def of_call(context: Any) -> Peer:
-    """Returns the peer of a call over TCP. It has certificate names only if the handshake has
-    verified them."""
+    """Returns the peer of a call over TCP. The peer has certificate names only if the handshake has
+    verified the names."""
     names = {
         name.decode(errors="replace")
         for key, values in context.auth_context().items()

@@ -40,7 +40,7 @@ class TlsFiles:
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Reads the files. Raises OSError, ssl.SSLError (a child of OSError and ValueError) or
-        UnsafeError if they can't be used."""
+        UnsafeError if the files can't be used."""
         check_private_key(self.key)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         judge.load_cert_chain(self.certificate, self.key)
@@ -84,8 +84,8 @@ class Certificates:
             self._files, self._stamp = files, ()
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns new credentials if the files have changed since the last handshake; None if they
-        have not, or can't be used."""
+        """Returns new credentials if the files have changed since the last handshake; None if the
+        files have not changed, or can't be used."""
         with self._lock:
             try:
                 stamp = self._files.stamp()

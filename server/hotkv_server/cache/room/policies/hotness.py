@@ -202,7 +202,7 @@ class Duel:
         """Adapts the share of sampled keys to the number of blocks.
 
         The shadows (shadow caches) see only sampled keys. If the share falls, keys that are no
-        longer sampled are removed from all shadows. If it rises, all shadows start empty.
+        longer sampled are removed from all shadows. If the share rises, all shadows start empty.
         """
         if num_resident < self._too_few:
             self.share = 1.0

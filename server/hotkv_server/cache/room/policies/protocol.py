@@ -25,8 +25,8 @@ class Policy(Protocol):
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready. Counts as a use of each block: a request missed it, so it
-        was stored."""
+        """Adds blocks that became ready. Counts as a use of each block, because a block is stored
+        after a request has missed it."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
@@ -45,16 +45,17 @@ class Policy(Protocol):
         them in the chain."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether `victims` may return fewer entries than can be evicted; at first it may. If
-        `allowed` is False, the policy switches at once to its best rule without holding."""
+        """Sets whether `victims` may return fewer entries than can be evicted; at first `victims`
+        may. If `allowed` is False, the policy switches at once to its best rule without holding."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Marks entries as not expected to be used again. They are evicted before all others until
-        they are used or refreshed. Skips entries that were never admitted."""
+        """Marks entries as not expected to be used again. Demoted entries are evicted before all
+        others until they are used or refreshed. Skips entries that were never admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
         """Marks entries as expected to be used by `until_s`. Until then, `victims` with a
-        `keep_at_s` does not return them, even if it returns too few. May do nothing."""
+        `keep_at_s` does not return them, even if it then returns too few entries. May do
+        nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that were evicted to make room (`evicted`) or dropped for another reason.
@@ -67,13 +68,13 @@ class Policy(Protocol):
     def victims(
         self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
-        """Returns up to `count` evictable entries, coldest first; fewer only if there are fewer, or
-        if `keep_at_s` allows it.
+        """Returns up to `count` evictable entries, coldest first; fewer only if fewer entries are
+        evictable, or if `keep_at_s` allows it.
 
         slot_bytes: selects a queue; each slot size has its own.
         evictable: tells which entries may be evicted and have that size.
         keep_at_s: the current time, if the policy may hold entries back that it expects to be used
-            before the blocks that would replace them. None if it may not.
+            before the blocks that would replace them. None if the policy may not hold entries back.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

@@ -192,8 +192,8 @@ class ColdQueue:
         """Returns the coldest evictable entries, at most `count`. Pinned entries are skipped until
         the next refill.
 
-        held: tells which entries to hold back. They keep their places, and the search ends at the
-            first of them.
+        held: tells which entries to hold back. Held entries keep their places, and the search ends
+            at the first held entry.
         """
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
