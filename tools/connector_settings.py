@@ -21,8 +21,8 @@ from hotkv_vllm.config import RESIDENT_SETTINGS, ConnectorConfig
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "connector.md"
 HEAD = """# Settings of the connector
 
-Both connectors read them from `kv_connector_extra_config` of vLLM. Give them as JSON, or one by
-one:
+Both connectors read their settings from vLLM's `kv_connector_extra_config`. Give settings as JSON,
+or one by one:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HotKVConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"hotkv.target": "node7:50051", "hotkv.load": "always"}}'
