@@ -314,7 +314,7 @@ def _check_target(target: str) -> None:
     fine = (
         path.startswith("/")
         if target.startswith("unix:")
-        else bool(host) and port.isdecimal() and 0 < int(port) < 65536
+        else bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
     )
     if not fine:
         raise ConfigError(

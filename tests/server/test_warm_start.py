@@ -3,6 +3,7 @@ names and by prompts, over a Valkey that both share."""
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
-from hotkv_client.command.warm_start import CALL_BLOCKS, _calls
+from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
 from hotkv_server.warm_start.book import Warmth
@@ -155,6 +156,23 @@ def test_other_files_are_named(
     assert cli.main(["import", str(file), "--target", "unix:/nonexistent"]) == 2
     said = capsys.readouterr().err
     assert f"{file}:1" in said and "hotkv export" in said and "Traceback" not in said
+
+
+def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
+    """As `hotkv export /dev/stdout` would by root."""
+
+    class Client:
+        def export_blocks(self, *_: int) -> Iterator[Any]:
+            yield {"hash_byte_count": 8}
+
+    client: Any = Client()
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is no file: name a file to write"):
+        export(client, pipe, 1, 0)
+    assert pipe.is_fifo()
+    (link := tmp_path / "link").symlink_to(file := tmp_path / "file")
+    export(client, link, 1, 0)
+    assert link.is_symlink() and file.read_text()
 
 
 @given(

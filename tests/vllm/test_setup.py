@@ -36,6 +36,7 @@ PROMPT = prompt(1, 200)
         ("hotkv.target", "grpc.sock", "unix:/absolute/path and host:port"),
         ("hotkv.target", "unix:relative", "unix:/absolute/path"),
         ("hotkv.target", "host:99999", "host:port"),
+        ("hotkv.target", "http://host:1", "host:port"),
         ("hotkv.target", 7, "a string"),
         ("hotkv.load_timeout_s", "soon", "seconds"),
         ("hotkv.load_timeout_s", -1, "seconds"),

@@ -31,13 +31,17 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
     """Writes the hashes of the hottest blocks to `path`. An existing file is replaced only when the
     new file is complete.
 
-    Raises HotKVError, OSError.
+    Raises HotKVError, OSError; ValueError if `path` is a pipe or a device, such as /dev/stdout,
+    which a file would replace.
 
     byte_count: the total size of the named blocks, approximately; 0: all blocks.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file: name a file to write")
+    place = path.resolve()
     parts = client.export_blocks(key_space_id, byte_count)
     space = next(parts)
-    partial = path.with_name(f"{path.name}.part-{os.getpid()}")
+    partial = place.with_name(f"{place.name}.part-{os.getpid()}")
     num_blocks = 0
     hash_bytes = int(space["hash_byte_count"])
     try:
@@ -49,7 +53,7 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
                     num_blocks += len(hashes)
                     line = {"group_index": group_index, "hashes": [one.hex() for one in hashes]}
                     print(json.dumps(line), file=file)
-        partial.replace(path)
+        partial.replace(place)
     finally:
         partial.unlink(missing_ok=True)
     return {"file": str(path), "key_space_id": key_space_id, "block_count": num_blocks}
