@@ -9,8 +9,9 @@ answered the store.
 `Fence`: the session that owns the page chooses the word of each store. `SharedFence`: another
 process of the engine (the scheduler) chooses the words through `Revocations`, for the pages of
 several sessions at once. That process can revoke a store before the session's own process learns
-that the store is not wanted. A shared page also records for each word whether the session still
-waits for the server's answer. Both processes may set a store's word; only `Revocations` clears it.
+that the store is not wanted. The page of a `SharedFence` also records for each word whether the
+session still waits for the server's answer. The session and the scheduler may set a store's word;
+only `Revocations` clears it.
 
 A page's descriptor is closed when its `Fence` or `SharedFence` is garbage-collected. The words stay
 mapped as long as they are referenced.

@@ -176,8 +176,9 @@ class Session:
 
     @property
     def order_message(self) -> str:
-        """Returns why the server rejected a part of `EngineMemory.order`; empty if the server
-        rejected no part, or if there is no connection."""
+        """Returns why the server rejected a part of `EngineMemory.order` (the ways in which the
+        engine lets the server wait for earlier work on its device). Empty if the server rejected no
+        part, or if there is no connection."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 

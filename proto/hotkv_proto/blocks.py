@@ -1,7 +1,7 @@
 """Blocks in calls: how engines name them, which options a call may carry, and the results of calls.
 
-`LoadRun`, `BlockRun` and `GroupHashes` name blocks by their hashes. Enums have the numbers of the
-wire.
+`BlockRun` and `GroupHashes` name blocks by their hashes; `LoadRun` names blocks by their positions
+in a read lease. Enums have the numbers of the wire.
 """
 
 import enum

@@ -711,8 +711,9 @@ class DevicePool:
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def fail(self, request_id: str, why: str) -> None:
-        """Makes vLLM end the request with an error, in the next output. vLLM has a single list of
-        requests that end with an error, for any cause."""
+        """Makes vLLM end the request with an error, in the next output. Uses the set that vLLM has
+        for mismatches of its encoder cache: vLLM ends all requests in this set, whatever the
+        cause."""
         logger.error("hotkv: request %s ends with an error: %s", request_id, why)
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)

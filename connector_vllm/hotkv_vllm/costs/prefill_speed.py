@@ -75,10 +75,11 @@ class PrefillSpeed:
         )
 
     def begin_step(self, rows: Iterable[tuple[int, int]], now_s: float) -> int:
-        """Begins a step. Returns the number that the worker repeats with the results; 0 if the step
-        is not timed.
+        """Begins a step. Returns the step's id, which the worker sends back with the results; 0 if
+        the step is not timed.
 
-        rows: for each request, the tokens that the step computes and the tokens before them.
+        rows: for each request, how many tokens the step computes, and how many tokens come before
+            them.
         """
         num_tokens, num_prefill, contexts = 0, 0, 0.0
         for count, computed in rows:

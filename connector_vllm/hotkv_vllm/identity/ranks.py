@@ -91,7 +91,8 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
 
 def process_group_store() -> Store:
-    """Returns the store through which torch's process groups were set up. Raises Unsupported."""
+    """Returns torch's key-value store, through which its process groups were set up. Raises
+    Unsupported if torch has no such store."""
     from torch.distributed import distributed_c10d
 
     try:

@@ -48,11 +48,11 @@ BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Where the bytes of a rank are in slots (a block's place in the server's arena).
+    """Where the bytes of a rank are in a slot (a block's place in the server's arena).
 
-    pages: by layer index, bytes from the start of a block's slot to the layer's page.
-    representations: by layer index and format, bytes from the start of the slot of a block's
-        representation (compact form of its keys) to the layer's representation in that format.
+    pages: offset in bytes of each layer's page in a block's slot, by layer index.
+    representations: offset in bytes of each layer's representation (compact form of a block's keys)
+        in the slot of a block's representations, by layer index and format.
     """
 
     pages: dict[int, int] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """Returns where the bytes of a rank are in slots. `layer_names`: the layers of the group, all
-    of them among `layers`."""
+    """Returns where the bytes of a rank are in a slot (a block's place in the server's arena).
+    `layer_names`: the layers of the group, all of them among `layers`."""
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
     places = SlotPlaces()

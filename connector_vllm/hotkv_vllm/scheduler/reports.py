@@ -83,8 +83,8 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """Records the end of a reported request. The end is reported to the server if the request
-        has a session, or hints that apply at its end."""
+        """Records that a request has ended. The next message reports the end to the server if the
+        request was admitted and has a session or hints."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.trace is not None:

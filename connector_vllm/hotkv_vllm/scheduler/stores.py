@@ -540,14 +540,15 @@ class StorePlanner:
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
-        """Handles a step whose planning raised: drops the tails and the stores that no worker has
-        received, and revokes all other stores by their words in the fence (shared page)."""
+        """Handles a step whose planning raised: drops the tails (last blocks of ended requests) and
+        the stores that no worker has received, and revokes all other stores by their words in the
+        fence (shared page)."""
         self.tails.forget()
         self.in_flight.plan_broke()
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores and drops the tails, for a step that may reallocate any block. Returns
-        the stores that the step has to wait for."""
+        """Revokes all stores and drops the tails (last blocks of ended requests), for a step that
+        may reallocate any block. Returns the stores that the step has to wait for."""
         taken_back = self.in_flight.take_all_back()
         self.tails.forget()
         return taken_back
@@ -557,8 +558,8 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes stores that read blocks which are about to be written, and drops tails with such
-        blocks."""
+        """Revokes stores that read blocks which are about to be written, and removes such blocks
+        and all later blocks from the tails (last blocks of ended requests)."""
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()

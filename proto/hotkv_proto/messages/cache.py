@@ -362,7 +362,7 @@ def result_messages(
 ) -> list[cache_pb2.RunResults]:
     """Makes the messages of the BlockResult values of each run (consecutive blocks of a group).
 
-    group_indexes: groups of the runs, as the session numbers them.
+    group_indexes: for each run, the session's index of its group.
     """
     return [
         cache_pb2.RunResults(group_index=group, results=value.tobytes())
@@ -389,7 +389,7 @@ def load_response(value: TransferResult) -> cache_pb2.LoadResponse:
 def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache_pb2.StoreResponse:
     """Makes the answer to a store.
 
-    group_indexes: groups of the runs, as the session numbers them.
+    group_indexes: for each run (consecutive blocks of a group), the session's index of its group.
     """
     return cache_pb2.StoreResponse(
         transfer_id=value.transfer_id,

@@ -265,7 +265,7 @@ class HintOutcome(google.protobuf.message.Message):
     """Blocks for which the action is done."""
     reused_block_count: builtins.int
     """Hash blocks of the target that requests have hit here since the action, each counted once. For
-    `demote` and `release`: blocks that were dropped too early.
+    `demote` and `release`: blocks that were demoted too early.
     """
     saved_s: builtins.float
     """Seconds of prefill that these hits have saved, at the speed that the engine has measured; zero

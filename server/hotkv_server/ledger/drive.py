@@ -317,8 +317,9 @@ class LiveLedger:
 
     @property
     def grown(self) -> Usage:
-        """Usage since this server started, without later subtractions: it never falls, as
-        Prometheus requires of counters."""
+        """Usage (hits, saved prefill time, moved bytes and so on) counted since this server
+        started. Does not subtract the hits of loads that failed later, because Prometheus requires
+        that counters never fall."""
         self._fold_moved()
         return self._accounts.columns.usage(self._grown)
 

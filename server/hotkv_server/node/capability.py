@@ -406,10 +406,10 @@ class Capability:
         return {}
 
     def status(self, *, has_names: bool) -> Figures:
-        """Returns fields of the status page.
-
-        has_names: False leaves out the names of tenants, models and engines. A value may be a
+        """Returns the fields that this capability adds to the status page. A field's value may be a
         function, which is called later, on another thread.
+
+        has_names: False leaves out the names of tenants, models and engines.
         """
         return {}
 

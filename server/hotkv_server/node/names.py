@@ -101,8 +101,9 @@ class Names:
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown: the name that this engine told, or else the
-        name that any engine of the key space told last, or else `otherwise`.
+        """Returns the name by which a model is shown: the name that the engine `engine_id`
+        reported, or else the latest name that any engine of the key space reported, or else
+        `otherwise`.
 
         digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
         """
@@ -110,9 +111,9 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space is shown: the name that this engine
-        told, or else the name that any engine of the key space told last, or else the name in the
-        key space."""
+        """Returns the name by which the model of a key space is shown: the name that the engine
+        `engine_id` reported, or else the latest name that any engine of the key space reported, or
+        else `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file

@@ -136,8 +136,8 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Begins the transfer's timeout, because the engine's device has passed the mark. From any
-        thread."""
+        """Begins the transfer's timeout, because the engine's device has passed the mark (the point
+        in its queue that the transfer must not precede). May be called from any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:

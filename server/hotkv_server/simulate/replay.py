@@ -43,7 +43,7 @@ class ReplayHints:
 
     pauses_s: seconds until the session's next request [R]; infinite for its last request.
     own_from: index in the request of the first block that only this session has used so far [R].
-    sessions: number of the request's session [R], which is the number of the session's first
+    sessions: id of the request's session [R]: the index in the trace of the session's first
         request.
     """
 

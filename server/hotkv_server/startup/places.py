@@ -1,4 +1,5 @@
-"""Directories and files of a server: checked against other users, and locked.
+"""Checks that no other user could have replaced a server's directories and files, and locks the
+runtime directory.
 
 Always true: a second server on the same runtime directory refuses to start.
 """

@@ -102,7 +102,8 @@ class FakeHandle:
 
     @staticmethod
     def parse(raw: bytes, kind: str) -> "FakeHandle":
-        """Parses a handle. Raises DeviceError unless it is a handle of that kind."""
+        """Parses the bytes of a handle. Raises DeviceError unless they are a valid handle of the
+        kind `kind` (memory or event)."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")

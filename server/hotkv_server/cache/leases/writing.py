@@ -278,8 +278,9 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the keys (`BlockIndex.mixed`) of all blocks of the runs, run after run, without
-        representations."""
+        """Returns the index's keys of all blocks of the runs, uint64 [n], run after run. A key is
+        the block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs
+        of representations (compact forms of blocks' keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)

@@ -100,8 +100,8 @@ async def aside(call: Callable[[], object]) -> None:
 
 
 def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
-    """Returns a function that a thread calls to set the future's result to a tuple of its
-    arguments."""
+    """Returns a function that any thread may call. The function makes the future's event loop set
+    the future's result: the tuple of the arguments of the call."""
     loop = ended.get_loop()
 
     def set_result(answer: object) -> None:

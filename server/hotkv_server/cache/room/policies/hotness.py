@@ -263,8 +263,8 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Returns the share of keys to sample while the cache holds so many blocks; never rises with
-    the blocks."""
+    """Returns the share of keys to sample while the cache holds `num_resident` blocks. For more
+    blocks, the share is never larger."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)
 

@@ -62,8 +62,9 @@ class Policy(Protocol):
         Skips entries that were never admitted."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares in parts the long work that the next `victims` with these arguments would do at
-        once. May do nothing."""
+        """Prepares the next call of `victims` with these arguments: each step of the returned
+        iterator does a part of the long work that `victims` would otherwise do at once. The
+        iterator may be empty."""
 
     def victims(
         self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
