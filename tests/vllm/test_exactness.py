@@ -39,6 +39,20 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
 
+def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
+    """vLLM admits the request again, in the middle of a block that the answer has begun."""
+    sparse = approximate()
+    for chunk in (prompt(1, 100), prompt(2, 60)):
+        sparse.add("a", chunk, 5, resumable=True)
+        for _ in range(20):
+            sparse.step()
+    context = sparse.scheduler.requests["a"].prompt_token_ids[:]
+    sparse.abort("a")
+    sparse.generate("stores end", prompt(9, 40))
+    assert len(context) == 164 and sparse.num_sparse_rows
+    assert engine().generate("b", [*context, 7], 1)[1] == 96
+
+
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:

@@ -71,12 +71,16 @@ class Exactness:
         if not self.is_watching:
             return
         state = scheduler_output.kv_connector_block_state
-        copied = [
-            c.dst_block_id
-            for c in scheduler_output.kv_cache_block_copies or ()
-            if self._inexact[c.src_block_id]
-        ]
-        self._inexact[list(allocated)] = False
+        copies = scheduler_output.kv_cache_block_copies or ()
+        copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
+        # A session of streamed input comes again, with a block that it has begun to fill.
+        begun = {
+            ids[new.num_computed_tokens // tokens]
+            for new in scheduler_output.scheduled_new_reqs
+            for tokens, ids in zip(self._block_tokens, new.block_ids, strict=False)
+            if tokens and new.num_computed_tokens % tokens
+        }.difference(c.dst_block_id for c in copies)
+        self._inexact[list({*allocated} - begun)] = False
         self._inexact[copied] = True
         if state is None:
             return
