@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import Request, RequestStatus
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
@@ -31,6 +32,9 @@ from tests.server.support import PATIENT
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import running
 from tests.vllm.approximate import SPARSE
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import answer_of
+from tests.vllm.ordered_server import RealServer
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -193,6 +197,49 @@ def test_a_node_that_was_warmed_hits_from_its_host_memory(
     fetched = nodes[1].counter("shared_fetched_blocks_total")
     assert reader.hits(keys) == 40
     assert nodes[1].counter("shared_fetched_blocks_total") == fetched
+
+
+# ------------------------------------------------------------------------------- over a plain model
+
+
+def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of the harness checks each value that attention reads. vLLM's own offloading
+    stores a session's later blocks under the names of others."""
+    transfer = door_config(daemon.target, 1, **{"hotkv.weights_identity": tmp_path.name})
+    server: Any = RealServer(daemon.target)
+    engines = [
+        Engine(server, tmp_path / "model", monkeypatch, within=lambda _: {**transfer})
+        for _ in range(2)
+    ]
+    for one in engines:
+        monkeypatch.setattr(one.connector, "get_kv_connector_stats", lambda: None)
+    one, other = engines
+    before = daemon.counter("stored_blocks_total")
+    one.shown["s"], one.outputs["s"] = {}, []
+    for seed in range(3):
+        parameters = one._parameters(5, None)
+        turn = Request("s", prompt(seed, 90), *parameters, block_hasher=one.hasher, resumable=True)
+        one.requests.setdefault("s", turn)
+        one.scheduler.add_request(turn)
+        session = one.scheduler.requests["s"]
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            one.step()
+    tokens = list(session.all_token_ids)[:-1]
+    one.abort("s")
+
+    def is_stored() -> bool:
+        one.step()
+        return daemon.counter("stored_blocks_total") >= before + len(tokens) // BLOCK_TOKENS
+
+    wait_for(is_stored, "the store of the session's blocks")
+    other.add("again", tokens, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.outputs["again"] == answer_of(tokens, 4)
+    assert other.external["again"] == usable(tokens)
+    for one in engines:
+        one.shutdown()
 
 
 # ---------------------------------------------------------------------------------- in real engines

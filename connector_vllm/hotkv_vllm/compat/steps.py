@@ -3,7 +3,8 @@
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
 `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks beside its tokens.
+into a request's blocks beside its tokens. `forget_blocks` writes the blocks that vLLM's offloading
+remembers of a request.
 """
 
 import copy
@@ -127,3 +128,16 @@ def shared_prefix_boundary(request: Any) -> int:
     """Returns the length of the prefix for which vLLM has a state because several requests share
     it; 0 without such a prefix."""
     return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+def forget_blocks(offloading: Any, request_id: str) -> None:
+    """Empties the block lists that vLLM's offloading keeps of a request.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: its `_update_req_states` in vLLM 0.32 (not 0.33): it appends the blocks that a step
+    lists. For the next turn of a session with streamed input a step lists all blocks again, so that
+    every later block would be stored under the name of another.
+    """
+    for group in offloading._req_status[request_id].group_states:
+        group.block_ids.clear()

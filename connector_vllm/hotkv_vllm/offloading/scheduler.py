@@ -179,6 +179,17 @@ class DoorScheduler:
         if state is not None and self._reports is not None:
             self._reports.admitted(state, external_tokens)
 
+    def _share_nothing(self, *_: Any) -> None:
+        """Holds the tier until vLLM has emptied its caches."""
+        self._tier.is_held = True
+        self._is_clean = False
+
+    @hook(_share_nothing, of="door")
+    def lists_blocks_anew(self, request: Any, offloading: Any) -> None:
+        """Prepares vLLM's offloading for a step that lists all blocks of a session with streamed
+        input (`steps.forget_blocks`)."""
+        steps.forget_blocks(offloading, request.request_id)
+
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
         """Ends a request that has finished or was aborted."""
