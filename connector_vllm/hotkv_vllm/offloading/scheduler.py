@@ -185,10 +185,9 @@ class DoorScheduler:
         self._is_clean = False
 
     @hook(_share_nothing, of="door")
-    def lists_blocks_anew(self, request: Any, offloading: Any) -> None:
-        """Prepares vLLM's offloading for a step that lists all blocks of a session with streamed
-        input (`steps.forget_blocks`)."""
-        steps.forget_blocks(offloading, request.request_id)
+    def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
+        """Tells vLLM's offloading about the request's blocks (`steps.tell_offloading`)."""
+        steps.tell_offloading(offloading, request, blocks)
 
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
