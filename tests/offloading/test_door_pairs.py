@@ -8,12 +8,13 @@ blocks of the server.
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import Request, RequestStatus
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
@@ -24,6 +25,7 @@ from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from hotkv_vllm.stats import HookClock, HotKVStats
+from hotkv_vllm.testing.host_copies import HostCopies
 from tests.offloading.engines import door_config
 from tests.offloading.rig import Rig, keys_of
 from tests.pairs.table import REFUSALS
@@ -31,6 +33,10 @@ from tests.server.support import PATIENT
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import running
 from tests.vllm.approximate import SPARSE
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import answer_of
+from tests.vllm.ordered_server import RealServer
+from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
@@ -193,6 +199,93 @@ def test_a_node_that_was_warmed_hits_from_its_host_memory(
     fetched = nodes[1].counter("shared_fetched_blocks_total")
     assert reader.hits(keys) == 40
     assert nodes[1].counter("shared_fetched_blocks_total") == fetched
+
+
+# ------------------------------------------------------------------------------- over a plain model
+
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines of the harness with this door, over a key space of the test. Their model checks
+    each value that attention reads."""
+    transfer = door_config(daemon.target, 1, **{"hotkv.weights_identity": tmp_path.name})
+    server: Any = RealServer(daemon.target)
+    made = []
+
+    def make(around: Any = dict, **settings: Any) -> Engine:
+        settings["within"] = lambda _: around(transfer)
+        made.append(Engine(server, tmp_path / "model", monkeypatch, **settings))
+        monkeypatch.setattr(made[-1].connector, "get_kv_connector_stats", lambda: None)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+def stores(one: Engine, daemon: Daemon, num_blocks: float) -> None:
+    """Steps until the server has stored so many blocks."""
+    wait_for(lambda: one.step() or daemon.counter("stored_blocks_total") >= num_blocks, "stores")
+
+
+def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
+    model: Make, daemon: Daemon
+) -> None:
+    one, other = model(), model()
+    before = daemon.counter("stored_blocks_total")
+    one.shown["s"], one.outputs["s"] = {}, []
+    for seed in range(3):
+        parameters = one._parameters(5, None)
+        turn = Request("s", prompt(seed, 90), *parameters, block_hasher=one.hasher, resumable=True)
+        one.requests.setdefault("s", turn)
+        one.scheduler.add_request(turn)
+        session = one.scheduler.requests["s"]
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            one.step()
+    tokens = list(session.all_token_ids)[:-1]
+    one.abort("s")
+    stores(one, daemon, before + len(tokens) // BLOCK_TOKENS)
+    other.add("again", tokens, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.outputs["again"] == answer_of(tokens, 4)
+    assert other.external["again"] == usable(tokens)
+
+
+def test_stores_end_before_another_connector_loads_into_their_blocks(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device copies a store's blocks when vLLM waits for it, else after the load."""
+    copy, copies = HostCopies._copy, dict[int, Any]()
+
+    def later(*what: Any, to_row: bool) -> bool:
+        copies[what[1]] = (*what, to_row)
+        return True
+
+    one = model(beside("LoadingConnector", ours_first=False), blocks=12)
+    other = model(blocks=12)
+    one.generate("connects", prompt(9, 5), 2)
+    before, first, second = daemon.counter("stored_blocks_total"), prompt(1, 200), prompt(2, 200)
+    with monkeypatch.context() as late:
+        late.setattr(HostCopies, "_copy", later)
+        late.setattr(
+            HostCopies, "wait", lambda _, jobs: [copy(*copies.pop(job)) for job in jobs & {*copies}]
+        )
+        late.setattr(PLAN, "is_async", True)
+        late.setattr(PLAN, "fill", loads_into(one))
+        one.add("a", first, 1)
+        one.step()
+        PLAN.tokens["b"] = 192
+        one.add("b", second, 2)
+        wait_for(lambda: one.step() or "b" in one.finished, "the answer")
+    for what in copies.values():
+        copy(*what)
+    stores(one, daemon, before + 6)
+    other.add("again", first, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert (other.outputs["again"], other.external["again"]) == (answer_of(first, 4), 192)
 
 
 # ---------------------------------------------------------------------------------- in real engines

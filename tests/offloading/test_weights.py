@@ -293,6 +293,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
         ("arrived", (SimpleNamespace(request_id="r"),)),
         ("matched", (None, 0, 0)),
         ("allocated", (None, 0)),
+        ("got_blocks", (None, None, None)),
         ("finished", (None,)),
         ("begin_step", (None,)),
         ("update", (None, ())),
@@ -303,8 +304,8 @@ def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, argum
     side.wants_formats = hook == "connect"
     getattr(side, hook)(*arguments)
     assert side.edge.broken == {f"door.{hook}"}
-    if hook in ("begin_step", "update"):
-        assert not tier.serves, "nothing is shared before the ranks have been asked again"
+    if hook in ("begin_step", "update", "got_blocks"):
+        assert not tier.serves, "nothing is shared before the ranks or a reset have settled it"
     assert tier.told == ({"r": True} if hook == "arrived" else {})
 
 

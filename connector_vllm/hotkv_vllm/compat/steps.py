@@ -3,7 +3,8 @@
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
 `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks beside its tokens.
+into a request's blocks beside its tokens. `tell_offloading` writes the block ids that vLLM's
+offloading remembers.
 """
 
 import copy
@@ -127,3 +128,23 @@ def shared_prefix_boundary(request: Any) -> int:
     """Returns the length of the prefix for which vLLM has a state because several requests share
     it; 0 without such a prefix."""
     return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+def tell_offloading(offloading: Any, request: Any, blocks: Any) -> None:
+    """Tells vLLM's offloading what it overlooks when a request is given blocks.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+    blocks: vLLM's `KVCacheBlocks` of the request.
+
+    Source: vLLM 0.32; 0.33 does both by itself.
+    - Its `update_state_after_alloc` notes the blocks only if it loads into them. So it did not end
+      the stores of blocks that another connector of a MultiConnector loads into.
+    - Its `_update_req_states` appends the blocks that a step lists. For the next turn of a session
+      with streamed input a step lists all blocks again, so that every later block would be stored
+      under the name of another.
+    """
+    ids = {block for group in blocks.get_block_ids() for block in group}
+    offloading._current_batch_allocated_block_ids.update(ids - {NULL_BLOCK})
+    if getattr(request, "resumable", False):
+        for group in offloading._req_status[request.request_id].group_states:
+            group.block_ids.clear()

@@ -138,6 +138,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._door is not None:
             self._door.allocated(request, num_external_tokens)
+            self._door.got_blocks(request, blocks, self.scheduler)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         timed_step = 0 if self._door is None else self._door.begin_step(scheduler_output)

@@ -179,6 +179,16 @@ class DoorScheduler:
         if state is not None and self._reports is not None:
             self._reports.admitted(state, external_tokens)
 
+    def _share_nothing(self, *_: Any) -> None:
+        """Holds the tier until vLLM has emptied its caches."""
+        self._tier.is_held = True
+        self._is_clean = False
+
+    @hook(_share_nothing, of="door")
+    def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
+        """Tells vLLM's offloading about the request's blocks (`steps.tell_offloading`)."""
+        steps.tell_offloading(offloading, request, blocks)
+
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
         """Ends a request that has finished or was aborted."""
