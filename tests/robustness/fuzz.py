@@ -413,12 +413,19 @@ class FileFuzzer:
         core.check_invariants()
 
 
-FLAGS = ("--arena.slab-bytes", "64KiB", "--security.malformed-per-s", "1000000")
+FLAGS = (
+    *("--arena.slab-bytes", "64KiB"),
+    *("--security.malformed-per-s", "1000000"),
+    *("--tiers.disk.bytes", "16MiB"),
+)
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
     """Sends so many inputs, a tenth of them files. Raises AssertionError at the first violation."""
-    with runtime_folder(128 << 20) as folder, Server(folder, "16MiB", *FLAGS) as server:
+    with (
+        runtime_folder(128 << 20) as folder,
+        Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,
+    ):
         server.wait_ready()
         fuzzer = Fuzzer(server, seed)
         tally, began_s = fuzzer.tally, time.monotonic()

@@ -105,18 +105,18 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     assert one.turns - before >= 63
 
     monkeypatch.setattr(hint_work, "PREFETCH_BLOCKS", 1)
-    asked = list[float]()
+    asked = list[int]()
 
     class EmptyTiers:
         async def prefetch(self, key_space_id: int, groups: list[Any], until_s: float) -> None:
-            asked.append(until_s)
+            asked.extend(groups[0].depths)
 
     one.desk._work._below = EmptyTiers()  # type: ignore[assignment]
     ask = Hints("m", (Action("a", ActionType.PREFETCH, deadline_s=60.0),))
     await one.desk.act(one.origin(words_of(range(100, 140))), ask)
     assert one.outcome().status is Status.DEFERRED
     before = one.turns
-    assert (await one.settled()).status is Status.MISSING and len(asked) == 40
+    assert (await one.settled()).status is Status.MISSING and asked == [*range(40)]
     assert one.turns - before >= 40
 
     monkeypatch.setattr(hint_work.hint_actions, "BLOCKS", 1)

@@ -30,6 +30,21 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.tier.figures().read_blocks == 6
 
 
+async def test_the_rest_of_a_prompt_is_fetched_with_its_depths() -> None:
+    async with nodes() as (a, b):
+        await a.share(BLOCKS)
+        b.put(BLOCKS[:3])
+        await b.looked_up(BLOCKS)
+        lists = [HashList(0, words_of(BLOCKS))]
+        ready = b.core.lookup(1, lists)
+        b.tiers.fetch_ahead(
+            b.session, lists, ready, b.tiers.lookups.lies_elsewhere(1, lists, ready)
+        )
+        await eventually(lambda: b.shared.num_fetched == 3, "the rest is not fetched")
+        index = b.core.space.index
+        assert index.depths(index.find(1, 0, words_of(BLOCKS))).tolist() == [*range(len(BLOCKS))]
+
+
 async def test_what_is_stored_goes_to_the_store_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node may be about to request the last blocks of a prompt."""
     monkeypatch.setattr(tier_copies, "PAUSE_S", 3600.0)

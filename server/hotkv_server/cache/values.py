@@ -92,10 +92,15 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of a group in chain order, as uint32 words [n, 8]."""
+    """Block hashes of a group in chain order, as uint32 words [n, 8].
+
+    depths: for each block, the number of blocks before it in its sequence; None if the list begins
+        at the root and has no gaps, or if they are not known.
+    """
 
     group_index: int
     hashes: Words
+    depths: Int64s | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[
         first, end, step = _blocks(group, key_space.hash_block_tokens, start, stop, len(hashes))
         if first < end:
             chosen = hashes[(first + 1) * step - 1 : end * step : step]
-            lists.append(HashList(index, np.ascontiguousarray(chosen)))
+            lists.append(HashList(index, np.ascontiguousarray(chosen), np.arange(first, end)))
     return lists
 
 

@@ -62,9 +62,10 @@ class Arrivals:
             at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
             if len(at):
                 size = slot_bytes(one.group_index)
-                # Depths are positions in the list. Lists begin at the root, except lists of
-                # windows, in which later blocks still count as deeper.
-                entries.append(self.reserve(key_space_id, one, at, size, at, number))
+                # Without depths, positions in the list stand for them. Such lists begin at the
+                # root, except lists of windows, in which later blocks still count as deeper.
+                depths = at if one.depths is None else one.depths[at]
+                entries.append(self.reserve(key_space_id, one, at, size, depths, number))
         coming = joined(entries)
         none = np.empty(0, np.uint32)
         return self._moves.add(number, key_space_id, True, coming, none) if len(coming) else None

@@ -270,10 +270,8 @@ class TierLookups:
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
         lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]
         wanted = needed(lists, [ready[at] | elsewhere[at] for at in meant])
-        return [
-            HashList(
-                groups[at].group_index,
-                rows(groups[at].hashes, np.flatnonzero(mask & elsewhere[at])),
-            )
+        places = [
+            (groups[at], np.flatnonzero(mask & elsewhere[at]))
             for at, mask in zip(meant, wanted, strict=True)
         ]
+        return [HashList(one.group_index, rows(one.hashes, at), at) for one, at in places]
