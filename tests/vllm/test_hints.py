@@ -189,7 +189,9 @@ def test_pins_releases_and_resets_reach_the_server(
 
     ask("pin", ttl_s=600)
     num_blocks = (333 + 39) // BLOCK_TOKENS
-    assert outcome("pin")["block_count"] == num_blocks == num_pinned()
+    # The outcome has no block of the answer if all of the prompt was stored before the hint came.
+    assert outcome("pin")["block_count"] in (333 // BLOCK_TOKENS, num_blocks)
+    assert num_pinned() == num_blocks
     engine.ask("reset")
     ask("release")
     assert outcome("release")["session_id"] == "chat" and num_pinned() == 0

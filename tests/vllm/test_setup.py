@@ -106,6 +106,7 @@ def test_importing_the_connector_loads_no_numba() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
     """vLLM can start another engine in the process nevertheless: on a CPU each engine's start looks
     at all attributes of all modules."""
