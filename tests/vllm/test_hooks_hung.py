@@ -229,7 +229,7 @@ def test_a_stopped_server_does_not_hold_its_requests(
     """Stops a real server in the middle of a load and resumes it while other requests use the
     engine: their answers are right."""
     daemon.start()
-    connector = {"load_timeout_s": 2.0}
+    connector = {"load_timeout_s": 2.0, "lookup_timeout_s": 10.0}
     engine = engines.start(
         write_model(tmp_path / "model"),
         daemon.target,
