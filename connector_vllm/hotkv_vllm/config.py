@@ -148,6 +148,12 @@ class ConnectorConfig:
                 f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set "
                 f"{SPARSE} too, or leave it out"
             )
+        certificate, key = values.get("tls_certificate"), values.get("tls_key")
+        if bool(certificate) != bool(key):
+            raise ConfigError(
+                f"{PREFIX}tls_certificate = {certificate!r} and {PREFIX}tls_key = {key!r}: "
+                "set both or neither"
+            )
         return ConnectorConfig(**values)
 
     @property

@@ -70,9 +70,14 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
 
 
 SERVER = (sys.executable, "-m", "hotkv_server")
+ESTIMATE = (sys.executable, "-m", "hotkv_sparse.estimate")
+MODEL = ("--model", "llama-3.1-8b", "--tokens", "1000", "--device", "h100")
 
 
-@pytest.mark.parametrize("command", [(*HOTKV, "blocks"), (*SERVER, "run", "--help-settings")])
+@pytest.mark.parametrize(
+    "command",
+    [(*HOTKV, "blocks"), (*SERVER, "run", "--help-settings"), (*ESTIMATE, *MODEL)],
+)
 def test_a_reader_that_stops_early_sees_no_traceback(
     server: Server, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:

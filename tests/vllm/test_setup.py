@@ -44,6 +44,8 @@ PROMPT = prompt(1, 200)
         ("hotkv.max_load_retries", True, "whole number"),
         ("hotkv.use_table", "yes", "true and false"),
         ("hotkv.targt", "x", "hotkv.target"),
+        ("hotkv.tls_certificate", "/engine.pem", "hotkv.tls_key = None: set both"),
+        ("hotkv.tls_key", "/engine.key", "set both"),
     ],
 )
 def test_wrong_setting_names_key_value_and_what_is_allowed(

@@ -2,6 +2,7 @@
 
 import sys
 
+from hotkv_proto.command_line import ended
 from hotkv_sparse.estimate.command import main
 
-sys.exit(main())
+sys.exit(ended(main))
