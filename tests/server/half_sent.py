@@ -11,6 +11,8 @@ import h2.connection
 import h2.events
 import h2.exceptions
 
+from tests.support.waiting import WAIT_S
+
 
 class HalfSender:
     """Makes calls over a connection, and sends all but the last byte of their messages. Runs on a
@@ -23,7 +25,8 @@ class HalfSender:
         self.num_ended = 0
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(grpc_socket))
-        self._socket.settimeout(5)
+        # A loaded machine may leave the server without a turn for long.
+        self._socket.settimeout(WAIT_S)
         self._http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         self._http.initiate_connection()
         self._left: dict[int, tuple[bytes, int]] = {}

@@ -327,7 +327,10 @@ class Engine:
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
             kv_cache_block_copies=(),
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=one.name, num_computed_tokens=one.context) for one in new
+                SimpleNamespace(
+                    req_id=one.name, num_computed_tokens=one.context, block_ids=tables[one.name]
+                )
+                for one in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[one.name for one in cached],

@@ -75,10 +75,11 @@ class Exactness:
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
         # A session of streamed input comes again, with a block that it has begun to fill.
         begun = {
-            ids[new.num_computed_tokens // tokens]
+            block
             for new in scheduler_output.scheduled_new_reqs
             for tokens, ids in zip(self._block_tokens, new.block_ids, strict=False)
             if tokens and new.num_computed_tokens % tokens
+            for block in ids[new.num_computed_tokens // tokens :][:1]
         }.difference(c.dst_block_id for c in copies)
         self._inexact[list({*allocated} - begun)] = False
         self._inexact[copied] = True
