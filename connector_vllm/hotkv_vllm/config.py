@@ -148,10 +148,10 @@ class ConnectorConfig:
                 f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set "
                 f"{SPARSE} too, or leave it out"
             )
-        certificate, key = values.get("tls_certificate"), values.get("tls_key")
-        if bool(certificate) != bool(key):
+        pair = [values.get("tls_certificate"), values.get("tls_key")]
+        if any(pair) and not all(pair):
             raise ConfigError(
-                f"{PREFIX}tls_certificate = {certificate!r} and {PREFIX}tls_key = {key!r}: "
+                f"{PREFIX}tls_certificate = {pair[0]!r} and {PREFIX}tls_key = {pair[1]!r}: "
                 "set both or neither"
             )
         return ConnectorConfig(**values)
