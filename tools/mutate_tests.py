@@ -294,7 +294,8 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_mooncake.py"
     ),
     "server/hotkv_server/tiers/remote/": (
-        f"tests/tiers/test_resp.py {VALKEY} {S3} tests/tiers/test_encoding.py"
+        f"tests/tiers/test_remote_workers.py tests/tiers/test_resp.py {VALKEY} {S3} "
+        "tests/tiers/test_encoding.py"
     ),
     "server/hotkv_server/tiers/compression/": (
         "tests/tiers/test_compression.py tests/tiers/test_compression_staging.py "

@@ -132,3 +132,20 @@ def test_all_that_wait_for_a_connection_show() -> None:
         world.wait_for("waits")
     finally:
         world.close()
+
+
+def test_the_longest_wait_shows() -> None:
+    """Also that of a first part, with a connection that was opened for it."""
+    world, limits, answers = World(2), list[float](), threading.Event()
+    try:
+        for number, name in enumerate(("longest", "later"), 1):
+            world.ask(name, waits_until(limits, answers))
+            wait_for(lambda n=number: len(limits) == n, "it did not begin")
+            if name == "longest":
+                began_s = time.monotonic()
+        now_s = time.monotonic()
+        assert world.workers.stalled_s(now_s) >= now_s - began_s
+        answers.set()
+        world.wait_for("longest", "later")
+    finally:
+        world.close()

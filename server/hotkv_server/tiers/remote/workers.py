@@ -222,7 +222,7 @@ class Workers:
             if part is None:
                 continue
             self._begun_s[number] = time.monotonic()
-            client = self._do(part, client)
+            client = self._do(number, part, client)
             self._begun_s[number] = 0.0
             part.call.part_ended()
             del part
@@ -237,9 +237,9 @@ class Workers:
             self._health.connected()
         return client
 
-    def _do(self, part: Part, client: Client | None) -> Client | None:
-        """Executes a part, or skips it if it is late or the server has a problem. Returns the
-        client for the next part; None if the thread must connect anew."""
+    def _do(self, number: int, part: Part, client: Client | None) -> Client | None:
+        """Executes a part in thread `number`, or skips it if it is late or the server has a
+        problem. Returns the client for the next part; None if the thread must connect anew."""
         begun_s = time.monotonic()
         if begun_s > part.deadline_s or self._health.problem:
             return client
@@ -249,6 +249,7 @@ class Workers:
         client = client or self._connect()
         if client is None:
             return None
+        self._is_connected[number] = True
         until_s = time.monotonic() + self._limits.timeout_s
         try:
             part.do(client, min(part.deadline_s, until_s) if part.moves_blocks else until_s)
