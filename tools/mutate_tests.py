@@ -302,6 +302,7 @@ TESTS: dict[str, str] = {
         "tests/tiers/test_encoding.py tests/tiers/test_disk_encoded.py"
     ),
     "server/hotkv_server/wire/session.py": f"tests/wire/test_batches.py {CALLS}",
+    "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (
         "tests/server/test_devices_order.py tests/server/test_devices.py"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_proto import native, table
@@ -364,3 +364,26 @@ def test_rows_of_hashes_are_those_of_lists(data: st.DataObject, words: list[list
     assert first_occurrences(hashes).tolist() == expected
     places = [at for at in range(len(words)) if data.draw(st.booleans())]
     assert rows(hashes, np.array(places, np.int64)).tolist() == [words[at] for at in places]
+
+
+@example([(1, 0, 1), (1, 1, 1)])
+@given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 2)), max_size=8))
+def test_records_are_split_by_key_space_group_and_size(kinds: list[tuple[int, int, int]]) -> None:
+    index = BlockIndex(make_table(1, 1))
+    records = np.zeros((len(kinds), index.table.records.shape[1]), np.uint32)
+    for number, (record, (key_space_id, group, size)) in enumerate(
+        zip(records, kinds, strict=True)
+    ):
+        record[[table.W_KEY_SPACE, table.W_SIZE]] = key_space_id, size
+        # The state does not count.
+        record[table.W_GROUP_STATE] = group | number % 3 << 16
+    parts = [
+        [
+            (int(r[table.W_KEY_SPACE]), int(r[table.W_GROUP_STATE]) & 0xFFFF, int(r[table.W_SIZE]))
+            for r in part
+        ]
+        for part in index.parts(records)
+    ]
+    assert sorted(kind for part in parts for kind in part) == sorted(kinds)
+    assert sorted(part[0] for part in parts) == sorted(set(kinds))
+    assert all(len(set(part)) == 1 for part in parts)

@@ -1,11 +1,14 @@
 """The reader of replies returns what was sent, whatever pieces the bytes arrive in, and refuses
 bytes that are no reply."""
 
+import socket
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.tiers.remote.client import LostError
+from hotkv_server.tiers.remote.client import LateError, LostError
 from hotkv_server.tiers.valkey.resp import (
     MAX_LINE_BYTES,
     MAX_REPLY_BYTES,
@@ -15,6 +18,7 @@ from hotkv_server.tiers.valkey.resp import (
     Replies,
     command,
 )
+from hotkv_server.tiers.valkey.stream import ValkeyStream
 
 FOREVER = float("inf")
 HEAD_BYTES = 4
@@ -192,3 +196,9 @@ def test_a_value_too_long_to_be_skipped_is_lost() -> None:
 
 def test_a_command_has_its_lengths() -> None:
     assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
+
+
+def test_a_server_that_reads_nothing_ends_a_send_in_time() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(LateError):
+        ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + 0.1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_client.types import LinkState
@@ -216,6 +217,8 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
+# A warning needs three rules in a row.
+TestLinks.settings = settings(max_examples=200)
 
 
 # ----------------------------------------------------------------------------------------- for real

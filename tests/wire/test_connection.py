@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv_client import GroupHashes, LinkState, Role, Session, SessionConfig, connection
+from hotkv_client import GroupHashes, LinkState, Role, Session, SessionConfig, connection, life
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.testing import OddServer
@@ -368,6 +369,30 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
         goes_on.set()
         assert waits.result(60) == opens
     session.close()
+
+
+def test_pauses_grow_until_a_connection_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SessionConfig(
+        "unix:/none", "e", Role.TOOL, SPACE, reconnect_initial_s=1.0, reconnect_max_s=4.0
+    )
+    one, now_s, pauses_s = life.SessionLife(config, None), [100.0], list[float]()
+    lasts_s = iter([0.0, 0.0, 0.0, 0.0, 9.0, 0.0])
+
+    def serve() -> str:
+        now_s[0] += next(lasts_s)
+        return "gone"
+
+    def wait(pause_s: float) -> None:
+        pauses_s.append(pause_s)
+        if len(pauses_s) == 6:
+            one._closed.set()
+
+    monkeypatch.setattr(one, "_connect_and_serve", serve)
+    monkeypatch.setattr(one._closed, "wait", wait)
+    monkeypatch.setattr(life, "time", Mock(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(life, "random", Mock(uniform=lambda least, most: most))
+    one._run()
+    assert pauses_s == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0]
 
 
 def test_listeners_that_raise_do_not_end_a_session(target: str) -> None:
