@@ -58,6 +58,7 @@ def test_kept_states(
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
+    assert 0 not in ends
     mask = reach.mask(0, 400 // block, (*ends, junction))
     step = -(-interval // alignment) * alignment
     kept = {
