@@ -314,6 +314,25 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
         index.pin(many[:1], -1)
 
 
+def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
+    """All blocks have one home; a block that is farther from it than a search reaches does not
+    fit."""
+    most, num_buckets = table.WAYS * table.MAX_PROBE_BUCKETS, 2 * table.MAX_PROBE_BUCKETS
+    index = BlockIndex(make_table(most + 8, num_buckets))
+    index.add_key_space(2, [3])
+    packed = b"".join(crafted_hash(0, num_buckets, tag, 1, 3, 32) for tag in range(most + 1))
+    hashes, places = table.hash_words(packed, 32), np.zeros(most + 1, np.int64)
+    entries = index.insert(2, 0, hashes, places, SLOT_ALIGN, places, 1)
+    assert len(entries) == most
+    index.publish(entries, index.mixed(entries), np.zeros(most, np.uint64))
+    expected = [*entries.tolist(), 0]
+    assert index.find(2, 0, hashes).tolist() == expected
+    words, none = np.empty(most + 1, np.uint32), np.empty((0, table.RECORD_WORDS), np.uint32)
+    buckets, records = index.table.buckets, index.table.records
+    table.find_reference(buckets, records, hashes, 3, 2, 0, words, none)
+    assert words.tolist() == expected
+
+
 @given(
     capacity=st.integers(1, 5000),
     epoch=st.integers(-(1 << 63), (1 << 63) - 1),

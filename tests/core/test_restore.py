@@ -139,6 +139,17 @@ def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
     assert restored.blocks == 0 and restored.dropped == {"unfinished": 2, "misshapen": 18}
 
 
+def test_a_flushed_block_is_kept_only_for_readers() -> None:
+    old = filled()
+    records = old.space.index.table.records.copy()
+    flushed = old.space.index.find(1, 0, words_of([7]))
+    records[flushed, table.W_GROUP_STATE] = table.STATE_DETACHED << 16
+    core = empty()
+    restored = restore(core, records, {1: 1}, None, 5.0, np.ones(len(records), np.uint8))
+    assert (restored.blocks, restored.kept) == (13, 0) and restored.dropped == {"unfinished": 3}
+    core.check_invariants()
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, int]) -> None:
     core = empty()

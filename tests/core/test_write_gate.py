@@ -151,6 +151,7 @@ def test_a_steady_load_spends_most_of_the_budget() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     gate = WriteGate(1, 1 << 40)
     assert len(gate._refused) == write_gate.MAX_REMEMBERED
+    assert len(WriteGate(1, 1 << 12)._refused) == 1 << 13
     assert gate.admit(offered([0]), 0.0).size == 1
 
 

@@ -176,6 +176,11 @@ def test_without_room_for_staging_it_does_without() -> None:
     bench.close()
 
 
+def test_a_device_that_hangs_does_not_keep_the_process_from_ending(bench: Bench) -> None:
+    threads = [one for lane in bench.engine._lanes.values() for one in lane._threads]
+    assert threads and all(one.daemon for one in threads)
+
+
 @pytest.mark.parametrize("call", ["new_stream", "new_event", "allocate_pinned"])
 @pytest.mark.parametrize("nth", [1, 2, 4])
 def test_an_engine_that_can_not_be_made_leaves_nothing(call: str, nth: int) -> None:

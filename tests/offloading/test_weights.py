@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -22,7 +23,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.rekeying import RankWeights
-from hotkv_vllm.offloading import scheduler
+from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
@@ -243,6 +244,22 @@ def test_a_write_that_only_the_second_rank_notices_is_heard():
     engine.run()
     assert not engine.tier.serves
     engine.teardown()
+
+
+@pytest.mark.parametrize(("name", "is_in_doubt"), [("", True), ("mine", False)])
+def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
+    monkeypatch, name, is_in_doubt
+):
+    for used in ("check_reuse", "cache_groups", "packing"):
+        monkeypatch.setattr(worker, used, lambda *_: "rows")
+    monkeypatch.setattr(worker.model_weights, "weights_may_be_older", lambda _: True)
+    monkeypatch.setattr(worker, "watch_callers", lambda doubt: SimpleNamespace(touched=doubt))
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    config = ConnectorConfig(weights_identity=name)
+    edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
+    side = worker.DoorWorker(vllm_config, None, config, edge, is_child=False)
+    side.register({"layer": torch.empty(1)})
+    assert side.handshake() == PageFormat(0, "cpu/rows", weights_in_doubt=is_in_doubt)
 
 
 @pytest.mark.parametrize("counts_media", [False, True])

@@ -181,3 +181,21 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
     finally:
         over.set()
         looking.join()
+
+
+def test_a_folder_that_goes_while_a_start_locks_it_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hotkv-server arenas --remove` of the same arena may win the race."""
+    place, removed = tmp_path / "one", list[Path]()
+
+    def locked(path: Path) -> int:
+        fd = lock_file(path)
+        if not removed:
+            removed.append(path)
+            shutil.rmtree(place)
+        return fd
+
+    monkeypatch.setattr("hotkv_server.memory.arena.lock_file", locked)
+    NodeMemory.open(place, MIB, 1 << 16, 64, 7).release()
+    assert removed and find(tmp_path)
