@@ -29,10 +29,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 LAYER_TOPIC = "Sparse decode, by layer"
 HEAD = """# Metrics
 
-Every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics` (`http.host`, `http.port`), and
-every counter that the connector adds to vLLM's own.
+This page lists the metrics of `hotkv-server` at `http://127.0.0.1:9433/metrics` (`http.host`,
+`http.port`), and the counters that the connector adds to vLLM's `/metrics`.
 [operations.md](operations.md#prometheus-and-grafana) has rules, alerts and a dashboard.
-`tools/metrics_reference.py` makes this page from the code.
 
 - Names that end with `_total` are counters; they begin at 0 with each server. A histogram NAME has
   `NAME_bucket`, `NAME_sum` and `NAME_count`. All other metrics are gauges.

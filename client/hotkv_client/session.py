@@ -139,8 +139,8 @@ class Session:
 
     @property
     def has_residency(self) -> bool:
-        """Returns True if the server last connected to has residencies (reserved room with pinned
-        blocks for a request); False before the first connection."""
+        """Returns True if the server supports residencies (room in host memory for a request, with
+        pinned blocks), as of the last connection; False before the first."""
         return self._life.opened.has_residency
 
     @property

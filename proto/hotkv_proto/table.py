@@ -254,7 +254,7 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
 
 
 def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Looks up hashes by their tags (32 bits) only, in numpy, with the result of
+    """Looks up hashes by their tags (32 bits) only, in numpy. Returns the result of
     `kernels.probe`."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)

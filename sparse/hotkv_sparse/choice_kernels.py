@@ -243,11 +243,15 @@ def _bits(weights: Any, values: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
-    """Sets out to the indices of the len(out) < num largest of values[:num], ascending.
+    """Writes into `out` the indices of the largest of values[:num], in ascending order of index.
 
-    Of equal values the lower index is preferred. `values` int32 >= 0 is padded to whole runs with
-    -1. Finds the smallest value to include by bisection: each step counts the values that are at
-    least a bound, which needs no branches and no extra memory.
+    out: int32 [k], k < num; the k largest values are chosen. Of equal values the lower index is
+        preferred.
+    values: int32 >= 0, padded with -1 to a multiple of 16.
+    largest: the largest of the values.
+
+    Finds the smallest value to include by bisection: each step counts the values that are at least
+    a bound. That needs no branches and no extra memory.
     """
     words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
@@ -273,7 +277,8 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
 
 @numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
 def top(weights: Any, out: Any) -> None:
-    """Sets out to the indices of the len(out) < len(weights) largest weights, ascending.
+    """Writes into `out` the indices of the k largest weights, in ascending order of index; `out` is
+    int32 [k], and k < len(weights).
 
     Of equal weights the lower index is preferred. Weights that are not above 0 count as 0.
     """

@@ -1,8 +1,8 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
 Starts a server for the benchmark (`own_server`), times its operations (`measure`) and explains the
-figures (`rows_of`). It does not use a running server. Each measure takes about the time that its
-caller sets.
+figures (`rows_of`). It does not use a running server. Each function of `measure` measures for the
+time that the command gives it; together they take about a minute.
 """
 
 import contextlib

@@ -731,7 +731,8 @@ class DevicePool:
 
 
 def _processed(request: Any) -> int:
-    """Returns the tokens of a request that no step in flight computes."""
+    """Returns the number of a request's tokens whose computation has ended: its computed tokens
+    without those that steps in flight still compute."""
     return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
 

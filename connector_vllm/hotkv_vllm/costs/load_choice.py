@@ -249,8 +249,8 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """Learns from a load that ended within its time limit. Times are learnt only if `load_s`
-        (the server's time for the load) is known."""
+        """Updates the choice after a load that ended within its time limit. The load's time counts
+        only if `load_s` (the server's time for the load) is known."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS

@@ -72,8 +72,9 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt and compute anew the requests that have one of these blocks, after a
-        hook has raised. Shares no code with `lost`, because `lost` may have raised."""
+        """Makes vLLM preempt the requests whose first block is among `first_blocks`, and compute
+        them anew. Called after a hook has raised. Shares no code with `lost`, which may have
+        raised."""
         self._pool.lose_blocks(first_blocks)
 
     @property

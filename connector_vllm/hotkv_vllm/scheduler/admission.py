@@ -365,8 +365,8 @@ class WrittenBlocks:
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """Adds the request's new blocks: the blocks after its hit in vLLM's own prefix cache, or
-        after the blocks of a load that has ended."""
+        """Adds the blocks that vLLM has newly allocated to the request: those after its hit in
+        vLLM's own prefix cache, or, when its load has ended, those after the loaded blocks."""
         valid_tokens = max(
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )

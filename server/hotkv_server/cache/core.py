@@ -491,8 +491,8 @@ class CacheCore(CacheBooks):
         return self.space.removal.take_effects()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if any book disagrees with another. Takes time linear in the
-        capacity."""
+        """Raises AssertionError if the cache's sessions, leases, slots, pins and entries disagree.
+        Takes time linear in the index's capacity."""
         self.space.check_invariants()
         self.catalog.check_invariants([s.key_space_id for s in self.sessions.records.values()])
         _check_copies(self)

@@ -244,7 +244,8 @@ class CopyEngines:
         return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of any engine, or the thread that polls the gates, has died."""
+        """Returns False if a thread of any copy engine has died, or the thread that polls the gates
+        (a gate holds a job back until the device has passed the job's mark)."""
         return self._thread.is_alive() and all(
             engine.is_alive() for engine in self._engines.values()
         )

@@ -208,8 +208,8 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _line(error: ErrorDetails) -> str:
-    """Returns a sentence about a mistake. It quotes no value that could be a secret: of an unknown
-    setting, of a store, of a token."""
+    """Returns a sentence about a mistake in the settings. Values that may be secret are not quoted:
+    those of unknown settings, of a store's settings, and of tokens."""
     location, value = error["loc"], error.get("input")
     name = ".".join(str(part) for part in location) or "settings"
     if error["type"] == "extra_forbidden":

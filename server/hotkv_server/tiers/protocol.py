@@ -142,14 +142,14 @@ lose or get a block at any time."""
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer to the question for epochs (of each key space, a number that every flush
-    raises).
+    """A store's answer when it is asked for the epochs of key spaces. Every flush of a key space
+    raises its epoch.
 
-    `epochs`: the epoch of each key space. NO_EPOCH if the store has none and has no room to begin
-        a new epoch.
-    `restored_below`: set if the store has just restarted, perhaps from an old copy of its data. An
-        epoch below this number may then date from before a flush. 0: no such restart, or the store
-        can't tell.
+    `epochs`: the epoch of each key space. NO_EPOCH if the store knows none and has no room to
+        record one.
+    `restored_below`: nonzero if the store has just restarted, perhaps from an old copy of its data.
+        Epochs below this number can't be trusted, since a later flush may be missing from the copy.
+        0: no such restart, or the store can't tell.
     """
 
     epochs: Epochs

@@ -1,4 +1,5 @@
-"""WarmStartService: names the most useful blocks of a node, and loads named blocks."""
+"""WarmStartService: lists the blocks that a node would keep longest (export), and loads blocks that
+a client names from the tiers into host memory (import)."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -197,8 +197,8 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields, for each tier, the cost of moving the blocks that the hit needs from there into host
-    memory."""
+    """Yields for each tier how many blocks the hit needs from that tier, their bytes, and the
+    seconds that loading them into host memory would take."""
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):
         counts = [

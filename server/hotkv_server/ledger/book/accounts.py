@@ -148,9 +148,9 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Amounts to add to an account: for a request that an engine has scheduled, for the end of its
-    load of blocks from the cache, or for the bytes of transfers. The end of a failed load has
-    negative amounts, which take back the hit.
+    """Amounts to add to an account after an event: an engine has scheduled a request, a load from
+    the cache has ended, or transfers have moved bytes. The amounts of a failed load are negative,
+    so that they cancel the hit that was counted before.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
