@@ -33,7 +33,7 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
-from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.errors import HotKVError, NoAnswerError, Reason, SessionLostError
 
 __all__ = [
     "After",
@@ -51,6 +51,7 @@ __all__ = [
     "LinkState",
     "LoadEnd",
     "LoadRun",
+    "NoAnswerError",
     "OrderKind",
     "Reason",
     "RequestReport",

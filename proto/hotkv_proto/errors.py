@@ -77,8 +77,29 @@ class HotKVError(Exception):
         """Returns True if the same call, unchanged, may succeed later."""
         return RETRYABLE[self.reason]
 
+    @property
+    def reason_name(self) -> str:
+        """Returns the reason as messages and `hotkv --json` show it."""
+        return self.reason.name
+
     def __str__(self) -> str:
-        return f"{self.reason.name}: {self.message}"
+        return f"{self.reason_name}: {self.message}"
+
+
+class NoAnswerError(HotKVError):
+    """The server could not be reached, or did not answer in time; it may have executed the call.
+    `reason` is INTERNAL, because a server never sends this reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.INTERNAL, message)
+
+    @property
+    def retryable(self) -> bool:
+        return True
+
+    @property
+    def reason_name(self) -> str:
+        return "NO_ANSWER"
 
 
 class SessionLostError(HotKVError):

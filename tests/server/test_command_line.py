@@ -216,13 +216,13 @@ SLIPS = [
 FAILURES = [
     ("blocks --key-space 4000", "key_space_id 4000 is unknown", "UNKNOWN_KEY_SPACE"),
     ("blocks --page zz", "page_token is none", "INVALID_FIELD"),
-    ("status --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
-    ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
-    ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
-    ("size --target unix:/nowhere/grpc.sock", "no server runs there", "INTERNAL"),
-    ("status --target no.host.invalid:1", "no host of that name is known", "INTERNAL"),
-    ("status --target http://a", "--target is unix:/PATH or HOST:PORT", "INTERNAL"),
-    ("status --target 127.0.0.1:9", "nobody listens there", "INTERNAL"),
+    ("status --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("size --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("status --target no.host.invalid:1", "no host of that name is known", "NO_ANSWER"),
+    ("status --target http://a", "--target is unix:/PATH or HOST:PORT", "NO_ANSWER"),
+    ("status --target 127.0.0.1:9", "nobody listens there", "NO_ANSWER"),
     ("bench --arena-mib 99999999", "smaller --arena-mib", "FAILED"),
     ("bench --arena-mib 256", "it is not installed: pip install ", "FAILED"),
 ]
@@ -256,7 +256,8 @@ def test_what_is_wrong_is_one_line(
         assert (ended, printed) == (status, "")
         error = json.loads(told.splitlines()[-1])["error"]
         assert said in error["message"] and error["reason"] == reason
-        assert reason != "INTERNAL" or plain.startswith(f"hotkv: {error['target']}: ")
+        assert error["retryable"] == (reason == "NO_ANSWER")
+        assert reason != "NO_ANSWER" or plain.startswith(f"hotkv: {error['target']}: ")
 
 
 def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(

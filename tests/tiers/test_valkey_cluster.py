@@ -29,7 +29,7 @@ from hotkv_server.tiers.valkey import epochs
 from hotkv_server.tiers.valkey.cluster import ClusterPipe, slot_of
 from tests.server.certificates import Authority
 from tests.support.waiting import wait_for
-from tests.tiers.cluster_support import Cluster, running
+from tests.tiers.cluster_support import PATIENT_MS, QUICK_MS, Cluster, running
 from tests.tiers.valkey_support import bench_over, tier_over
 
 PASSWORD = "correct-horse-battery"
@@ -213,6 +213,7 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
             for _ in range(20):
                 blocks = bench.blocks(numbers, numbers)
                 bench.tier.read(blocks, time.monotonic() + 5, ended.append)
+            cluster.suspect_after(QUICK_MS)
             victim.kill()
             wait_for(lambda: len(ended) == 20, "a read did not end")
             assert {Read.FOUND, Read.FAILED} >= {int(code) for one in ended for code in one}
@@ -232,7 +233,7 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
         owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
         # The tier is connected before there is a replica.
-        assert flush(bench.tier)
+        wait_for(lambda: flush(bench.tier))
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
             before = flush(bench.tier)
             with replica.stopped():
@@ -248,6 +249,7 @@ def test_tls_reaches_every_server(tmp_path: Path) -> None:
     numbers = list(range(12))
     with running(tmp_path / "cluster") as cluster, contextlib.ExitStack() as stack:
         proxies = []
+        cluster.suspect_after(QUICK_MS)
         for node in cluster.nodes:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(*authority.issue("valkey"))
@@ -262,9 +264,12 @@ def test_tls_reaches_every_server(tmp_path: Path) -> None:
                 for node in cluster.nodes
             )
         )
+        cluster.suspect_after(PATIENT_MS)
         with bench_over(
             f"127.0.0.1:{proxies[0].port}",
             cluster=True,
+            connect_timeout_s=20.0,
+            timeout_s=20.0,
             tls=True,
             ca_file=authority.path,
             cert_file=certificate,

@@ -17,7 +17,7 @@ def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
     status."""
     if as_json:
         _print_json(
-            error.message, reason=error.reason.name, retryable=error.retryable, target=target
+            error.message, reason=error.reason_name, retryable=error.retryable, target=target
         )
     else:
         print(f"hotkv: {target}: {error.message}", file=sys.stderr)

@@ -24,7 +24,7 @@ from hotkv_client.types import (
     SequenceCreated,
     SequenceState,
 )
-from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.errors import HotKVError, NoAnswerError, Reason, SessionLostError
 from hotkv_proto.keys import unsigned_salt
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.errors import STATUS_KEY, read_error_detail, read_error_status
@@ -241,7 +241,8 @@ def ticket(packet: bytes) -> bytes:
 
 def as_error(error: grpc.RpcError) -> HotKVError:
     """Converts gRPC's error of a failed call to a HotKVError. The reason is the server's, or
-    OVERLOADED or INTERNAL if the server sent no readable reason."""
+    OVERLOADED or INTERNAL if the server sent no readable reason. Returns a NoAnswerError if the
+    server could not be reached or did not answer in time."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
         packed = trailers.get(STATUS_KEY, b"")
@@ -249,5 +250,8 @@ def as_error(error: grpc.RpcError) -> HotKVError:
             return said
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))()
-    reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
-    return HotKVError(reason, why_unanswered(code, str(details)))
+    why = why_unanswered(code, str(details))
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return NoAnswerError(why)
+    is_overload = code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    return HotKVError(Reason.OVERLOADED if is_overload else Reason.INTERNAL, why)
