@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv_proto.errors import Reason
@@ -138,6 +139,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalog = CatalogMachine.TestCase
+TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
