@@ -308,7 +308,8 @@ TESTS: dict[str, str] = {
         "tests/server/test_devices_order.py tests/server/test_devices.py"
     ),
     "server/hotkv_server/node/session.py": (
-        f"tests/server/test_devices_order.py tests/server/test_fence.py {NODE}"
+        "tests/server/test_devices_order.py tests/server/test_fence.py "
+        f"tests/server/test_refusals.py {NODE}"
     ),
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/": TOLD,

@@ -61,6 +61,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.core = self.world.core
         self.now_s = 0.0
         self.highest = 0
+        self.revisions: dict[int, dict[int, tuple[Representation, ...]]] = {}
         self.numbers: dict[KeySpace, int] = {}
         self.sessions: list[tuple[SessionRecord, KeySpace]] = []
         self.left: list[KeySpace] = []
@@ -129,6 +130,8 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        saved = {n: record.representations for n, record in self.core.key_spaces.items()}
+        assert self.revisions.setdefault(self.core.catalog.revision, saved) == saved
         assert {number: record.key_space for number, record in self.core.key_spaces.items()} == {
             n: ks for ks, n in self.numbers.items()
         }

@@ -161,6 +161,16 @@ def test_many_victims_are_the_coldest_in_their_order() -> None:
     assert hot.num_slots == 501
 
 
+def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
+    hot = HotSet(6, 0)
+    copied = hot.extend(Span(1, 4, 6), 6).swap_out
+    assert hot.resize(4).tolist() == [], "no block has a copy in host memory"
+    hot.swapped_out(copied, True)
+    growth = hot.extend(Span(1, 5, 7), 7)
+    assert growth.new.blocks.tolist() == [6] and growth.new.victims.tolist() == [1, 2, 3]
+    assert hot.map().blocks.tolist() == [0, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

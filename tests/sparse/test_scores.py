@@ -33,7 +33,8 @@ def test_the_kernel_prepares_the_queries_of_its_reference(case: Case, name: str)
     codes = np.zeros((len(case.query), parts, query.codes.shape[1] // parts), np.int8)
     peak = oracle.prepare(form, case.query, codes)
     # A code between two integer steps may round either way.
-    assert np.abs(query.codes.astype(int) - codes.reshape(query.codes.shape)).max() <= 1
+    off = np.abs(query.codes.astype(int) - codes.reshape(query.codes.shape))
+    assert off.max() <= 1 and np.count_nonzero(off) <= 1e-2 * off.size + 2
     unit = 127.0 * (form.level_unit if form.bits else 1.0) * np.sqrt(case.query.shape[1])
     np.testing.assert_allclose(query.factor, peak / unit, rtol=1e-4)
     sums = query.codes.astype(int).reshape(codes.shape).sum(axis=2)

@@ -92,7 +92,6 @@ class Demotion:
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
         parents = records[entries, table.W_PARENT]
-        parents = np.where(parents <= index.capacity, parents, 0).astype(np.uint32)
         begins = np.append(True, parents[1:] != entries[:-1])
         is_known = begins & (parents != 0) & index.is_ready(parents)
         lies_below = np.isin(parents, taken)
@@ -192,7 +191,6 @@ class Demotion:
         """Returns for each block the entry, in the disk's books, of the block before it in its
         sequence; 0 if that block is not on the disk."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
-        parents = np.where(parents <= self._host.index.capacity, parents, 0).astype(np.uint32)
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
         return places
