@@ -151,3 +151,16 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
     assert why() == [Cause.ROOM, Cause.HINT, Cause.NONE]
     flush(core, 1)
     assert why() == [Cause.FLUSH] * 3
+
+
+def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
+    """In one list, and in two lists of the same group."""
+    tiered = Tiered()
+    tiered.add([1, 2, 3])
+    (move,) = tiered.down.begin(tiered.core.space.index.ready_blocks())
+    tiered.down.end(move, np.ones(3, np.bool_), np.ones(3, np.uint64), 1.0)
+    evict(tiered.core, 1, 0, words_of([1, 2, 3]))
+    lists = [HashList(0, words_of([1, 2, 1])), HashList(0, words_of([2, 3]))]
+    coming = tiered.lower.up.begin(1, lists, 2.0)
+    assert coming is not None and len(coming) == 3
+    tiered.core.check_invariants()
