@@ -20,6 +20,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.capability import OnReady, Tracer, nobody
+from hotkv_server.node.event_loop import in_slices
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move
@@ -127,7 +128,8 @@ class TierCopies:
             if not len(waiting) or not is_due or self._breaker.is_open:
                 continue
             last_s = time.monotonic()
-            entries = self._copies.take(self._most_bytes - self._out_bytes)
+            taking = self._copies.take(self._most_bytes - self._out_bytes)
+            entries = await in_slices(taking, tell)
             for move in self._copies.begin(entries) if len(entries) else ():
                 tasks.spawn(self._write(move, STORED, tell))
 
@@ -143,7 +145,9 @@ class TierCopies:
                 continue
             if time.monotonic() < self._old_at_s or self._breaker.is_open:
                 continue
-            entries = self._copies.take(min(batch_bytes, self._most_bytes - self._out_bytes), lane)
+            left_bytes = self._most_bytes - self._out_bytes
+            taking = self._copies.take(min(batch_bytes, left_bytes), lane)
+            entries = await in_slices(taking, tell)
             if len(entries):
                 batch = tasks.spawn(self._write_old(entries, lane, tell))
 
