@@ -11,7 +11,7 @@ known problem, copying pauses. Runs on the event loop; the tier answers on threa
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -148,13 +148,18 @@ class TierCopies:
             left_bytes = self._most_bytes - self._out_bytes
             taking = self._copies.take(min(batch_bytes, left_bytes), lane)
             entries = await in_slices(taking, tell)
-            if len(entries):
-                batch = tasks.spawn(self._write_old(entries, lane, tell))
+            # Begin now: other calls run before the task and may evict blocks that are not pinned.
+            if len(entries) and (moves := self._copies.begin(entries, lane)):
+                batch = tasks.spawn(self._write_old(moves, lane, tell))
 
-    async def _write_old(self, entries: Entries, lane: int, tell: Callable[[], None]) -> None:
-        before_bytes = self._tier.figures().written_bytes
-        for move in self._copies.begin(entries, lane):
-            await self._write(move, lane, tell)
+    async def _write_old(self, moves: Sequence[Move], lane: int, tell: Callable[[], None]) -> None:
+        before_bytes, waiting = self._tier.figures().written_bytes, deque(moves)
+        try:
+            while waiting:
+                await self._write(waiting.popleft(), lane, tell)
+        finally:
+            for move in waiting:
+                self._copies.end(move)
         num_bytes = self._tier.figures().written_bytes - before_bytes
         self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
 
