@@ -350,6 +350,16 @@ class NodeMemory:
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
+    def discard(self) -> None:
+        """Removes the cache, whose server did not start. Files of earlier servers that outlive a
+        cache (KEPT_FILES) stay. Blocks while a piece of the arena is being prefaulted."""
+        self.filling.close()
+        _remove_files(self.directory)
+        if any(any(self.directory.glob(pattern)) for pattern in KEPT_FILES):
+            os.close(self._lock_fd)
+        else:
+            remove_files(self.directory, self._lock_fd)
+
 
 def clear(directory: Path) -> None:
     """Removes the files that servers have left in the directory. Raises BusyError if a server uses
