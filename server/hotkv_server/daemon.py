@@ -70,7 +70,7 @@ class OpenedNode:
         # removed.
         is_new = memory.leftover is None
         with contextlib.ExitStack() as undo:
-            undo.callback(memory.remove if is_new else memory.release)
+            undo.callback(memory.discard if is_new else memory.release)
             host = HostCopyEngine(settings.copy_.num_threads)
             try:
                 cuda = open_part(settings, memory, host, looking.result())
@@ -103,8 +103,9 @@ class OpenedNode:
         # The pinner calls `settle` for each part of the arena before it pins the part.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
-    def close(self, *, keep: bool) -> None:
-        """Closes all parts, after the node. `keep`: leaves the blocks to the next server. Blocks
+    def close(self, *, keep: bool, has_served: bool = True) -> None:
+        """Closes all parts, after the node. `keep`: leaves the blocks to the next server.
+        `has_served`: False if the start has failed; files that outlive a cache then stay. Blocks
         the calling thread."""
         self.memory.filling.close()
         self.cuda.close()
@@ -126,7 +127,10 @@ class OpenedNode:
         else:
             if self.below is not None:
                 self.below.discard()
-            self.memory.remove()
+            if has_served:
+                self.memory.remove()
+            else:
+                self.memory.discard()
 
 
 def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
@@ -262,14 +266,14 @@ async def serve(
     try:
         attach_all(settings, node)
     except BaseException:
-        opened.close(keep=not opened.is_new)
+        opened.close(keep=not opened.is_new, has_served=False)
         raise
     node.start(settings.integrity.scrub_bytes_per_s)
     try:
         listeners = await Listeners.open(settings, node)
     except BaseException:
         await node.close()
-        opened.close(keep=not opened.is_new)
+        opened.close(keep=not opened.is_new, has_served=False)
         raise
     reloader = Reloader(load or (lambda: settings), settings, node, listeners)
     for number in (signal.SIGTERM, signal.SIGINT):

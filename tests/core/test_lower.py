@@ -4,6 +4,7 @@ and flushes, while the tier fails, lags, loses blocks, and can't encode some blo
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 
 from hotkv_proto.table import SLOT_ALIGN
@@ -14,6 +15,7 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList, Run
 from hotkv_server.hints.book.actions import demote
 from hotkv_server.tiers.book.books import TierBooks
+from hotkv_server.tiers.book.copies import STORED, Copies
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.lower_machine import LowerMachine
 from tests.core.support import SLAB, World, begin_store, evict, flush, make_table, words_of
@@ -39,7 +41,7 @@ class Tiered(World):
         self.core.end_store(session, "s", True, 1.0)
 
     def taken(self, num_bytes: int) -> list[int]:
-        entries = self.down.take(num_bytes, 1.0).tolist()
+        entries = finished(self.down.take(num_bytes, 1.0)).tolist()
         return [number for number in range(30) if self.entries([number])[0] in entries]
 
 
@@ -55,11 +57,12 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     for number in range(10, 20):
         tiered.add([number])
     assert len(down.waiting) == 6
-    (move,) = down.begin(down.take(100 * SLOT_ALIGN, 1.0))
+    (move,) = down.begin(finished(down.take(100 * SLOT_ALIGN, 1.0)))
     assert len(move) == 6
     down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)
     down.waiting.add(move.entries)
-    assert not len(down.take(100 * SLOT_ALIGN, 1.0)), "what is below was to be written again"
+    again = finished(down.take(100 * SLOT_ALIGN, 1.0))
+    assert not len(again), "what is below was to be written again"
 
 
 def test_the_gate_is_told_what_is_before_each_block() -> None:
@@ -82,7 +85,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
 
     def written() -> list[tuple[object, ...]]:
         seen.clear()
-        for move in down.begin(down.take(1 << 30, 1.0)):
+        for move in down.begin(finished(down.take(1 << 30, 1.0))):
             down.end(move, np.ones(len(move), np.bool_), np.zeros(len(move), np.uint64), 1.0)
         return list(seen)
 
@@ -139,7 +142,7 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])
-    (move,) = down.begin(down.take(100 * SLOT_ALIGN, 1.0))
+    (move,) = down.begin(finished(down.take(100 * SLOT_ALIGN, 1.0)))
     down.end(move, np.ones(3, np.bool_), np.full(3, 7, np.uint64), 2.0)
     core.space.removal.evict(core.space.index.find(1, 0, words_of([1])))
     finished(demote(core, 1, [HashList(0, words_of([2]))], 3.0))
@@ -151,3 +154,52 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
     assert why() == [Cause.ROOM, Cause.HINT, Cause.NONE]
     flush(core, 1)
     assert why() == [Cause.FLUSH] * 3
+
+
+def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
+    """In one list, and in two lists of the same group."""
+    tiered = Tiered()
+    tiered.add([1, 2, 3])
+    (move,) = tiered.down.begin(tiered.core.space.index.ready_blocks())
+    tiered.down.end(move, np.ones(3, np.bool_), np.ones(3, np.uint64), 1.0)
+    evict(tiered.core, 1, 0, words_of([1, 2, 3]))
+    lists = [HashList(0, words_of([1, 2, 1])), HashList(0, words_of([2, 3]))]
+    coming = tiered.lower.up.begin(1, lists, 2.0)
+    assert coming is not None and len(coming) == 3
+    tiered.core.check_invariants()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared: bool) -> None:
+    """Most of its blocks were evicted while the tier was out of use."""
+    tiered = Tiered()
+    copies = Copies(tiered.lower.moves)
+    queue = copies.lanes[STORED] if is_shared else tiered.down.waiting
+    for number in range(30):
+        tiered.add([number])
+        if is_shared:
+            queue.add(tiered.entries([number]))
+    evict(tiered.core, 1, 0, words_of(range(1, 30)))
+    dead = tiered.entries([0])
+    queue._parts.extend([(dead, dead + np.uint32(7), np.array([SLOT_ALIGN]))] * 20_000)
+    queue._num_entries += 20_000
+    parts = copies.take(1 << 60) if is_shared else tiered.down.take(1 << 60, 1.0)
+    num_parts = sum(1 for _ in parts)
+    assert 1_000 < num_parts < 10_000 and len(queue) == 20_030 - num_parts
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bool) -> None:
+    tiered = Tiered()
+    copies = Copies(tiered.lower.moves)
+    for number in range(3):
+        tiered.add([number])
+        copies.add_stored(tiered.entries([number]))
+    taking = copies.take(1 << 60) if is_shared else tiered.down.take(1 << 60, 1.0)
+    next(taking)
+    first = tiered.entries([0])
+    evict(tiered.core, 1, 0, words_of([0]))
+    tiered.add([9])
+    assert np.array_equal(tiered.entries([9]), first)
+    others = tiered.entries([1, 2])
+    assert np.array_equal(finished(taking)[:2], others)

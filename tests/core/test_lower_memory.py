@@ -1,6 +1,7 @@
 """The records of a disk tier: slabs keep their size, so all blocks of an earlier server stay in
 their places."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,3 +79,25 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> N
         assert again.old is not None
         records = again.old.records
         assert (records[3] == 3).all() and (records[7] == 7).all() and not records[5].any()
+
+
+def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power loss may leave an empty file in place of the old one (XFS)."""
+    fsync, replace = os.fsync, Path.replace
+    synced: set[int] = set()
+    named: list[tuple[str, bool]] = []
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    def checked(self: Path, target: Path) -> Path:
+        named.append((target.name, self.stat().st_ino in synced))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "replace", checked)
+    left(tmp_path)
+    assert named == [("records", True), ("state.json", True)]

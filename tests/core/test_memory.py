@@ -21,6 +21,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory import arena as arena_module
 from hotkv_server.memory import mapping as mapping_module
 from hotkv_server.memory.arena import USE_FILE, USE_HEADER, USE_MAGIC, NodeMemory, _read_use
+from hotkv_server.memory.left_behind import find, remove
 from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
 from hotkv_server.memory.state import (
     KnownKeySpace,
@@ -194,3 +195,18 @@ def test_the_table_is_of_huge_pages_as_the_arena_is(tmp_path: Path) -> None:
     assert bool(memory.table_file.huge_bytes) == bool(probe.huge_bytes)
     probe.close()
     memory.remove()
+
+
+@pytest.mark.parametrize("name", ["use.new", "state.json.new", "server.json.new"])
+def test_what_a_kill_in_the_middle_of_a_write_leaves_is_removed_too(
+    tmp_path: Path, name: str
+) -> None:
+    """Such a file may have megabytes, in memory that nothing would list any more."""
+    directory = tmp_path / "arena"
+    memory = NodeMemory.open(directory, ARENA, SLAB, 100, 7, prefault=False)
+    (directory / name).write_bytes(bytes(1 << 20))
+    memory.release()
+    (found,) = find(tmp_path)
+    assert found.num_bytes >= 1 << 20
+    remove(found)
+    assert not directory.exists()

@@ -10,6 +10,7 @@ from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.restore import BelowSpace, Restored, restore_below
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import Entries, HashList, KeySpaceRecord
@@ -89,7 +90,7 @@ class Node(World):
         self.store(self.session, numbers, group=group)
 
     def begun(self) -> Move:
-        (move,) = self.down.begin(self.down.take(1 << 30, 1.0))
+        (move,) = self.down.begin(finished(self.down.take(1 << 30, 1.0)))
         return move
 
     def end(self, move: Move, unfit: list[int]) -> Entries:

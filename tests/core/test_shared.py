@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import HashList
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import MAX_TRIES, OLD, Copies
@@ -49,7 +50,7 @@ class SharedMachine(LowerMachine):
         wait again."""
         lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
         lane = data.draw(st.sampled_from(lanes))
-        taken = self.copies.take(num_bytes, lane)
+        taken = finished(self.copies.take(num_bytes, lane))
         key_spaces = self.core.space.index.key_spaces(taken).tolist()
         flushed = key_spaces[0] if is_flushed and key_spaces else 0
         held, before = np.array(key_spaces) == flushed, len(self.copies.lanes[lane])

@@ -120,6 +120,11 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
     assert any(name.endswith("/arena") for name in before)
     assert started(folder, *events).returncode == 1
     assert before <= left_in(folder)
+    # An arena of another size begins a new cache. The counts of earlier servers outlive it.
+    (arena,) = folder.rglob("arena/arena")
+    (arena.parent / "ledger").write_bytes(b"counts")
+    assert started(folder, *events, "--arena.bytes", "32MiB").returncode == 1
+    assert (arena.parent / "ledger").read_bytes() == b"counts" and not arena.exists()
 
 
 # Settings

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache.room.removal import Parts
+from hotkv_server.cache.values import Entries, Run
 from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.tiers.book.copies import MAX_TRIES
+from hotkv_server.tiers.book.copies import MAX_TRIES, STORED
 from hotkv_server.tiers.drive import copies as tier_copies
-from tests.core.support import evict, words_of
+from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, SharedNode, nodes, running
 
@@ -141,3 +143,31 @@ async def test_a_restart_does_not_flood_the_store(
         await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")
         assert node.shared.out.num_copied < 6
         await node.until_copied(7)
+
+
+async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them() -> None:
+    """A call that evicts a block and reuses its entry comes right after."""
+    async with nodes(1) as (a,):
+        a.put(BLOCKS)
+        await a.until_copied(6)
+        a.tier._store.content.clear()
+        loop, copies = asyncio.get_running_loop(), a.shared.out._copies
+        whole = copies.take
+
+        def reuse() -> None:
+            evict(a.core, 1, 0, words_of(BLOCKS))
+            begin_store(a.core, a.number, "s", "s", [Run(0, words_of(range(50, 60)))], 0, 0.0, 1.0)
+
+        def taken(num_bytes: int, lane: int = STORED) -> Parts[Entries]:
+            entries = yield from whole(num_bytes, lane)
+            if lane != STORED and len(entries):
+                loop.call_soon(reuse)
+            return entries
+
+        copies.take = taken  # type: ignore[method-assign]
+        a.shared.out.offer_old(1, a.core.space.index.ready_blocks())
+        await eventually(lambda: len(a.tier._store.content) == 6, "not copied")
+        assert {key[-32:] for key in a.tier._store.content} == {
+            w.tobytes() for w in words_of(BLOCKS)
+        }
+        a.core.end_store(a.number, "s", False, 1.0)

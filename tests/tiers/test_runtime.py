@@ -7,12 +7,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
+
+from hotkv_proto.table import Words
 from hotkv_server.cache.room import space as room
-from hotkv_server.cache.values import HashList
+from hotkv_server.cache.values import Entries, HashList
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
+from hotkv_server.tiers.drive.tasks import check_values
+from hotkv_server.tiers.protocol import Read
 from tests.core.support import evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup
@@ -189,3 +194,27 @@ async def test_a_close_ends_what_is_under_way() -> None:
         one.put([20, 21])
         await asyncio.sleep(0.1)
         assert not any(await one.leased(BLOCKS))
+
+
+async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
+    """The event loop gives it up, because another call of the tier hangs."""
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        lists = [HashList(0, words_of(BLOCKS))]
+        move = one.below.begin_up(1, lists, 1.0)
+        index = one.core.space.index
+        keys = index.keys
+
+        def given_up(entries: Entries) -> tuple[Entries, Entries, Words]:
+            found = keys(entries)
+            if len(move.entries):
+                one.books.arrivals.forsake(move)
+            return found
+
+        index.keys = given_up  # type: ignore[method-assign]
+        assert len(check_values(one.core, one.arena, move)) == len(BLOCKS)
+        index.keys = keys  # type: ignore[method-assign]
+        codes, none = np.full(len(BLOCKS), Read.FOUND, np.uint8), np.zeros(0, np.uint64)
+        one.below.end_up(move, codes, none, 1.0)
+        one.books.arrivals.let_go(move)
+        one.core.check_invariants()

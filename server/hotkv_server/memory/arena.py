@@ -133,7 +133,7 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
     "lock",
 )
 FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
-KEPT_FILES = ("calibration-*.json", "ledger*", "names.json*")
+KEPT_FILES = ("calibration-*", "ledger*", "names.json*")
 """Measured copy speeds of devices, the ledger, and names. They are not part of the cache and are
 retained as long as the directory."""
 FILES: Final = (
@@ -145,8 +145,10 @@ FILES: Final = (
     ARENA_FILE,
     CONTENTS_FILE,
     OWNER_FILE,
+    *(f"{name}.new" for name in (STATE_FILE, USE_FILE, OWNER_FILE)),
 )
-"""In the order of removal: without the state the other files are ignored."""
+"""In the order of removal: without the state the other files are ignored. A server that is killed
+while it writes leaves the last of them."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
 """The start prefaults the arena for FIRST_FILL_S, and at least FIRST_FILL_BYTES of it."""
@@ -349,6 +351,16 @@ class NodeMemory:
         while a piece of the arena is being prefaulted."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
+
+    def discard(self) -> None:
+        """Removes the cache, whose server did not start. Files of earlier servers that outlive a
+        cache (KEPT_FILES) stay. Blocks while a piece of the arena is being prefaulted."""
+        self.filling.close()
+        _remove_files(self.directory)
+        if any(any(self.directory.glob(pattern)) for pattern in KEPT_FILES):
+            os.close(self._lock_fd)
+        else:
+            remove_files(self.directory, self._lock_fd)
 
 
 def clear(directory: Path) -> None:

@@ -49,11 +49,12 @@ class ServerState:
     key_spaces: tuple[KnownKeySpace, ...] = ()
 
 
-def write_state(path: Path, state: ServerState) -> None:
-    """Replaces the state file. Raises OSError; the old file is then still whole."""
+def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
+    """Replaces the state file. Raises OSError; the old file is then still whole. `sync`: as in
+    `replace_file`."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
-    replace_file(path, itertools.chain([begin], entries, ["]}"]))
+    replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
 
 
 def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:

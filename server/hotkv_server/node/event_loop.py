@@ -68,6 +68,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
     while True:
         ends_s = time.perf_counter() + SLICE_S
         try:
+            next(parts)
             while time.perf_counter() < ends_s:
                 next(parts)
         except StopIteration as end:

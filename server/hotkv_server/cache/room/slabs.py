@@ -413,8 +413,10 @@ class SlabPool:
 
     def capacity_slots(self, slot_bytes: int) -> int:
         """Returns how many slots of this size the whole arena could hold, once all of it has
-        memory."""
-        c = self._class(slot_bytes)
+        memory. Does not make the size known: a size that is only checked does not count as the
+        widest in `figures`."""
+        size = aligned(slot_bytes)
+        c = self._classes.get(size) or _SlabClass(size, self.slab_bytes, self.num_slabs)
         num_runs, rest = divmod(self.num_slabs, c.run_slabs)
         return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
 

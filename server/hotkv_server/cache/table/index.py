@@ -322,6 +322,11 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
         "entries linked twice or miscounted"
     )
     assert np.all(index.pins[detached] > 0), "a detached entry that nobody reads was kept"
+    keys = np.ascontiguousarray(
+        index.table.records[numbers][:, [*range(8), table.W_KEY_SPACE, table.W_GROUP_STATE]]
+    )
+    keys[:, -1] &= np.uint32(0xFFFF)
+    assert len(np.unique(keys.view("V40"))) == len(numbers), "a key has two entries"
     is_reserved = linked >= RESERVED_FLAG
     expected = np.where(is_reserved, table.STATE_RESERVED, table.STATE_READY)
     assert np.all(states[numbers] == expected), "state and flag differ"

@@ -10,9 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hotkv_proto import table
+from hotkv_server.cache.arrays import each_once
+from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.values import BoolMask, Entries
 from hotkv_server.tiers.book.moves import Move, Moves
-from hotkv_server.tiers.book.waiting import WaitingBlocks
+from hotkv_server.tiers.book.waiting import MAX_LOOKED, PART_BLOCKS, WaitingBlocks
 
 STORED, OLD = 0, 1
 """Numbers of lanes (queues). STORED has the blocks that engines stored on this node. OLD has blocks
@@ -64,15 +67,24 @@ class Copies:
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
-    def take(self, num_bytes: int, lane: int = STORED) -> Entries:
-        """Removes the next blocks from a lane (queue) and returns them without duplicates. The
-        blocks' slots have about `num_bytes` in total."""
-        waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
-        while len(waiting) and num_bytes > 0:
-            parts.append(waiting.take(num_bytes))
-            num_bytes -= int(self._host.index.slot_bytes(parts[-1]).sum())
+    def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
+        """Removes the next blocks from a lane (queue), in parts, and returns them without
+        duplicates. Stops when the blocks' slots have about `num_bytes` in total, or when about
+        MAX_LOOKED blocks were checked."""
+        index, waiting, num_looked = self._host.index, self.lanes[lane], 0
+        generations = index.table.records[:, table.W_GENERATION]
+        parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
+        while len(waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
+            some = waiting.take(num_bytes)
+            num_looked += len(some) + PART_BLOCKS
+            num_bytes -= int(index.slot_bytes(some).sum())
+            parts.append(some)
+            known.append(generations[some])
+            yield
+        # Between two parts a block may be evicted and its entry number reused.
         taken = np.concatenate(parts)
-        return taken[np.sort(np.unique(taken, return_index=True)[1])]
+        same = (generations[taken] == np.concatenate(known)) & index.is_ready(taken)
+        return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
         """Begins to copy ready blocks, which `take` has removed from the queue `lane`. Returns a

@@ -20,12 +20,8 @@ from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import BoolMask, Entries, KeySpaceRecord
 from hotkv_server.tiers.book.moves import Move, MoveCounters, Moves, by_group, joined
 from hotkv_server.tiers.book.place_sizes import PlaceSizes
-from hotkv_server.tiers.book.waiting import WaitingBlocks
+from hotkv_server.tiers.book.waiting import MAX_LOOKED, PART_BLOCKS, WaitingBlocks
 from hotkv_server.tiers.book.write_gate import Offered, WriteGate
-
-MAX_LOOKED = 1 << 14
-"""Most waiting blocks that one call of `take` checks. The limit is needed because most blocks that
-wait after a use are on the disk already."""
 
 
 class Demotion:
@@ -69,21 +65,26 @@ class Demotion:
         for group in range(len(record.key_space.groups)):
             del self._block_tokens[record.number, group]
 
-    def take(self, num_bytes: int, now_s: float) -> Entries:
-        """Removes blocks from `waiting`, and returns those that are not on the disk and that the
-        gate admits, without duplicates. Stops when the returned blocks' slots have about
+    def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
+        """Removes blocks from `waiting`, in parts, and returns those that are not on the disk and
+        that the gate admits, without duplicates. Stops when the returned blocks' slots have about
         `num_bytes` in total, or when about MAX_LOOKED blocks were checked."""
-        taken, num_looked = np.empty(0, np.uint32), 0
+        index, num_looked = self._host.index, 0
+        generations = index.table.records[:, table.W_GENERATION]
+        taken = known = np.empty(0, np.uint32)
         while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = self.waiting.take(num_bytes)
-            num_looked += len(some) + 1
+            num_looked += len(some) + PART_BLOCKS
             some = some[np.sort(np.unique(some, return_index=True)[1])]
             some = some[self.lacks(some) & ~np.isin(some, taken)]
             if len(some):
                 some = some[self.gate.admit(self._offered(some, taken), now_s)]
-            num_bytes -= int(self._host.index.slot_bytes(some).sum())
+            num_bytes -= int(index.slot_bytes(some).sum())
             taken = np.concatenate((taken, some))
-        return taken
+            known = np.concatenate((known, generations[some]))
+            yield
+        # Between two parts a block may be evicted and its entry number reused.
+        return taken[(generations[taken] == known) & index.is_ready(taken)]
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
         """Returns the description of blocks for the gate. `taken`: blocks that were admitted

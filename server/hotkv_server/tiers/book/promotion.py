@@ -65,7 +65,9 @@ class Promotion:
             return None
         number = self._moves.next_number()
         entries, places = [], []
-        for one, positions in zip(groups, self.wanted(key_space_id, groups), strict=True):
+        for one in groups:
+            # Looked up after the lists before it were reserved: a client may name a group twice.
+            (positions,) = self.wanted(key_space_id, [one])
             if not len(positions):
                 continue
             positions = positions[first_occurrences(rows(one.hashes, positions))]

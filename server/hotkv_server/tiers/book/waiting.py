@@ -9,6 +9,11 @@ from hotkv_proto import table
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
+MAX_LOOKED, PART_BLOCKS = 1 << 14, 8
+"""Most waiting blocks that a turn checks; each part of the queue counts as PART_BLOCKS more. The
+limit is needed because most blocks that wait after a use, or after an outage of the tier, are in
+the tier already or were evicted."""
+
 
 class WaitingBlocks:
     """A queue of blocks; see the module.

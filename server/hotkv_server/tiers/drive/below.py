@@ -17,7 +17,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, HashList, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.capability import OnReady, Tracer, nobody
-from hotkv_server.node.event_loop import slices
+from hotkv_server.node.event_loop import in_slices, slices
 from hotkv_server.node.persistence import state_of
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
@@ -101,7 +101,8 @@ class TierBelow:
                 self.note_written()
             if not len(down.waiting) or not is_known or not self.breaker.take_turn():
                 continue
-            entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
+            taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
+            entries = await in_slices(taking, tell)
             moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:
                 tasks.spawn(self._write(move, tell))

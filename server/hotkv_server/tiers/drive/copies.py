@@ -11,7 +11,7 @@ known problem, copying pauses. Runs on the event loop; the tier answers on threa
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.capability import OnReady, Tracer, nobody
+from hotkv_server.node.event_loop import in_slices
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move
@@ -127,7 +128,8 @@ class TierCopies:
             if not len(waiting) or not is_due or self._breaker.is_open:
                 continue
             last_s = time.monotonic()
-            entries = self._copies.take(self._most_bytes - self._out_bytes)
+            taking = self._copies.take(self._most_bytes - self._out_bytes)
+            entries = await in_slices(taking, tell)
             for move in self._copies.begin(entries) if len(entries) else ():
                 tasks.spawn(self._write(move, STORED, tell))
 
@@ -143,14 +145,21 @@ class TierCopies:
                 continue
             if time.monotonic() < self._old_at_s or self._breaker.is_open:
                 continue
-            entries = self._copies.take(min(batch_bytes, self._most_bytes - self._out_bytes), lane)
-            if len(entries):
-                batch = tasks.spawn(self._write_old(entries, lane, tell))
+            left_bytes = self._most_bytes - self._out_bytes
+            taking = self._copies.take(min(batch_bytes, left_bytes), lane)
+            entries = await in_slices(taking, tell)
+            # Begin now: other calls run before the task and may evict blocks that are not pinned.
+            if len(entries) and (moves := self._copies.begin(entries, lane)):
+                batch = tasks.spawn(self._write_old(moves, lane, tell))
 
-    async def _write_old(self, entries: Entries, lane: int, tell: Callable[[], None]) -> None:
-        before_bytes = self._tier.figures().written_bytes
-        for move in self._copies.begin(entries, lane):
-            await self._write(move, lane, tell)
+    async def _write_old(self, moves: Sequence[Move], lane: int, tell: Callable[[], None]) -> None:
+        before_bytes, waiting = self._tier.figures().written_bytes, deque(moves)
+        try:
+            while waiting:
+                await self._write(waiting.popleft(), lane, tell)
+        finally:
+            for move in waiting:
+                self._copies.end(move)
         num_bytes = self._tier.figures().written_bytes - before_bytes
         self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
 

@@ -262,7 +262,7 @@ class LowerMemory:
             with _opened(self.folder / TABLE_FILE) as fd:
                 self._write_parts(fd, self._all_parts() if walks else parts, self._sums)
         if (wanted := self._wanted) is not None and wanted[0] != self.kept_revision:
-            write_state(self.folder / STATE_FILE, wanted[1])
+            write_state(self.folder / STATE_FILE, wanted[1], sync=True)
             self.kept_revision = wanted[0]
         if (admitted := self._admitted) is not self._noted:
             replace_file(self.folder / WRITTEN_FILE, [json.dumps(admitted)])
@@ -271,12 +271,14 @@ class LowerMemory:
     def _adopt(self) -> None:
         """Writes the whole table to a new file, which then replaces the old table's file. Removes
         the file of key spaces first. So if the process is killed before the new key spaces are
-        written, the next server does not read the table with wrong key spaces."""
+        written, the next server does not read the table with wrong key spaces. Syncs the new file
+        first: after a power loss it might be empty."""
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
         with _opened(scratch) as fd:
             self._write_parts(fd, self._all_parts(), sums)
+            os.fsync(fd)
         (self.folder / STATE_FILE).unlink(missing_ok=True)
         scratch.replace(self.folder / TABLE_FILE)
         self._sums = sums

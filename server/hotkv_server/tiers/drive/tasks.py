@@ -137,11 +137,13 @@ def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
     server computes no check values. Callable on any thread, because only the move uses its entries
     and slots."""
     index, stride = core.space.index, core.config.check_stride
-    checks = np.zeros(len(move), np.uint64)
+    # Read once: the event loop takes them from a move that it gives up. The slots stay.
+    entries = move.entries
+    checks = np.zeros(len(entries), np.uint64)
     if not stride:
         return checks
-    _, groups, _ = index.keys(move.entries)
-    offsets, keys = index.offsets(move.entries), index.mixed(move.entries)
+    _, groups, _ = index.keys(entries)
+    offsets, keys = index.offsets(entries), index.mixed(entries)
     record = core.catalog.record(move.key_space_id)
     for group in np.unique(groups).tolist():
         at = np.flatnonzero(groups == group)
