@@ -134,6 +134,20 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     assert not reader.sub.poll(200)
 
 
+def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
+    publisher: ZmqPublisher, reader: Reader
+) -> None:
+    last = reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, KEY_SPACE)
+    publisher.clear(2)
+    assert reader.read() == (last + 1, [AllBlocksCleared()])
+    publisher._put_bytes += MIB
+    publisher.clear(2)
+    publisher._put_bytes -= MIB
+    publisher.settle()
+    assert reader.read() == (last + 2, [AllBlocksCleared()])
+
+
 def test_replay_keeps_the_last_steps_and_survives_nonsense(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:

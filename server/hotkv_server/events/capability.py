@@ -250,6 +250,9 @@ class EventsCapability(Capability):
         if self.hub.is_heard:
             self.hub.publish(removed_events(notices, flushed_key_space_id, below))
 
+    def key_space_flushed(self, number: int) -> None:
+        self.hub.flushed(number)
+
     # The present state
 
     def _spaces(self) -> list[Space]:

@@ -258,6 +258,13 @@ class ZmqPublisher:
             for topic in self._by_key_space[number]:
                 self._put(topic, unix_time_s, of_key_space)
 
+    def clear(self, number: int) -> None:
+        """Queues a clear of every topic of a key space, also of other key spaces' blocks there. If
+        the queue is full, `settle` queues the clear later."""
+        for topic in self._by_key_space[number]:
+            topic.must_clear = True
+            self._put(topic, time.time(), ())
+
     def announce(self) -> None:
         """Queues the present state (the cached blocks) for all topics, behind all queued events."""
         self._queue.put(_Announcement(tuple(self._topics.values())))

@@ -380,6 +380,9 @@ class Capability:
         flushed_key_space_id: key space that a flush has emptied; 0 without a flush.
         """
 
+    def key_space_flushed(self, number: int) -> None:
+        """Called when a flush has ended. Blocks that were stored during the flush may remain."""
+
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         """Called when a session has closed. `is_last`: True if the session's engine has no other
         session open."""
