@@ -5,6 +5,7 @@ import asyncio
 import importlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,9 @@ TOPICS = {
 }
 """Default topic for each value of the setting `events.identity`, in the form of llm-d-router#2586.
 With `engine`, the engines publish the events."""
+ANSWER_WAIT_S = 1.0
+"""Longest time that an answer to a router waits for shared tiers. HTTP answers within 2 s in any
+case."""
 MOST_NAMES = 16
 """Most names of a key space's model under which events are published. Clients choose the names, so
 their number must be bounded."""
@@ -290,10 +294,11 @@ class EventsCapability(Capability):
             if fingerprint not in (None, known.fingerprint):
                 continue
             number, run = self._numbers.get(known.fingerprint), known.run
+            if number is None:
+                continue
             masks = self._lying(known.fingerprint, run.group_index, run.hashes)
             for (medium, tier), mask in zip(media, masks, strict=False):
                 for first, end in edges(mask & known.is_newest):
-                    assert number is not None
                     yield replace(
                         run.part(first, end), key_space_id=number, medium=medium, tier=tier
                     )
@@ -303,7 +308,7 @@ class EventsCapability(Capability):
     ) -> BoolMask | None:
         if not self._settings.answers:
             return None
-        found = np.zeros(len(hashes), np.bool_)
+        found, until_s = np.zeros(len(hashes), np.bool_), time.monotonic() + ANSWER_WAIT_S
         for number, record in list(self._node.core.key_spaces.items()):
             key_space = record.key_space
             names = self._contents.names(key_space.fingerprint) or [key_space.model]
@@ -316,7 +321,8 @@ class EventsCapability(Capability):
             masks = self._lying(key_space.fingerprint, group_index, words)
             if self._node.tiers is not None:
                 listed = [HashList(group_index, words)]
-                lying = await self._node.tiers.lookups.find(number, listed)
+                wait_s = max(0.0, until_s - time.monotonic())
+                lying = await self._node.tiers.lookups.find(number, listed, wait_s)
                 masks += [one.masks[0] for one in lying if one.is_up]
             for mask in masks:
                 found |= mask & known

@@ -182,8 +182,11 @@ class Lookups(Protocol):
             computes them are left out; 0 leaves out no block.
         """
 
-    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Asks every tier which of the blocks it has. For operators."""
+    async def find(
+        self, key_space_id: int, groups: list[HashList], wait_s: float = ...
+    ) -> list[Lying]:
+        """Asks every tier which of the blocks it has. Waits for shared tiers at most `wait_s`. For
+        operators and routers."""
 
 
 class BlocksBelow(Protocol):
