@@ -98,7 +98,7 @@ def _zmq() -> ModuleType:
 
 
 def _publisher(
-    settings: EventSettings, state: Callable[[], Iterator[BlocksStored]] | None
+    settings: EventSettings, state: Callable[[], Iterator[BlocksStored | None]] | None
 ) -> "ZmqPublisher | None":
     """Returns the publisher of events; None if the settings name no endpoint. Raises StartError."""
     if not settings.endpoint:
@@ -280,9 +280,10 @@ class EventsCapability(Capability):
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
-    def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored]:
+    def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
         """Yields the present state: the cached blocks whose token ids are known. May run on any
-        thread. Of a sequence, earlier blocks come first.
+        thread. Of a sequence, earlier blocks come first. Yields None for a run without a cached
+        block, so that each step is short.
 
         fingerprint: key space whose blocks are yielded; None: of all key spaces.
 
@@ -290,15 +291,16 @@ class EventsCapability(Capability):
         such a block is sent in either case.
         """
         media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
-        for known in self._contents.runs():
-            if fingerprint not in (None, known.fingerprint):
+        for known in self._contents.runs(fingerprint=fingerprint):
+            number = self._numbers.get(known.fingerprint)
+            masks = self._lying(known.fingerprint, known.group_index, known.hashes)
+            found = [edges(mask & known.is_newest) for mask in masks]
+            if number is None or not any(found):
+                yield None
                 continue
-            number, run = self._numbers.get(known.fingerprint), known.run
-            if number is None:
-                continue
-            masks = self._lying(known.fingerprint, run.group_index, run.hashes)
-            for (medium, tier), mask in zip(media, masks, strict=False):
-                for first, end in edges(mask & known.is_newest):
+            run = known.run()
+            for (medium, tier), places in zip(media, found, strict=False):
+                for first, end in places:
                     yield replace(
                         run.part(first, end), key_space_id=number, medium=medium, tier=tier
                     )

@@ -135,9 +135,9 @@ class ZmqPublisher:
     int_hashes: True sends the last 8 bytes of each hash as a number, False all bytes.
     per_endpoint: True numbers messages in one sequence for the whole endpoint, False in one
         sequence for each topic.
-    state: yields the cached blocks of all key spaces. Runs on the thread; events queued meanwhile
-        are sent afterwards. None if the state is not known: a replay then sends only the messages
-        that are kept.
+    state: yields the cached blocks of all key spaces, and None for a step without one. Runs on the
+        thread; events queued meanwhile are sent afterwards. None if the state is not known: a
+        replay then sends only the messages that are kept.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ZmqPublisher:
         buffer_bytes: int,
         int_hashes: bool,
         per_endpoint: bool = False,
-        state: Callable[[], Iterator[BlocksStored]] | None = None,
+        state: Callable[[], Iterator[BlocksStored | None]] | None = None,
     ) -> None:
         self.published_events = 0
         self.lost_events = 0
@@ -525,7 +525,7 @@ class ZmqPublisher:
         }
         state: dict[_Topic, list[msgspec.Raw]] = {topic: [] for topic in topics}
         for event in self._state() if self._state is not None else ():
-            if of_topics := by_key_space.get(event.key_space_id):
+            if event is not None and (of_topics := by_key_space.get(event.key_space_id)):
                 (translated,) = self._translator.translate([event], is_alone=False)
                 encoded = msgspec.Raw(self._encoder.encode(translated))
                 for topic in of_topics:
