@@ -210,6 +210,27 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher.close()
 
 
+def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
+    reader: Reader, tmp_path: Path
+) -> None:
+    """The gap in the endpoint's numbers may have had removals."""
+    publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
+    last = reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
+    for event in (replace(stored([7]), key_space_id=2), replace(removed([7]), key_space_id=2)):
+        publisher.publish(1.0, [event])
+        reader.read()
+    publisher.forget_key_space(2)
+    publisher.publish(1.0, [stored([1])])
+    assert reader.read()[0] == last + 3
+    _, number, (clear, known) = replay(f"ipc://{tmp_path}/replay", last + 2)[-1]
+    assert (number, clear, known.block_hashes) == (last + 3, AllBlocksCleared(), [hash_of(1)])
+    # A reader that has all of them gets the messages.
+    ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
+    assert isinstance(only, BlockStored)
+    publisher.close()
+
+
 @pytest.mark.parametrize("per_endpoint", [False, True])
 def test_a_reader_whose_messages_are_gone_gets_the_present_state(
     reader: Reader, tmp_path: Path, per_endpoint: bool

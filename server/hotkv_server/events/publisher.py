@@ -174,7 +174,8 @@ class ZmqPublisher:
         # must not go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
-        self._last_sent = -1
+        # Newest message of all, and newest message of the topics that have ended.
+        self._last_sent = self._last_ended = -1
         self._context = zmq.Context()
         try:
             self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
@@ -409,6 +410,7 @@ class ZmqPublisher:
     def _end(self, ended: _Ended) -> None:
         del self._key_spaces[ended.number]
         for topic in ended.topics:
+            self._last_ended = max(self._last_ended, topic.last_sent)
             self._kept.pop(topic, None)
             while topic.sent:
                 self._forget_oldest(topic)
@@ -453,9 +455,12 @@ class ZmqPublisher:
             return
         first = int.from_bytes(frames[1], "big")
         topics = [one for one in self._kept if len(frames) == 2 or frames[2] == one.name]
-        # With `per_endpoint` readers don't tell topics apart, so all topics get their state.
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
-        stale = topics if partial and self._of_endpoint is not None else partial
+        stale = partial
+        if self._of_endpoint is not None and self._state is not None:
+            # Readers don't tell topics apart, so all topics get their state. The messages of topics
+            # that have ended are not kept.
+            stale = topics if partial or self._last_ended >= first else []
         answers = [
             (number, topic.name, payload)
             for topic in topics
