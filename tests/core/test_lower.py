@@ -151,3 +151,17 @@ def test_why_a_block_is_in_no_tier_any_more() -> None:
     assert why() == [Cause.ROOM, Cause.HINT, Cause.NONE]
     flush(core, 1)
     assert why() == [Cause.FLUSH] * 3
+
+
+def test_a_block_that_the_tier_gave_back_damaged_did_not_make_room() -> None:
+    tiered = Tiered()
+    core, lists = tiered.core, [HashList(0, words_of([1]))]
+    tiered.add([1])
+    (down,) = tiered.down.begin(core.space.index.ready_blocks())
+    tiered.down.end(down, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)
+    core.space.removal.evict(core.space.index.ready_blocks())
+    assert inspect.prompt_blocks(core, 1, 0, words_of([1])).causes.tolist() == [Cause.ROOM]
+    up = tiered.lower.up.begin(1, lists, 2.0)
+    assert up is not None
+    tiered.lower.up.end(up, np.zeros(1, np.bool_), np.ones(1, np.bool_), None, 3.0)
+    assert inspect.prompt_blocks(core, 1, 0, words_of([1])).causes.tolist() == [Cause.DAMAGE]
