@@ -212,12 +212,12 @@ def _read(envelope: Any) -> Hints:
     good: list[Action] = []
     known: set[str] = set()
     for number, one in enumerate(itertools.islice(actions, MAX_ACTIONS)):
-        action_id, kind = f"#{number}", ""
+        action_id, kind = _free_id(number, known), ""
         try:
             action_id = _identifier(_get(one, "action_id", action_id), "action_id") or action_id
             kind = _shown(_get(one, "action_type", ""))
             if action_id in known:
-                action_id = f"#{number}"
+                action_id = _free_id(number, known)
                 raise _WrongField("action_id stands in this message before")
             known.add(action_id)
             good.append(_action(one, action_id))
@@ -227,6 +227,14 @@ def _read(envelope: Any) -> Hints:
         reason = f"actions has {len(actions)}; the first {MAX_ACTIONS} are read"
         rejected.append(Rejection(ENVELOPE_ACTION_ID, "", reason))
     return Hints(message_id, tuple(good), tuple(rejected))
+
+
+def _free_id(number: int, known: set[str]) -> str:
+    """Returns an id for the action with this index that no action before it has."""
+    action_id = f"#{number}"
+    while action_id in known:
+        action_id += "'"
+    return action_id
 
 
 def _action(one: Any, action_id: str) -> Action:

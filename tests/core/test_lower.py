@@ -203,3 +203,17 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
     assert np.array_equal(tiered.entries([9]), first)
     others = tiered.entries([1, 2])
     assert np.array_equal(finished(taking)[:2], others)
+
+
+def test_a_block_that_the_tier_gave_back_damaged_did_not_make_room() -> None:
+    tiered = Tiered()
+    core, lists = tiered.core, [HashList(0, words_of([1]))]
+    tiered.add([1])
+    (down,) = tiered.down.begin(core.space.index.ready_blocks())
+    tiered.down.end(down, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)
+    core.space.removal.evict(core.space.index.ready_blocks())
+    assert inspect.prompt_blocks(core, 1, 0, words_of([1])).causes.tolist() == [Cause.ROOM]
+    up = tiered.lower.up.begin(1, lists, 2.0)
+    assert up is not None
+    tiered.lower.up.end(up, np.zeros(1, np.bool_), np.ones(1, np.bool_), None, 3.0)
+    assert inspect.prompt_blocks(core, 1, 0, words_of([1])).causes.tolist() == [Cause.DAMAGE]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,17 @@ def demand(first: int, count: int, num_hits: int = 0) -> Demand:
     numbers = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
     keys = numbers * np.uint64(0x9E37_79B9_7F4A_7C15)
     return Demand(keys, count * 16, 16, BLOCK_BYTES, num_hits)
+
+
+def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
+    """No engine does so, but a wrong report must not end the node's timer."""
+    made = Forecast(POLICIES["hotness"], 0, 64, 512)
+    made.observe(replace(demand(0, 1), keys=np.repeat(demand(0, 1).keys, 100)), GIB, 0.0, 0)
+    assert made.shadow_share == made.seen_share == 1.0
+    for number in range(1, 100):
+        keys = np.tile(demand(7 * number, 5).keys, 2)
+        made.observe(replace(demand(0, 5), keys=keys), GIB, float(number), 0)
+        made.check_invariants()
 
 
 def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:

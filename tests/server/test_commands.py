@@ -218,6 +218,17 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
     )
 
 
+def test_a_trace_may_come_through_a_pipe_of_the_shell(trace: Path) -> None:
+    """A shell's `<(...)` is an inherited descriptor."""
+    command = [*HOTKV, "size", "/dev/fd/{}", "--arena", "3GiB", *WHOLE]
+    with subprocess.Popen(["cat", str(trace)], stdout=subprocess.PIPE) as cat:
+        assert cat.stdout is not None
+        fd = cat.stdout.fileno()
+        command[command.index("/dev/fd/{}")] = f"/dev/fd/{fd}"
+        done = subprocess.run(command, pass_fds=(fd,), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "49%" in done.stdout, done.stderr
+
+
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,10 @@
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -12,9 +14,14 @@ from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.events import contents
+from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import Contents
-from hotkv_server.events.drive import UNKNOWN, BlocksStored
+from hotkv_server.events.drive import UNKNOWN, BlocksStored, EventHub
+from hotkv_server.events.service import STATE_STEPS, EngineReader
+from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import words_of
+from tests.tiers.nodes import SharedNode
 
 BLOCK_TOKENS = 4
 SPACES = st.sampled_from([b"a" * 32, b"b" * 32])
@@ -141,8 +148,11 @@ class Book(RuleBasedStateMachine):
     @invariant()
     def yields_each_known_block_once(self) -> None:
         found: list[tuple[bytes, int]] = []
+        deepest: dict[bytes, int] = {}
         for known in self.book.runs():
-            first = known.run.depth
+            first = known.run().depth
+            assert first >= deepest.get(known.fingerprint, 0), "a block comes before its parent"
+            deepest[known.fingerprint] = first
             found += [(known.fingerprint, first + at) for at in np.flatnonzero(known.is_newest)]
         known_blocks = [block for block in self.stored if self.content(*block) is not UNKNOWN]
         assert sorted(found) == sorted(known_blocks)
@@ -166,3 +176,42 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
     again = Contents(tmp_path / "contents", 1 << 20, lambda *_: np.zeros(0, np.bool_))
     assert again.num_blocks == 12
     again.close()
+
+
+def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ring may have far more blocks than the cache. A read that looked at all of them would
+    hold the event loop for seconds."""
+    node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
+    events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
+    key_space = node.core.key_space(1)
+    events.key_space_added(1, key_space)
+    node.put([5])
+    for number in range(100, 100 + 10 * STATE_STEPS):
+        tokens = RunContent(np.zeros(16, np.int32))
+        for fingerprint in (key_space.fingerprint, b"f" * 32):
+            run = BlocksStored(1, 0, words_of([number]), None, 0, tokens)
+            events._contents.keep(fingerprint, run)
+    deep = BlocksStored(
+        1, 0, words_of([5]), words_of([100])[0], 1, RunContent(np.ones(16, np.int32))
+    )
+    events._contents.keep(key_space.fingerprint, deep)
+    looked: list[object] = []
+    lying = events._lying
+
+    def looking(*arguments: Any) -> list[BoolMask]:
+        looked.append(arguments)
+        return lying(*arguments)
+
+    monkeypatch.setattr(events, "_lying", looking)
+    reader = EngineReader(hub, 1, lambda: events.state(key_space.fingerprint))
+    reads = []
+    while not reads or reads[-1].has_more_state:
+        before = len(looked)
+        reads.append(reader.read(0).read_events)
+        assert len(looked) - before <= STATE_STEPS
+    assert len(reads) == 11 and len(looked) == 10 * STATE_STEPS + 1
+    (told,) = (event for one in reads for event in one.events)
+    assert told.stored.hashes == words_of([5]).tobytes()
+    events.release()

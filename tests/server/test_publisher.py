@@ -134,6 +134,20 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     assert not reader.sub.poll(200)
 
 
+def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
+    publisher: ZmqPublisher, reader: Reader
+) -> None:
+    last = reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, KEY_SPACE)
+    publisher.clear(2)
+    assert reader.read() == (last + 1, [AllBlocksCleared()])
+    publisher._put_bytes += MIB
+    publisher.clear(2)
+    publisher._put_bytes -= MIB
+    publisher.settle()
+    assert reader.read() == (last + 2, [AllBlocksCleared()])
+
+
 def test_replay_keeps_the_last_steps_and_survives_nonsense(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
@@ -193,6 +207,27 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     # Messages of the ended topic are gone.
     kept = [number for _, number, _ in replay(f"ipc://{tmp_path}/replay", last + 1)]
     assert kept == [last + 1, last + 4, last + 5]
+    publisher.close()
+
+
+def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
+    reader: Reader, tmp_path: Path
+) -> None:
+    """The gap in the endpoint's numbers may have had removals."""
+    publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
+    last = reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
+    for event in (replace(stored([7]), key_space_id=2), replace(removed([7]), key_space_id=2)):
+        publisher.publish(1.0, [event])
+        reader.read()
+    publisher.forget_key_space(2)
+    publisher.publish(1.0, [stored([1])])
+    assert reader.read()[0] == last + 3
+    _, number, (clear, known) = replay(f"ipc://{tmp_path}/replay", last + 2)[-1]
+    assert (number, clear, known.block_hashes) == (last + 3, AllBlocksCleared(), [hash_of(1)])
+    # A reader that has all of them gets the messages.
+    ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
+    assert isinstance(only, BlockStored)
     publisher.close()
 
 

@@ -1,5 +1,6 @@
 """Routers ask for the cached blocks of a prompt, as Dynamo's router asks a shared cache."""
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -17,12 +18,17 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import RunContent
+from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import BlocksStored
 from hotkv_server.events.questions import PromptIndex
+from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.told.http_endpoint import ANSWER_TIMEOUT_S
 from tests.core.support import words_of
 from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
 from tests.support.waiting import wait_for
+from tests.tiers.nodes import SharedNode
 
 TOKENS = list(range(100, 228))
 """Eight blocks."""
@@ -182,3 +188,25 @@ def test_a_salted_block_is_not_found() -> None:
     contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([1, 2]), None, 0, tokens))
     _, known = PromptIndex(contents).find(b"k" * 32, 0, DYNAMO_HASHES[:2])
     assert known.tolist() == [True, False]
+
+
+async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:
+    one = SharedNode(MemoryStore(places=False), 10.0)
+    events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
+    events._settings = EventSettings(answers=True)
+    key_space = one.core.key_space(1)
+    events.key_space_added(1, key_space)
+    tokens = RunContent(np.array(TOKENS[:32], np.int32))
+    events._contents.keep(
+        key_space.fingerprint, BlocksStored(1, 0, words_of([1, 2]), None, 0, tokens)
+    )
+    await one.start()
+    try:
+        one.put([1])
+        one.tier.faults.is_hung = True
+        asked = events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2])
+        found = await asyncio.wait_for(asked, ANSWER_TIMEOUT_S - 0.5)
+        assert found is not None and found.tolist() == [True, False]
+    finally:
+        one.tier.faults.is_hung = False
+        await one.tiers.close()

@@ -40,7 +40,7 @@ from tests.server.ledger_world import World
 from tests.server.nodes import local_node
 from tests.server.page_support import Answer, Traffic, get, settings_with_tenants, status_of
 from tests.server.support import http_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually, wait_for
 
 PAGE = Path(hotkv_server.__file__).parent / "told" / "pages" / "page.html"
 MAX_PAGE_BYTES = 150_000
@@ -453,6 +453,27 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
         far.config.write_text(old)
         os.kill(far.server.pid, signal.SIGHUP)
     wait_for(lambda: far.asked(ADMIN) == 200)
+
+
+@pytest.mark.parametrize(("host", "num_kept"), [("0.0.0.0", 0), ("127.0.0.1", 1000)])
+async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
+    node: Node, host: str, num_kept: int
+) -> None:
+    http = HttpServer(host, 0, node)
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    head = "POST /api/v1/check_blocks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n"
+    writer.write(head.encode() + bytes(1000))
+    await eventually(lambda: len(http._connections) == 1, "the connection does not come")
+    (connection,) = http._connections
+    await eventually(lambda: connection._question is not None, "the request does not come")
+    await asyncio.sleep(0.1)
+    assert len(connection._body) == num_kept
+    # It gets its answer all the same.
+    writer.write(bytes(1000))
+    status = await asyncio.wait_for(reader.readline(), 30)
+    assert status.split()[1] == (b"400" if num_kept else b"403")
+    writer.close()
+    http.close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

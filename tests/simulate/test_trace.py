@@ -1,6 +1,7 @@
 """Traces are read: tolerated and refused lines, error texts, and the arithmetic of prefixes."""
 
 import gzip
+import os
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,18 @@ def test_blank_lines_and_other_fields_of_plain_and_gzipped_files(
     assert trace.times_s.tolist() == [0.0, 2.0005]
     assert (trace.blocks.tolist(), trace.starts.tolist()) == ([0, 1, 0, 2, 3], [0, 2, 5])
     assert (trace.num_unique_blocks, trace.num_accesses, trace.num_late) == (4, 5, 0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_pipe_is_read_from_its_beginning(packed: bool) -> None:
+    lines = "".join(f'{{"timestamp": {i}, "hash_ids": [{i}]}}\n' for i in range(100)).encode()
+    reading, writing = os.pipe()
+    os.write(writing, gzip.compress(lines) if packed else lines)
+    os.close(writing)
+    try:
+        assert load_trace(Path(f"/dev/fd/{reading}")).num_requests == 100
+    finally:
+        os.close(reading)
 
 
 def test_damaged_gzip(tmp_path: Path) -> None:
@@ -64,6 +77,8 @@ def test_ids_may_be_any_64_bits() -> None:
         (b'{"timestamp": "1", "hash_ids": [1]}', 'timestamp is "1"'),
         (b'{"timestamp": true, "hash_ids": [1]}', "timestamp is true"),
         (b'{"timestamp": NaN, "hash_ids": [1]}', "timestamp is NaN"),
+        (b'{"timestamp": 1%s, "hash_ids": [1]}' % (b"0" * 400), "timestamp is 1000"),
+        (b"[" * 100_000, "not JSON"),
         (b'{"timestamp": 1}', "hash_ids is missing"),
         (b'{"timestamp": 1, "hash_ids": 3}', "hash_ids is 3"),
         (b'{"timestamp": 1, "hash_ids": [1, 2.5]}', r"hash_ids is \[1, 2.5\]"),

@@ -3,10 +3,11 @@ chains, and never a flushed block."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
@@ -21,7 +22,7 @@ from hotkv_server.events.drive import (
     moved_events,
 )
 from hotkv_server.node.health import Health
-from hotkv_server.node.removals import Effects
+from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import evict, flush, words_of
@@ -48,14 +49,17 @@ class Listener:
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         self.events += events
 
+    def clear(self, number: int) -> None:
+        self.events.append(KeySpaceCleared(number))
+
     def settle(self) -> None:
         """No event is lost."""
 
 
 class Heard:
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: Any, *, of_pool: bool = False) -> None:
         core, self.listener = node.core, Listener()
-        self.hub = EventHub(self.listener)
+        self.hub = EventHub(self.listener, of_pool=of_pool)
         self.events = EventsCapability(node, EventSettings(), self.hub)
         self.events.key_space_added(1, core.key_space(1))
         self.effects = Effects(core, [self.events], list, asyncio.Event())
@@ -78,8 +82,8 @@ def numbers_of(words: Any) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def heard(one: Any) -> AsyncIterator[Heard]:
-    ear = Heard(one)
+async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
+    ear = Heard(one, of_pool=of_pool)
     one.tiers.start(Health(), ear.effects.run, one.flushed_here, ear.moved)
     await one.tiers.epochs.meet(1)
     try:
@@ -190,6 +194,26 @@ async def test_copies_in_a_shared_tier_are_told_of() -> None:
         await asyncio.sleep(0.1)
         up = far.read()
         assert len(stored(up, Medium.CPU)) == len(BLOCKS)
+
+
+@pytest.mark.parametrize("is_stored_meanwhile", [False, True])
+async def test_a_flush_clears_the_pool_and_tells_of_no_block_of_this_node(
+    monkeypatch: pytest.MonkeyPatch, is_stored_meanwhile: bool
+) -> None:
+    one = SharedNode(MemoryStore(places=False), 10.0)
+    async with heard(one, of_pool=True) as ear:
+        await one.share(BLOCKS)
+        assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS)
+        flushed = one.core.flush
+
+        def flushing(number: int) -> Iterator[int]:
+            for count in flushed(number):
+                one.core.counters.stored_blocks += is_stored_meanwhile
+                yield count
+
+        monkeypatch.setattr(one.core, "flush", flushing)
+        await Removals(one.core, [ear.events], ear.effects.run).flush(1)
+        assert ear.read() == [KeySpaceCleared(1)]
 
 
 def test_an_event_says_what_is_known_of_its_block() -> None:

@@ -41,7 +41,8 @@ def size(
     Raises HotKVError, SizeError; ValueError if neither flags nor a server give a needed value.
     """
     for path in options.traces:
-        path.open().close()
+        if not path.is_fifo():
+            path.open().close()
     bytes_per_token, speed = options.bytes_per_token, options.prefill_tokens_per_s
     if options.traces and bytes_per_token:
         # The flags give every value, so no server is needed.
@@ -138,7 +139,8 @@ def _simulated(
     if options.policy:
         command += ["--policy", options.policy]
     command += ["--json"] * options.json
-    done = subprocess.run(command, capture_output=True, text=True)
+    # The simulator inherits the pipes that a shell names /dev/fd/N.
+    done = subprocess.run(command, capture_output=True, text=True, close_fds=False)
     if done.returncode == 0:
         return done.stdout.rstrip("\n")
     lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]

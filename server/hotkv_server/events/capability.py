@@ -5,6 +5,7 @@ import asyncio
 import importlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,9 @@ TOPICS = {
 }
 """Default topic for each value of the setting `events.identity`, in the form of llm-d-router#2586.
 With `engine`, the engines publish the events."""
+ANSWER_WAIT_S = 1.0
+"""Longest time that an answer to a router waits for shared tiers. HTTP answers within 2 s in any
+case."""
 MOST_NAMES = 16
 """Most names of a key space's model under which events are published. Clients choose the names, so
 their number must be bounded."""
@@ -94,7 +98,7 @@ def _zmq() -> ModuleType:
 
 
 def _publisher(
-    settings: EventSettings, state: Callable[[], Iterator[BlocksStored]] | None
+    settings: EventSettings, state: Callable[[], Iterator[BlocksStored | None]] | None
 ) -> "ZmqPublisher | None":
     """Returns the publisher of events; None if the settings name no endpoint. Raises StartError."""
     if not settings.endpoint:
@@ -250,6 +254,9 @@ class EventsCapability(Capability):
         if self.hub.is_heard:
             self.hub.publish(removed_events(notices, flushed_key_space_id, below))
 
+    def key_space_flushed(self, number: int) -> None:
+        self.hub.flushed(number)
+
     # The present state
 
     def _spaces(self) -> list[Space]:
@@ -273,9 +280,10 @@ class EventsCapability(Capability):
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
-    def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored]:
+    def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
         """Yields the present state: the cached blocks whose token ids are known. May run on any
-        thread. Of a sequence, earlier blocks come first.
+        thread. Of a sequence, earlier blocks come first. Yields None for a run without a cached
+        block, so that each step is short.
 
         fingerprint: key space whose blocks are yielded; None: of all key spaces.
 
@@ -283,14 +291,16 @@ class EventsCapability(Capability):
         such a block is sent in either case.
         """
         media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
-        for known in self._contents.runs():
-            if fingerprint not in (None, known.fingerprint):
+        for known in self._contents.runs(fingerprint=fingerprint):
+            number = self._numbers.get(known.fingerprint)
+            masks = self._lying(known.fingerprint, known.group_index, known.hashes)
+            found = [edges(mask & known.is_newest) for mask in masks]
+            if number is None or not any(found):
+                yield None
                 continue
-            number, run = self._numbers.get(known.fingerprint), known.run
-            masks = self._lying(known.fingerprint, run.group_index, run.hashes)
-            for (medium, tier), mask in zip(media, masks, strict=False):
-                for first, end in edges(mask & known.is_newest):
-                    assert number is not None
+            run = known.run()
+            for (medium, tier), places in zip(media, found, strict=False):
+                for first, end in places:
                     yield replace(
                         run.part(first, end), key_space_id=number, medium=medium, tier=tier
                     )
@@ -300,7 +310,7 @@ class EventsCapability(Capability):
     ) -> BoolMask | None:
         if not self._settings.answers:
             return None
-        found = np.zeros(len(hashes), np.bool_)
+        found, until_s = np.zeros(len(hashes), np.bool_), time.monotonic() + ANSWER_WAIT_S
         for number, record in list(self._node.core.key_spaces.items()):
             key_space = record.key_space
             names = self._contents.names(key_space.fingerprint) or [key_space.model]
@@ -313,7 +323,8 @@ class EventsCapability(Capability):
             masks = self._lying(key_space.fingerprint, group_index, words)
             if self._node.tiers is not None:
                 listed = [HashList(group_index, words)]
-                lying = await self._node.tiers.lookups.find(number, listed)
+                wait_s = max(0.0, until_s - time.monotonic())
+                lying = await self._node.tiers.lookups.find(number, listed, wait_s)
                 masks += [one.masks[0] for one in lying if one.is_up]
             for mask in masks:
                 found |= mask & known

@@ -103,13 +103,24 @@ class _Record:
 class KnownRun:
     """A run (consecutive blocks of a sequence) as it was stored.
 
-    fingerprint: fingerprint of the blocks' key space.
+    fingerprint, group_index: key space and group of the blocks.
+    packed: bytes of the run's record, from which `run` makes the run.
     is_newest: for each block [n], False if a later record has the same block.
     """
 
     fingerprint: bytes
-    run: BlocksStored
+    group_index: int
+    packed: bytes
     is_newest: BoolMask
+
+    @property
+    def hashes(self) -> Words:
+        """The blocks' hashes, uint32 words [n, 8]."""
+        return _hashes(self.packed)
+
+    def run(self) -> BlocksStored:
+        """Returns the run. Takes longer than reading the other fields."""
+        return _unpacked_run(self.packed)
 
 
 class Contents:
@@ -125,6 +136,9 @@ class Contents:
         self._present = present
         self._lock = threading.Lock()
         self._records: deque[_Record] = deque()
+        # The records of runs by key space and depth, each list in order of position. So the runs of
+        # a key space can be yielded by depth without sorting all records first.
+        self._by_depth: dict[bytes, dict[int, deque[_Record]]] = {}
         self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
         self._names: dict[bytes, list[str]] = {}
         self._tail = self._head = self._size = self._moves_from = 0
@@ -217,27 +231,48 @@ class Contents:
         with self._written():
             return self._head
 
-    def runs(self, begin: int = 0) -> Iterator[KnownRun]:
+    def runs(self, begin: int = 0, fingerprint: bytes | None = None) -> Iterator[KnownRun]:
         """Yields the runs (consecutive blocks of a sequence) whose records begin at or behind a
         position. Of a sequence, earlier blocks come first, unless their record was added during the
         iteration.
 
-        Runs that are added during the iteration are yielded too.
+        Runs that are added during the iteration are yielded too. A step is short, because it looks
+        only at the records of one depth.
+
+        fingerprint: key space whose runs are yielded; None: of all key spaces.
         """
-        upto = begin
         while True:
             with self._written():
-                records = [one for one in self._records if one.position >= upto and not one.name]
-                upto = self._head
-            if not records:
+                end = self._head
+                places = [
+                    (one, depth)
+                    for one in (self._by_depth if fingerprint is None else (fingerprint,))
+                    for depth in sorted(self._by_depth.get(one, ()))
+                ]
+            if end == begin:
                 return
-            for record in sorted(records, key=lambda one: (one.depth, one.position)):
+            for one, depth in places:
                 with self._lock:
-                    if record.position < self._tail:
-                        continue
-                    run = self._run_at(record.position)
-                    is_newest = self._is_newest(record, run)
-                yield KnownRun(record.fingerprint, run, is_newest)
+                    records = self._between(one, depth, begin, end)
+                for record in records:
+                    with self._lock:
+                        if record.position < self._tail:
+                            continue
+                        packed = self._bytes_at(record.position)
+                        is_newest = self._is_newest(record, _keys(packed))
+                    yield KnownRun(one, record.group_index, packed, is_newest)
+            begin = end
+
+    def _between(self, fingerprint: bytes, depth: int, begin: int, end: int) -> list[_Record]:
+        """Returns the records of a key space's runs at a depth, with positions from `begin` to
+        before `end`."""
+        found = []
+        for record in reversed(self._by_depth.get(fingerprint, {}).get(depth, ())):
+            if record.position < begin:
+                break
+            if record.position < end:
+                found.append(record)
+        return found[::-1]
 
     # The queue
 
@@ -347,7 +382,9 @@ class Contents:
         kind = PREFIX.unpack_from(packed)[2]
         if kind == BLOCKS:
             fingerprint, group_index, depth, *_ = RUN.unpack_from(packed, PREFIX.size)
-            self._records.append(_Record(position, fingerprint, group_index, depth))
+            record = _Record(position, fingerprint, group_index, depth)
+            self._records.append(record)
+            self._by_depth.setdefault(fingerprint, {}).setdefault(depth, deque()).append(record)
             index = self._index.setdefault((fingerprint, group_index), {})
             keys, base = _keys(packed), position << AT_BITS
             index.update(zip(keys, range(base, base + len(keys)), strict=True))
@@ -360,6 +397,12 @@ class Contents:
     def _drop_oldest(self) -> None:
         record = self._records.popleft()
         if not record.name:
+            depths = self._by_depth[record.fingerprint]
+            depths[record.depth].popleft()
+            if not depths[record.depth]:
+                del depths[record.depth]
+            if not depths:
+                del self._by_depth[record.fingerprint]
             index = self._index[record.fingerprint, record.group_index]
             base = record.position << AT_BITS
             for at, key in enumerate(_keys(self._bytes_at(record.position))):
@@ -378,20 +421,19 @@ class Contents:
             return [self._bytes_at(record.position)]
         if self._head < self._moves_from:
             return []
-        run = self._run_at(record.position)
-        mask = self._is_newest(record, run)
+        packed = self._bytes_at(record.position)
+        run, mask = _unpacked_run(packed), self._is_newest(record, _keys(packed))
         if mask.any():
             mask &= self._present(record.fingerprint, record.group_index, run.hashes)
         return [_packed_run(record.fingerprint, run.part(first, end)) for first, end in edges(mask)]
 
-    def _is_newest(self, record: _Record, run: BlocksStored) -> BoolMask:
+    def _is_newest(self, record: _Record, keys: list[bytes]) -> BoolMask:
+        """Returns for each block [n] of a record whether no later record has it. `keys`: the
+        blocks' hashes, 32 bytes each."""
         index = self._index.get((record.fingerprint, record.group_index), {})
-        base, packed = record.position << AT_BITS, run.hashes.tobytes()
+        base = record.position << AT_BITS
         return np.array(
-            [
-                index.get(key) == base + at
-                for at, key in enumerate(np.frombuffer(packed, "V32").tolist())
-            ],
+            [index.get(key) == base + at for at, key in enumerate(keys)],
             np.bool_,
         )
 
@@ -512,6 +554,13 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
         depth,
         RunContent(tokens, name, tuple(map(_read_keys, keys))),
     )
+
+
+def _hashes(packed: bytes) -> Words:
+    """Returns the hashes of the blocks in a run's record, uint32 words [n, 8]."""
+    count = RUN.unpack_from(packed, PREFIX.size)[3]
+    start = PREFIX.size + RUN.size + 32
+    return np.frombuffer(packed, np.uint32, count * 8, start).reshape(-1, 8)
 
 
 def _keys(packed: bytes) -> list[bytes]:

@@ -148,6 +148,9 @@ class EventPublisher(Protocol):
     def add_name(self, number: int, name: str) -> None:
         """Publishes the events of a key space also under another name of its model."""
 
+    def clear(self, number: int) -> None:
+        """Queues a clear of every topic of a key space, also of other key spaces' blocks there."""
+
     def announce(self) -> None:
         """Queues the present state (which blocks are cached), behind all queued events."""
 
@@ -177,7 +180,7 @@ class EventHub:
     """Sends events to feeds (readers over gRPC), and to the publisher if there is one.
 
     of_pool: several nodes share a store and publish as one pool. The publisher then sends only
-        events of that store and flushes of key spaces, and no clear when a node starts.
+        events of that store, and a clear when a key space is flushed, but not when a node starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
@@ -200,7 +203,7 @@ class EventHub:
         self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space, names)
-        self.publish([KeySpaceCleared(number)], is_first=True)
+        self.publish([KeySpaceCleared(number)])
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name by which requests address the model of a key space."""
@@ -218,16 +221,22 @@ class EventHub:
         key_space = self._key_spaces.get(event.key_space_id)
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
-    def publish(self, events: Sequence[Event], *, is_first: bool = False) -> None:
-        """Sends events to all readers, in order. `is_first`: `events` is only the KeySpaceCleared
-        with which `add_key_space` registers a key space."""
+    def flushed(self, number: int) -> None:
+        """Clears the topics of a flushed key space if nodes publish as a pool. The events of a
+        flush name blocks of this node only, and the server does not know the blocks in the
+        store."""
+        if self._of_pool and self.publisher is not None and number in self._key_spaces:
+            self.publisher.clear(number)
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Sends events to all readers, in order."""
         if not (events and self.is_heard):
             return
         now_s = time.time()
         if self.publisher is not None:
             published = events
             if self._of_pool:
-                published = [] if is_first else [one for one in events if _is_of_pool(one)]
+                published = [one for one in events if _is_of_pool(one)]
             if published:
                 self.publisher.publish(now_s, published)
         if len(self.feeds):
@@ -237,7 +246,7 @@ class EventHub:
 
 
 def _is_of_pool(event: Event) -> bool:
-    return isinstance(event, KeySpaceCleared) or event.medium is Medium.REMOTE
+    return not isinstance(event, KeySpaceCleared) and event.medium is Medium.REMOTE
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:

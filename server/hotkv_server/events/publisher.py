@@ -135,9 +135,9 @@ class ZmqPublisher:
     int_hashes: True sends the last 8 bytes of each hash as a number, False all bytes.
     per_endpoint: True numbers messages in one sequence for the whole endpoint, False in one
         sequence for each topic.
-    state: yields the cached blocks of all key spaces. Runs on the thread; events queued meanwhile
-        are sent afterwards. None if the state is not known: a replay then sends only the messages
-        that are kept.
+    state: yields the cached blocks of all key spaces, and None for a step without one. Runs on the
+        thread; events queued meanwhile are sent afterwards. None if the state is not known: a
+        replay then sends only the messages that are kept.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ZmqPublisher:
         buffer_bytes: int,
         int_hashes: bool,
         per_endpoint: bool = False,
-        state: Callable[[], Iterator[BlocksStored]] | None = None,
+        state: Callable[[], Iterator[BlocksStored | None]] | None = None,
     ) -> None:
         self.published_events = 0
         self.lost_events = 0
@@ -174,7 +174,8 @@ class ZmqPublisher:
         # must not go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
-        self._last_sent = -1
+        # Newest message of all, and newest message of the topics that have ended.
+        self._last_sent = self._last_ended = -1
         self._context = zmq.Context()
         try:
             self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
@@ -257,6 +258,13 @@ class ZmqPublisher:
             of_key_space = tuple(part)
             for topic in self._by_key_space[number]:
                 self._put(topic, unix_time_s, of_key_space)
+
+    def clear(self, number: int) -> None:
+        """Queues a clear of every topic of a key space, also of other key spaces' blocks there. If
+        the queue is full, `settle` queues the clear later."""
+        for topic in self._by_key_space[number]:
+            topic.must_clear = True
+            self._put(topic, time.time(), ())
 
     def announce(self) -> None:
         """Queues the present state (the cached blocks) for all topics, behind all queued events."""
@@ -402,6 +410,7 @@ class ZmqPublisher:
     def _end(self, ended: _Ended) -> None:
         del self._key_spaces[ended.number]
         for topic in ended.topics:
+            self._last_ended = max(self._last_ended, topic.last_sent)
             self._kept.pop(topic, None)
             while topic.sent:
                 self._forget_oldest(topic)
@@ -446,9 +455,12 @@ class ZmqPublisher:
             return
         first = int.from_bytes(frames[1], "big")
         topics = [one for one in self._kept if len(frames) == 2 or frames[2] == one.name]
-        # With `per_endpoint` readers don't tell topics apart, so all topics get their state.
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
-        stale = topics if partial and self._of_endpoint is not None else partial
+        stale = partial
+        if self._of_endpoint is not None and self._state is not None:
+            # Readers don't tell topics apart, so all topics get their state. The messages of topics
+            # that have ended are not kept.
+            stale = topics if partial or self._last_ended >= first else []
         answers = [
             (number, topic.name, payload)
             for topic in topics
@@ -518,7 +530,7 @@ class ZmqPublisher:
         }
         state: dict[_Topic, list[msgspec.Raw]] = {topic: [] for topic in topics}
         for event in self._state() if self._state is not None else ():
-            if of_topics := by_key_space.get(event.key_space_id):
+            if event is not None and (of_topics := by_key_space.get(event.key_space_id)):
                 (translated,) = self._translator.translate([event], is_alone=False)
                 encoded = msgspec.Raw(self._encoder.encode(translated))
                 for topic in of_topics:

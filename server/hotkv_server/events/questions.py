@@ -111,7 +111,7 @@ class PromptIndex:
             self._add(known)
 
     def _add(self, known: KnownRun) -> None:
-        run = known.run
+        run = known.run()
         prefixes = self._prefixes.setdefault((known.fingerprint, run.group_index), _Prefixes())
         prefix = None
         if run.depth:

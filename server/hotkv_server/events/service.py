@@ -31,11 +31,15 @@ MOST_EVENTS = 256
 """Most events in an answer to an engine."""
 ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of the events in an answer to an engine, if there are several."""
-STATE_STEPS = 32
+STATE_EVENTS = 32
 """Most events of the present state that are made before the event loop runs other tasks."""
+STATE_STEPS = 128
+"""Most steps of the present state, also without an event, before the event loop runs other
+tasks."""
 
-State = Callable[[bytes | None], Iterator[BlocksStored]]
-"""Yields the cached blocks of the key space with this fingerprint; None: of all key spaces."""
+State = Callable[[bytes | None], Iterator[BlocksStored | None]]
+"""Yields the cached blocks of the key space with this fingerprint, and None for a step without one.
+Without a fingerprint: of all key spaces."""
 
 
 class EventService(events_pb2_grpc.EventServiceServicer):
@@ -70,10 +74,13 @@ class EventService(events_pb2_grpc.EventServiceServicer):
                 if request.key_space_id
                 else None
             )
-            for at, event in enumerate(self._state(fingerprint)):
-                if (item := self._hub.timed(event)) is not None:
+            steps = 0
+            for event in self._state(fingerprint):
+                if event is not None and (item := self._hub.timed(event)) is not None:
                     yield item
-                if at % STATE_STEPS == 0:
+                steps += 1 if event is None else STATE_STEPS // STATE_EVENTS
+                if steps >= STATE_STEPS:
+                    steps = 0
                     await asyncio.sleep(0)
 
         async for part in stream(
@@ -92,14 +99,14 @@ class EngineReader:
     """Reads the events of a key space for an engine: first the present state (the cached blocks),
     then each event.
 
-    state: yields the cached blocks of the key space.
+    state: yields the cached blocks of the key space, and None for a step without one.
 
     Always true: an event that follows the state tells a newer fact about its block than the state.
     If events are lost, the state is sent again.
     """
 
     def __init__(
-        self, hub: EventHub, key_space_id: int, state: Callable[[], Iterator[BlocksStored]]
+        self, hub: EventHub, key_space_id: int, state: Callable[[], Iterator[BlocksStored | None]]
     ) -> None:
         self._hub = hub
         self._key_space_id = key_space_id
@@ -110,7 +117,7 @@ class EngineReader:
     def _begin(self) -> None:
         self._stack.close()
         self._feed = self._stack.enter_context(self._hub.feeds.reader())
-        self._present: Iterator[BlocksStored] | None = self._state()
+        self._present: Iterator[BlocksStored | None] | None = self._state()
         self._next: BlocksStored | None = None
         self._begins = True
 
@@ -131,9 +138,7 @@ class EngineReader:
             self._begin()
             items = []
         if self._present is not None:
-            items = list(self._of_state(self._present, min(most, STATE_STEPS)))
-            if not items:
-                self._present = None
+            items = list(self._of_state(self._present, min(most, STATE_EVENTS)))
         begins, self._begins = self._begins, False
         whole = session_pb2.ConnectResponse()
         answer = whole.read_events
@@ -144,17 +149,25 @@ class EngineReader:
                 _fill(answer.events.add(), item)
         return whole
 
-    def _of_state(self, present: Iterator[BlocksStored], most: int) -> Iterator[TimedEvent]:
-        """Yields the next events of the present state, at most `most`."""
-        left_bytes = ANSWER_BYTES
-        for at in range(most):
-            event, self._next = self._next or next(present, None), None
-            if event is None:
+    def _of_state(self, present: Iterator[BlocksStored | None], most: int) -> Iterator[TimedEvent]:
+        """Yields the next events of the present state, at most `most`. Sets `_present` to None at
+        its end."""
+        left_bytes, count = ANSWER_BYTES, 0
+        for _ in range(STATE_STEPS):
+            if count >= most:
                 return
+            try:
+                event, self._next = self._next or next(present), None
+            except StopIteration:
+                self._present = None
+                return
+            if event is None:
+                continue
             left_bytes -= event.num_bytes
-            if at and left_bytes < 0:
+            if count and left_bytes < 0:
                 self._next = event
                 return
+            count += 1
             if (item := self._hub.timed(event)) is not None:
                 yield item
 

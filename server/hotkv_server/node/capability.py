@@ -182,8 +182,11 @@ class Lookups(Protocol):
             computes them are left out; 0 leaves out no block.
         """
 
-    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Asks every tier which of the blocks it has. For operators."""
+    async def find(
+        self, key_space_id: int, groups: list[HashList], wait_s: float = ...
+    ) -> list[Lying]:
+        """Asks every tier which of the blocks it has. Waits for shared tiers at most `wait_s`. For
+        operators and routers."""
 
 
 class BlocksBelow(Protocol):
@@ -379,6 +382,9 @@ class Capability:
         below: blocks removed from the tier below host memory.
         flushed_key_space_id: key space that a flush has emptied; 0 without a flush.
         """
+
+    def key_space_flushed(self, number: int) -> None:
+        """Called when a flush has ended. Blocks that were stored during the flush may remain."""
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         """Called when a session has closed. `is_last`: True if the session's engine has no other

@@ -161,6 +161,8 @@ class Removals:
             # Removals are reported before any session can store the blocks again.
             is_clear = not has_more and self._core.counters.stored_blocks == num_stored
             self._run_effects(key_space_id if is_clear else 0)
+        for one in self._capabilities:
+            one.key_space_flushed(key_space_id)
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 

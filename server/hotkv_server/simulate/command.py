@@ -40,6 +40,8 @@ from hotkv_server.simulate.trace import Int64s, Trace, TraceError, load_trace
 
 USAGE_ERROR = 2
 MIB, BYTES_PER_GB = 1 << 20, 1e9
+LEAST_SIZE, MOST_SIZE, MOST_COUNT = 1e-6, 1e15, 1 << 30
+"""Bounds of sizes, speeds and counts in options, within which all figures are finite."""
 TIERS = ("disk",)
 AUTO, DEFAULT_POLICY = "auto", "hotness"
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -377,8 +379,10 @@ def _percents(text: str) -> tuple[float, ...]:
 
 def _size(text: str) -> float:
     value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number above 0")
+    if not LEAST_SIZE <= value <= MOST_SIZE:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; give a number from {LEAST_SIZE:g} to {MOST_SIZE:g}"
+        )
     return value
 
 
@@ -416,8 +420,10 @@ def _tier(text: str) -> TierSize:
 
 def _count(text: str) -> int:
     value = _number(text)
-    if not value >= 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number above 0")
+    if not 1 <= value <= MOST_COUNT or value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no count; give a whole number from 1 to {MOST_COUNT:,}"
+        )
     return int(value)
 
 

@@ -12,12 +12,11 @@ are renumbered from 0 without gaps.
 
 import gzip
 import json
-import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,8 @@ Int64s = NDArray[np.int64]
 
 GZIP_MAGIC = b"\x1f\x8b"
 MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
+MAX_TIME_MS = 1e300
+"""Largest timestamp: differences of larger times may not be finite."""
 MAX_TOKENS = 1 << 40
 """If a file gives more tokens for a prompt, the number is ignored."""
 W_ID = 2
@@ -208,16 +209,21 @@ def load_trace(path: Path) -> Trace:
     )
 
 
-def _opened(path: Path) -> BinaryIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterable[bytes]]:
+    """Opens the file once, because a pipe can be read only once."""
     with path.open("rb") as file:
-        zipped = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-    return gzip.open(path, "rb") if zipped else path.open("rb")  # type: ignore[return-value]
+        if file.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
+            with gzip.open(file, "rb") as unzipped:
+                yield unzipped
+        else:
+            yield file
 
 
 def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(
             f"{where}: not JSON ({error}); each line is one object with timestamp and hash_ids"
         ) from error
@@ -230,7 +236,7 @@ def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
     if (
         isinstance(timestamp_ms, bool)
         or not isinstance(timestamp_ms, int | float)
-        or not math.isfinite(timestamp_ms)
+        or not abs(timestamp_ms) <= MAX_TIME_MS
     ):
         raise TraceError(
             f"{where}: timestamp is {_shown(fields, 'timestamp')}; give the time of the "

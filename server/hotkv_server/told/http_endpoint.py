@@ -60,6 +60,7 @@ class _Connection(asyncio.Protocol):
         self._answering: asyncio.Task[None] | None = None
         self._is_head = False
         self._question: Request | None = None
+        self._refusal: Reply | None = None
         self._body = bytearray()
         self._deadline = asyncio.get_running_loop().call_later(CONNECTION_S, self.drop)
 
@@ -101,19 +102,25 @@ class _Connection(asyncio.Protocol):
 
     def _heard(self, event: object) -> None:
         """Processes a part of the request. Begins to answer a GET or HEAD at once, and a POST (a
-        router's question about blocks) once its body is complete."""
+        router's question about blocks) once its body is complete. Keeps no body of a client that
+        may not ask."""
         if isinstance(event, h11.Request):
             request, self._is_head = _request(event), event.method == b"HEAD"
             if event.method == b"POST" and request.path == CHECK_PATH:
+                sight = self._server.routes.sight(request)
+                self._refusal = sight if isinstance(sight, Reply) else None
                 self._question = request
             elif event.method in (b"GET", b"HEAD") and request.path != CHECK_PATH:
                 self._begin(request)
             else:
                 self._refuse(405, "try GET, or POST to ask about blocks")
         elif isinstance(event, h11.Data):
-            self._body += event.data
+            if self._refusal is None:
+                self._body += event.data
             if len(self._body) > MAX_BODY_BYTES:
                 self._refuse(413, f"a question has at most {MAX_BODY_BYTES} bytes")
+        elif self._refusal is not None:
+            self._reply(self._refusal)
         elif self._question is not None:
             self._begin(dataclasses.replace(self._question, body=bytes(self._body)))
 
@@ -121,10 +128,13 @@ class _Connection(asyncio.Protocol):
         self._answering = asyncio.get_running_loop().create_task(self._answer(request))
 
     def _refuse(self, status: int, why: str) -> None:
-        async def refuse() -> None:
-            self._send(Reply.text(status, why, {"Allow": "GET, HEAD, POST"}))
+        self._reply(Reply.text(status, why, {"Allow": "GET, HEAD, POST"}))
 
-        self._answering = asyncio.get_running_loop().create_task(refuse())
+    def _reply(self, reply: Reply) -> None:
+        async def send() -> None:
+            self._send(reply)
+
+        self._answering = asyncio.get_running_loop().create_task(send())
 
     async def _answer(self, request: Request) -> None:
         try:

@@ -17,7 +17,7 @@ Always true: memory is fixed. The sample's shares only fall: a share is halved w
 too large. A restart empties the shadow caches, but the seen keys survive.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -112,7 +112,11 @@ class Forecast:
         )
 
     def observe(self, demand: Demand, capacity_bytes: int, now_s: float, minute: int) -> None:
-        """Records a request that came while the arena had `capacity_bytes` of memory."""
+        """Records a request that came while the arena had `capacity_bytes` of memory. Counts a key
+        once, although an engine may report it several times."""
+        keys, at = np.unique(demand.keys, return_index=True)
+        if len(keys) < len(demand.keys):
+            demand = replace(demand, keys=demand.keys[np.sort(at)])
         low = spread(demand.keys) & LOW_32
         now_missed, more_missed = self._serve(demand, low, capacity_bytes, now_s)
         tokens = demand.block_tokens

@@ -7,7 +7,7 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.arrays import first_occurrences, rows
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import Keys
-from hotkv_server.cache.values import BoolMask, Entries, HashList, Int64s
+from hotkv_server.cache.values import BoolMask, Cause, Entries, HashList, Int64s
 from hotkv_server.tiers.book.arrivals import Arrivals
 from hotkv_server.tiers.book.moves import Move, MoveCounters, Moves, joined
 from hotkv_server.tiers.book.place_sizes import PlaceSizes
@@ -101,6 +101,9 @@ class Promotion:
         self._below.index.pin(places, -1)
         self._below.removal.reap(places)
         gone = places[is_lost & ~is_found & ~is_void]
-        self._below.removal.flush(gone[self._below.index.is_ready(gone)])
+        lost = gone[self._below.index.is_ready(gone)]
+        # Host memory's books are asked why a block is missing.
+        self._moves.host.removal.remember(self._below.index.mixed(lost), Cause.DAMAGE)
+        self._below.removal.flush(lost)
         self._counters.lost += len(gone)
         move.places = places[:0]

@@ -29,7 +29,7 @@ MAX_WAITING = 256
 """Most leases and lookups of a session that wait for tiers at a time. Further leases and lookups
 get only blocks in host memory."""
 EXPLAIN_WAIT_S = 2.0
-"""Longest time that `TierLookups.find` waits for shared tiers."""
+"""Longest time that `TierLookups.find` waits for shared tiers, unless the caller says another."""
 
 
 # ------------------------------------------------------------------------------- A source of blocks
@@ -242,10 +242,12 @@ class TierLookups:
     async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
-    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Returns the blocks that each tier has, for operators. Asks shared tiers for blocks that
-        host memory lacks, and waits for their answers at most for EXPLAIN_WAIT_S."""
-        until_s = time.monotonic() + EXPLAIN_WAIT_S
+    async def find(
+        self, key_space_id: int, groups: list[HashList], wait_s: float = EXPLAIN_WAIT_S
+    ) -> list[Lying]:
+        """Returns the blocks that each tier has, for operators and routers. Asks shared tiers for
+        blocks that host memory lacks, and waits for their answers at most for `wait_s`."""
+        until_s = time.monotonic() + wait_s
         await self._look(key_space_id, groups, until_s)
         return [
             Lying(

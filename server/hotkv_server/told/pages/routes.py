@@ -325,31 +325,39 @@ class Routes:
                 is_ready = request.path == "/readyz"
                 return await self._of_node(_probe(self._node, also_draining=is_ready))
         if request.path == PAGE_PATH or request.path.startswith(API):
-            try:
-                sight = self._access.judge(request.host, request.authorization)
-            except PageRefusal as refusal:
-                return self._refused(request, refusal)
-            except (OSError, ValueError, UnsafeError) as error:
-                if str(error) != self._told:
-                    self._told = str(error)
-                    log.warning("http.token_file can't be used: %s", error)
-                return Reply.text(503, "http.token_file can't be used; the server's log says why")
+            sight = self.sight(request)
+            if isinstance(sight, Reply):
+                return sight
             if request.path == CHECK_PATH:
-                return await self._checked(request, has_names=sight is Sight.NAMES)
+                return await self._checked(request)
             return await self._shown(request, has_names=sight is Sight.NAMES)
         return Reply.text(404, ALL_PATHS)
 
-    async def _checked(self, request: Request, *, has_names: bool) -> Reply:
+    def sight(self, request: Request) -> Sight | Reply:
+        """Returns what a request for a page may see, or the answer if its headers are not enough
+        for its path."""
+        try:
+            sight = self._access.judge(request.host, request.authorization)
+        except PageRefusal as refusal:
+            return self._refused(request, refusal)
+        except (OSError, ValueError, UnsafeError) as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                log.warning("http.token_file can't be used: %s", error)
+            return Reply.text(503, "http.token_file can't be used; the server's log says why")
+        if request.path == CHECK_PATH and sight is not Sight.NAMES:
+            return Reply.text(
+                403, "questions about blocks need a token of security.admin_token_sha256"
+            )
+        return sight
+
+    async def _checked(self, request: Request) -> Reply:
         """Answers a router's question about blocks.
 
         The request's body is `{"block_hashes": […]}`. The answer is
         `{"ranges": [[first, end], …]}`: the ranges of positions in that list (`end` exclusive)
         whose blocks are cached.
         """
-        if not has_names:
-            return Reply.text(
-                403, "questions about blocks need a token of security.admin_token_sha256"
-            )
         query = urllib.parse.parse_qs(request.query)
         model, size = query.get("model", [""])[-1], query.get("block_size", ["0"])[-1]
         if not model:
