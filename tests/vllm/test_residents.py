@@ -345,6 +345,20 @@ def test_a_lost_request_is_not_held() -> None:
     assert engine.books.held(engine.now_s) == [second]
 
 
+def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
+    """vLLM would wait for ever for blocks of a lost request that has loaded its hit and waits."""
+    engine = ResidentEngine("auto")
+    name = engine.arrive(400, 20)
+    engine.run(5, stores=False)
+    engine.begin_store(name)
+    resident = engine.books._residents[name]
+    assert resident.state.store.stored_blocks[0] > resident.kept
+    engine.books.reset(name)
+    assert not engine.manager.lost and resident.state.store.stored_blocks[0] == 0
+    engine.run(60)
+    assert not engine.requests and not engine.preempted
+
+
 def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> None:
     engine = ResidentEngine("host", most_blocks=48)
     running, first = (engine.arrive(400, 300, family) for family in "ab")

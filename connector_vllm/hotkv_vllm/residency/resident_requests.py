@@ -286,10 +286,12 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Makes further stores of the request private (no other request can find the blocks). If
-        more blocks were stored than the server is known to hold, the request is computed anew."""
+        more blocks were stored than the server is known to hold, all blocks are stored anew, or
+        computed anew if the device does not have them."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
-            self._pool.lose(request_id)
+            if not self._pool.stays_whole(one.state.request):
+                self._pool.lose(request_id)
             self._start_over(one)
         del one.names[one.kept :]
         one.private_from = min(one.private_from, one.kept)
