@@ -51,6 +51,8 @@ class Worker:
         """Returns the first test that fails, or a message at the time limit; empty if all pass.
         Ends all its processes."""
         environment = {
+            # As many examples as `make test-long` has; the environment may name another profile.
+            "HYPOTHESIS_PROFILE": "ci",
             **os.environ,
             "NUMBA_CACHE_DIR": str(caches),
             "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS),
