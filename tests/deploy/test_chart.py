@@ -220,6 +220,19 @@ def test_directories_win_over_the_variables_of_the_image(
     assert paths == {arena, sockets}
 
 
+@pytest.mark.parametrize(
+    ("sets", "node"), [((), "node-1"), (("settings.events.node=rack-7",), "rack-7")]
+)
+def test_a_node_is_named_by_the_settings_or_else_by_kubernetes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], node: str
+) -> None:
+    found = objects.of_chart(sets=sets)
+    for name, value in found.environment.items():
+        if name.startswith("HOTKV_"):
+            monkeypatch.setenv(name, value if isinstance(value, str) else "node-1")
+    assert loaded(found, tmp_path).events.node == node
+
+
 def test_new_settings_are_new_pods() -> None:
     def checksum(*sets: str) -> str:
         template = objects.of_chart(sets=sets).one("DaemonSet")["spec"]["template"]

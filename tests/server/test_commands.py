@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.server.commands import (
 from tests.server.places import store
 from tests.server.support import hashes
 from tests.simulate.traces import write_trace
+from tests.support.waiting import wait_for
 
 __all__ = ["tokenizer_url"]
 NOWHERE = "unix:/nowhere/grpc.sock"
@@ -258,6 +260,31 @@ def test_live_traffic_is_recorded_and_sized(
     hits = found["endless"]["hit_token_count"]
     assert hits >= 2 * 512 and hits % 512 == 0
     assert found["endless"]["saved_token_count"] == hits // 512 * (512 - device)
+
+
+def test_seconds_without_requests_count_for_what_an_hour_saves(
+    run: Run, own_server: Server, stocked: PagedEngine
+) -> None:
+    """All requests come at the beginning of the recording."""
+
+    def burst() -> None:
+        wait_for(lambda: own_server.counter("request_watchers") == 1)
+        report = RequestReport(hashes(64), 64 * 16, 0, 0, 0.0)
+        for _ in range(5):
+            stocked.session.report_requests([report, report], 1000.0)
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=burst)
+    thread.start()
+    status, printed, said = run("size", "--seconds", "4", "--json")
+    thread.join()
+    assert status == 0, said
+    (found,) = json.loads(printed)["traces"]
+    assert found["seconds"] >= 3.9
+    saved = found["endless"]["saved_token_count"]
+    assert found["endless"]["saved_s_per_hour"] == pytest.approx(
+        saved / 1000 * 3600 / found["seconds"]
+    )
 
 
 def test_an_hour_without_requests_is_no_size(

@@ -18,6 +18,7 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import RunContent
+from hotkv_server.events import questions
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import BlocksStored
@@ -180,6 +181,30 @@ def test_blocks_whose_prefix_was_stored_are_found(
             salt = 1000 * prompt + (500 if adapter else 0)
             assert known.tolist() == [at < whole for at in range(8)]
             assert np.array_equal(words[:whole], words_of(range(salt, salt + whole)))
+
+
+def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the first questions after a restart would take all threads for seconds."""
+    monkeypatch.setattr(questions, "UPDATE_S", 0.0)
+    contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
+    for at in range(4):
+        tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
+        parent = words_of([at - 1])[0] if at else None
+        contents.keep(b"k" * 32, BlocksStored(0, 0, words_of([at]), parent, at, tokens))
+    index = PromptIndex(contents)
+
+    def found() -> int:
+        return int(index.find(b"k" * 32, 0, DYNAMO_HASHES[:4])[1].sum())
+
+    assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
+    with index._lock:
+        # Another call is reading.
+        assert found() == 4
+    # An index that is made anew answers as before until it is complete.
+    index._prefixes[b"f" * 32, 0] = questions._Prefixes({}, dict.fromkeys(range(2000), b""))
+    assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 
 
 def test_a_salted_block_is_not_found() -> None:

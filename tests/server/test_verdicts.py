@@ -90,6 +90,10 @@ def test_is_it_working(changes: dict[str, Any], sentence: str) -> None:
             {"total__saved_s": 0.0},
             "Not yet: engines hit, but have not measured that it saves time.",
         ),
+        (
+            {"total__saved_s": 4.0},
+            "No: requests waited 10.0 s in the last hour for hits that saved 4.0 s of prefill.",
+        ),
         ({"total__hits": {"host": -4, "disk": 4}}, "No: nothing was hit in the last hour."),
         ({"total__prompt_token_count": 0}, "Not known: no prompts in the last hour."),
     ],

@@ -61,13 +61,14 @@ def size(
         bytes_per_token = bytes_per_token or token_bytes(space)
         arena = options.arena or _sizes(client)
         traces = options.traces
+        seconds = 0.0
         with tempfile.TemporaryDirectory(prefix="hotkv-size-") as folder:
             if not traces:
                 traces = [Path(folder) / "this traffic"]
-                _record(client, traces[0], number, options, say)
+                seconds = _record(client, traces[0], number, options, say)
             # Asks after the recording, because an engine may have measured its speed in it.
             speed = speed or prefill_tokens_per_s(client, number)
-            return _simulated(traces, options, bytes_per_token, speed, arena)
+            return _simulated(traces, options, bytes_per_token, speed, arena, seconds)
 
 
 def _unknown(error: HotKVError) -> ValueError:
@@ -110,7 +111,8 @@ def _record(
     number: int,
     options: argparse.Namespace,
     say: Callable[[str], None],
-) -> None:
+) -> float:
+    """Records requests. Returns for how many seconds. Raises SizeError if none came."""
     say(f"recording requests for {options.seconds:g} s; Ctrl-C ends it sooner")
     done = recorder.record(client, path, number, RECORDED_TOKENS, options.seconds, MAX_BLOCKS)
     if not done["request_count"]:
@@ -119,6 +121,7 @@ def _record(
             "--seconds"
         )
     options.block_tokens = done["block_token_count"]
+    return float(done["seconds"])
 
 
 def _simulated(
@@ -127,13 +130,19 @@ def _simulated(
     bytes_per_token: float,
     tokens_per_s: float,
     arena: str,
+    seconds: float = 0.0,
 ) -> str:
     """Runs the simulator and returns its output. Raises SizeError if the simulator fails,
-    ValueError with its message if it rejects the input."""
+    ValueError with its message if it rejects the input.
+
+    seconds: for how long the traces were recorded; 0 if only they tell.
+    """
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]
     command += ["--trace", *map(str, traces)]
     if tokens_per_s:
         command += ["--prefill-tokens-per-s", repr(tokens_per_s)]
+    if seconds:
+        command += ["--trace-seconds", repr(seconds)]
     if options.block_tokens:
         command += ["--block-tokens", str(options.block_tokens)]
     if options.policy:

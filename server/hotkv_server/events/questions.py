@@ -11,8 +11,9 @@ Source of the hashes: `compute_block_hash_for_seq` and `compute_next_sequence_ha
 """
 
 import threading
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,20 +63,32 @@ class _Prefixes:
     blocks: dict[int, bytes] = field(default_factory=dict)
 
 
+Prefixes = dict[tuple[bytes, int], _Prefixes]
+"""The stored blocks by key space (fingerprint) and group."""
+UPDATE_S = 0.25
+"""Longest time that a call reads contents."""
+TURN_RUNS = 16
+"""Runs that are read before another thread gets its turn: a millisecond."""
+
+
 class PromptIndex:
     """Finds stored blocks by the router's hashes of a prompt.
 
     Always true: a block with extra keys other than its adapter's name (a salt, an image) is not
     found, because the router's hash does not include these keys. `find` reads the contents that
-    were stored since the last call, so stores do no work for the index. Thread-safe; may block for
-    some time.
+    were stored since the last call, so stores do no work for the index. It reads for UPDATE_S at
+    most, and later calls read on: after a restart the first calls find too few blocks. Thread-safe;
+    a call does not wait for another call.
     """
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._lock = threading.Lock()
-        self._prefixes: dict[tuple[bytes, int], _Prefixes] = {}
+        self._prefixes: Prefixes = {}
         self._read_to = 0
+        # The reading that is under way, and the prefixes that it fills.
+        self._reading: Iterator[KnownRun] | None = None
+        self._filling: Prefixes = self._prefixes
 
     def __repr__(self) -> str:
         return f"PromptIndex({sum(len(one.blocks) for one in self._prefixes.values())} blocks)"
@@ -89,9 +102,12 @@ class PromptIndex:
         Returns the engine's 32-byte hashes as uint32 [n, 8], zeros for a block that was not found,
         and a mask [n] of the blocks that were found.
         """
-        with self._lock:
-            self._update()
-            blocks = self._prefixes.get((fingerprint, group_index), _Prefixes()).blocks
+        if self._lock.acquire(blocking=False):
+            try:
+                self._update(time.monotonic() + UPDATE_S)
+            finally:
+                self._lock.release()
+        blocks = self._prefixes.get((fingerprint, group_index), _Prefixes()).blocks
         names: list[bytes] = []
         prefix = None
         for one in hashes:
@@ -101,18 +117,29 @@ class PromptIndex:
         words = np.frombuffer(packed, np.uint32).reshape(-1, 8)
         return words, np.array([bool(name) for name in names], np.bool_)
 
-    def _update(self) -> None:
-        num_known = sum(len(one.blocks) for one in self._prefixes.values())
-        if num_known > 2 * self._contents.num_blocks + 1000:
-            # Most of the index is about blocks whose contents have been overwritten: start anew.
-            self._prefixes, self._read_to = {}, 0
-        begin, self._read_to = self._read_to, self._contents.head
-        for known in self._contents.runs(begin):
+    def _update(self, until_s: float) -> None:
+        """Reads contents until `until_s`, a time of time.monotonic, or the end."""
+        if self._reading is None:
+            num_known = sum(len(one.blocks) for one in self._prefixes.values())
+            begin, self._filling = self._read_to, self._prefixes
+            if num_known > 2 * self._contents.num_blocks + 1000:
+                # Most of the index is about blocks whose contents have been overwritten: make
+                # another, and answer from this one until it is complete.
+                begin, self._filling = 0, {}
+            self._read_to = self._contents.head
+            self._reading = self._contents.runs(begin)
+        for count, known in enumerate(self._reading, 1):
             self._add(known)
+            if time.monotonic() >= until_s:
+                return
+            if count % TURN_RUNS == 0:
+                # Releases Python's global lock, for the event loop.
+                time.sleep(0)
+        self._reading, self._prefixes = None, self._filling
 
     def _add(self, known: KnownRun) -> None:
         run = known.run()
-        prefixes = self._prefixes.setdefault((known.fingerprint, run.group_index), _Prefixes())
+        prefixes = self._filling.setdefault((known.fingerprint, run.group_index), _Prefixes())
         prefix = None
         if run.depth:
             prefix = prefixes.of_block.get(b"" if run.parent is None else run.parent.tobytes())

@@ -107,6 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of a token in all layers, for --arena",
     )
     parser.add_argument(
+        "--trace-seconds",
+        type=_size,
+        metavar="N",
+        help="for --arena: how long the trace was recorded (default: from its first request to its "
+        "last)",
+    )
+    parser.add_argument(
         "--prefill-tokens-per-s",
         type=_size,
         metavar="N",
@@ -245,6 +252,7 @@ def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
         options.bytes_per_token,
         options.block_tokens or 0,
         options.prefill_tokens_per_s,
+        options.trace_seconds or 0.0,
     )
     num_sizes = len(wanted.arena_bytes) or len(sizing.DEFAULT_SHARES)
     with _progress_bar(sum(trace.num_requests for trace in traces) * num_sizes) as progress:

@@ -9,7 +9,7 @@ than the trace's, and the time to load blocks is not subtracted.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,12 +38,14 @@ class Wanted:
     bytes_per_token: bytes of a token's KV in all layers.
     block_tokens: tokens of a block of the trace; 0: find it from the lengths of prompts.
     tokens_per_s: prefill speed of an engine; None if unknown.
+    seconds: for how long the trace was recorded; 0: from its first request to its last.
     """
 
     arena_bytes: tuple[int, ...]
     bytes_per_token: float
     block_tokens: int = 0
     tokens_per_s: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Sizing:
     """The estimate for a trace.
 
     wanted: the input, with the sizes and block tokens that were used.
-    trace_s: time between the first and the last request.
+    trace_s: for how long the trace was recorded, at least from its first request to its last.
     sizes: results, by ascending size.
     endless: result of a cache that never evicts; its size is the size of all different blocks.
     """
@@ -140,9 +142,9 @@ def size(
 
     return Sizing(
         trace.name,
-        Wanted(arenas, wanted.bytes_per_token, block_tokens, wanted.tokens_per_s),
+        replace(wanted, arena_bytes=arenas, block_tokens=block_tokens),
         trace.num_requests + trace.num_short,
-        float(trace.times_s[-1]),
+        max(float(trace.times_s[-1]), wanted.seconds),
         int(prompts.sum()) + trace.short_prompt_tokens,
         int(trace.device_hit_tokens.sum()),
         tuple(replayed(one) for one in sorted(arenas)),

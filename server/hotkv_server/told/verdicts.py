@@ -112,6 +112,11 @@ def _pays(figures: Figures) -> tuple[str, str]:
         return "No", ": nothing was hit in the last hour."
     if net_s > 0:
         return "Yes", f": {_seconds(net_s)} of prefill saved in the last hour."
+    if hour["saved_s"] > 0:
+        waited, saved = _seconds(hour["waited_s"]), _seconds(hour["saved_s"])
+        return "No", (
+            f": requests waited {waited} in the last hour for hits that saved {saved} of prefill."
+        )
     return "Not yet", ": engines hit, but have not measured that it saves time."
 
 
