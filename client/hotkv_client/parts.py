@@ -15,6 +15,7 @@ import numpy as np
 from hotkv_client.types import BoolMask, GroupHashes
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
+from hotkv_proto.messages.session import MAX_REPORTS
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 PART_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
@@ -58,14 +59,16 @@ def join_masks(
     return tuple(joined)
 
 
-def split_messages(messages: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields messages in parts of at most PART_BYTES. A larger message is the only message of its
-    part."""
+def split_messages(
+    messages: Iterable[T], num_bytes: Callable[[T], int], most_bytes: int
+) -> Iterator[list[T]]:
+    """Yields messages in parts of at most `most_bytes` and MAX_REPORTS messages. A larger message
+    is the only message of its part."""
     part: list[T] = []
     size = 0
     for message in messages:
         one = num_bytes(message)
-        if part and size + one > PART_BYTES:
+        if part and (size + one > most_bytes or len(part) == MAX_REPORTS):
             yield part
             part, size = [], 0
         part.append(message)
