@@ -72,7 +72,8 @@ class SessionLife:
         """Ends the connection and the thread. Then closes the fence, the page through which stores
         are revoked, unless another process shares it.
 
-        Blocks until the thread has ended, for at most 5 seconds.
+        Blocks until the thread has ended, for at most 5 seconds. In a callback on that thread, does
+        not block; the thread ends after the callback.
         """
         self._closed.set()
         with self._changed:
@@ -82,7 +83,7 @@ class SessionLife:
         if awaited is not None:
             # Without a server the thread would wait for a connection until its timeout.
             awaited.cancel()
-        if self.thread.is_alive():
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(CLOSE_WAIT_S)
         if isinstance(self.fence, Fence) and not self.thread.is_alive():
             # The thread has ended and has revoked the stores under way: the fence is unused now.

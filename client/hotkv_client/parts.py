@@ -1,7 +1,8 @@
 """Splits values that are too large for one message, and joins the answers.
 
 Always true: the hashes or messages of a part have at most PART_BYTES in total, so the part and the
-other fields of its call fit into a gRPC message. Parts keep the order of the values.
+other fields of its call fit into a gRPC message. A part has at most PART_BLOCKS hashes, the most
+that the server takes in a call. Parts keep the order of the values.
 """
 
 import threading
@@ -12,19 +13,24 @@ from typing import TypeVar
 import numpy as np
 
 from hotkv_client.types import BoolMask, GroupHashes
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
+from hotkv_proto.messages.session import MAX_REPORTS
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 PART_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
+PART_BLOCKS = MAX_LOADED_BLOCKS
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[GroupHashes]]:
-    """Splits lists of hashes into parts of at most PART_BYTES; returns at least one part.
+    """Splits lists of hashes into parts of at most PART_BYTES and PART_BLOCKS; returns at least one
+    part.
 
     If a list does not fit into a part, the rest of it is in the next part.
     """
-    most, left = PART_BYTES // hash_bytes, PART_BYTES // hash_bytes
+    most = left = min(PART_BYTES // hash_bytes, PART_BLOCKS)
     parts: list[list[GroupHashes]] = [[]]
     for group in groups:
         at = 0
@@ -53,14 +59,16 @@ def join_masks(
     return tuple(joined)
 
 
-def split_messages(messages: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields messages in parts of at most PART_BYTES. A larger message is the only message of its
-    part."""
+def split_messages(
+    messages: Iterable[T], num_bytes: Callable[[T], int], most_bytes: int
+) -> Iterator[list[T]]:
+    """Yields messages in parts of at most `most_bytes` and MAX_REPORTS messages. A larger message
+    is the only message of its part."""
     part: list[T] = []
     size = 0
     for message in messages:
         one = num_bytes(message)
-        if part and size + one > PART_BYTES:
+        if part and (size + one > most_bytes or len(part) == MAX_REPORTS):
             yield part
             part, size = [], 0
         part.append(message)
@@ -73,6 +81,8 @@ def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Fut
     """Returns a future that resolves when all `futures` have resolved: to `join` of their results
     in order, or to the first future's exception if any failed."""
     whole: Future[R] = Future()
+    # From here on `Future.cancel` has no effect: a cancelled future could not be resolved.
+    whole.set_running_or_notify_cancel()
     left, lock = len(futures), threading.Lock()
 
     def ended(future: "Future[T]") -> None:
@@ -81,11 +91,15 @@ def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Fut
             left -= 1
             if left:
                 return
-        for one in futures:
-            if (error := one.exception()) is not None:
-                whole.set_exception(error)
-                return
-        whole.set_result(join([one.result() for one in futures]))
+        try:
+            result = join([one.result() for one in futures])
+        except HotKVError as error:
+            whole.set_exception(error)
+        except Exception as error:  # noqa: BLE001 The edge of the client's stream: every answer ends its call.
+            why = f"the answers can't be joined: {type(error).__name__}: {error}"
+            whole.set_exception(HotKVError(Reason.INTERNAL, why))
+        else:
+            whole.set_result(result)
 
     for future in futures:
         future.add_done_callback(ended)

@@ -98,7 +98,7 @@ class Session:
         through which stores are revoked.
 
         The server then ends the session's transfers and releases its leases. Blocks until the
-        thread has ended, for at most 5 seconds.
+        thread has ended, for at most 5 seconds; in a callback of the session, does not block.
         """
         self._life.close()
 

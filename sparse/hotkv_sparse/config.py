@@ -17,6 +17,8 @@ CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
 """Least number of tokens of a selection with `adaptive_p`; the always kept tokens (sinks, recent
 window) do not count."""
+MAX_COUNT = (1 << 31) - 1
+"""Largest whole number of a setting: messages and kernels take int32."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:
@@ -101,8 +103,8 @@ class SparseConfig:
             ("min_context_tokens", 0),
         ):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise _refuse(name, value, f"use an integer from {least} up")
+            if type(value) is not int or not least <= value <= MAX_COUNT:
+                raise _refuse(name, value, f"use an integer from {least} to {MAX_COUNT}")
         for layer in self.dense_layers:
             if type(layer) is not int or layer < 0:
                 raise _refuse("dense_layers", self.dense_layers, "use layer numbers from 0 up")
@@ -111,17 +113,14 @@ class SparseConfig:
         topk = self.sparse_topk
         if (
             type(topk) not in (int, float)
-            or not math.isfinite(topk)
-            or topk <= 0
+            or not 0 < topk <= MAX_COUNT
             or (type(topk) is float and topk > 1.0)
         ):
             raise _refuse(
                 "sparse_topk",
                 topk,
-                (
-                    "use a number of tokens (an integer) or a share of the context (above 0.0, at "
-                    "most 1.0)"
-                ),
+                f"use a number of tokens (an integer up to {MAX_COUNT}) or a share of the context "
+                "(above 0.0, at most 1.0)",
             )
         if type(topk) is int and topk < self.always_tokens:
             fix = (
@@ -181,7 +180,7 @@ class SparseConfig:
             raise _refuse(
                 "sparse_topk", self.sparse_topk, f"{fix}; use at least {least * block_tokens}"
             )
-        needed = math.ceil(least * block_tokens / self.sparse_topk)
+        needed = math.ceil(min(least * block_tokens / self.sparse_topk, MAX_COUNT))
         raise _refuse(
             "sparse_topk",
             self.sparse_topk,

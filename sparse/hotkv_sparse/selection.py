@@ -121,7 +121,9 @@ def fuse(
             ),
         )
     totals = [_log_total(scores, always_log_mass_Q) for scores in scores_QS]
-    shares = np.array(exponents, np.float32) / np.float32(sum(exponents))
+    # Divided by the largest first, so that neither their sum nor float32 overflows.
+    relative = np.array(exponents, np.float64) / max(exponents)
+    shares = (relative / relative.sum()).astype(np.float32)
     fused = sum(
         share * (scores - total[:, None])
         for share, scores, total in zip(shares, scores_QS, totals, strict=True)

@@ -225,6 +225,12 @@ def test_words_run_out_and_come_back() -> None:
     assert (index, value) == (given[7][0], given[7][1] + 2)
 
 
+def test_the_smallest_share_refuses_every_residency() -> None:
+    place = Place(residency_share=5e-324)
+    session = place.open()
+    refused(place.core, lambda: place.promise(session, "r", 1), Reason.RESIDENCY_TOO_LARGE)
+
+
 def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
     narrow = Place(client_memory_bytes=1 << 11)
     session = narrow.open()

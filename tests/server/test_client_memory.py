@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
@@ -31,13 +32,14 @@ from hotkv_client import (
 )
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.errors import SessionLostError
+from hotkv_proto.errors import Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node.session import OUTBOX_MESSAGES
+from hotkv_server.wire.guard.interceptor import MAX_PARTS
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
@@ -335,6 +337,16 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 def test_what_comes_seldom_does_not_wait() -> None:
     pace = Pace(10.0)
     assert all(pace.wait_s(100.0 + turn) == 0 for turn in range(50))
+
+
+def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
+    """Images give each block several parts, so a store far below the bound of bytes has too
+    many."""
+    one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
+    runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
+    error = one.session.store("t", "l", runs, 20).exception(60)
+    assert isinstance(error, HotKVError) and error.reason is Reason.TOO_LARGE
+    assert one.session.connected
 
 
 @pytest.mark.long

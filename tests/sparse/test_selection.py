@@ -21,6 +21,9 @@ def test_fusion_is_the_weighted_geometric_mean_of_shares() -> None:
     first, second = np.array([1, 1, 2]) / 4, np.array([1, 4, 1]) / 6
     expected = first**0.75 * second**0.25
     np.testing.assert_allclose(np.exp(np.concatenate([kept, fused[0]])), expected, rtol=1e-5)
+    for scale in (1e-60, 1e60, 5e307):
+        scaled, _ = fuse([one, two], [3 * scale, scale], always)
+        np.testing.assert_allclose(scaled, fused, rtol=1e-5)
     with pytest.raises(HotKVError, match="pass one above 0 for each"):
         fuse([one, two], [1.0], always)
 

@@ -28,6 +28,7 @@ from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
 from tests.server.refusals import fill
@@ -348,6 +349,49 @@ def answered_again(session: Session) -> Any:
         if future.exception(60) is None:
             return future.result(0)
     raise AssertionError("no call is answered any more")
+
+
+@pytest.mark.parametrize(("hash_bytes", "num_parts"), [(32, 2), (16, 2), (8, 2)])
+def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
+    target: str, monkeypatch: pytest.MonkeyPatch, hash_bytes: int, num_parts: int
+) -> None:
+    """No part has more hashes than the server takes in a call."""
+    num_asked = 0
+
+    def says(number: int) -> list[bytes]:
+        nonlocal num_asked
+        num_asked += 1
+        return [masks_by(number)]
+
+    space = KeySpace("m", "w", "bfloat16", SPACE.groups, 16, hash_bytes=hash_bytes)
+    session = Session(SessionConfig(target, "e", Role.TOOL, space))
+    with OddServer(target, Server(says)):
+        session.start()
+        assert session.wait_connected(60)
+        whole = session.lookup([GroupHashes(0, [bytes(hash_bytes)] * (MAX_LOADED_BLOCKS + 1))])
+        assert not whole.cancel(), "a cancelled future can't be resolved"
+        error = whole.exception(60)
+    session.close()
+    assert isinstance(error, HotKVError) and error.reason is Reason.INTERNAL
+    assert num_asked == num_parts
+
+
+def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
+    heard: list[LinkState] = []
+    closed = threading.Event()
+
+    def hear(state: LinkState, reason: str) -> None:
+        heard.append(state)
+        if state is LinkState.CONNECTED:
+            session.close()
+            closed.set()
+
+    session = session_to(target, on_state=hear)
+    with OddServer(target, Server(lambda number: [])):
+        session.start()
+        assert closed.wait(60)
+        session.close()
+    assert heard == [LinkState.CONNECTED, LinkState.CLOSED] and session.state is LinkState.CLOSED
 
 
 @pytest.mark.parametrize("opens", [True, False])

@@ -64,3 +64,13 @@ def test_a_bomb_that_ends_too_soon_is_no_message() -> None:
     bomb.report_use.requests.extend([session_pb2.RequestReport()] * interceptor.MAX_PARTS)
     with pytest.raises(DecodeError):
         interceptor.is_light(KIND, bomb.SerializeToString() + b"\x82")
+
+
+@pytest.mark.parametrize("request_id", [1, 300, (1 << 63) - 1, -7])
+def test_a_message_with_too_many_parts_keeps_its_number(request_id: int) -> None:
+    bomb = session_pb2.ConnectRequest(request_id=request_id)
+    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (interceptor.MAX_PARTS + 1))
+    parse = interceptor._lenient(session_pb2.ConnectRequest.FromString)
+    assert parse(bomb.SerializeToString()).request_id == request_id
+    bomb.ClearField("request_id")
+    assert parse(bomb.SerializeToString()).request_id == -1

@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given
 
 from hotkv_client import LoadEnd, RequestReport
+from hotkv_client.types import EndedRequest
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
-from hotkv_proto.messages.cache import pack, packed_words, read_hashes, unpack
+from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, pack, packed_words, read_hashes, unpack
 from hotkv_proto.messages.errors import error_detail
-from hotkv_proto.messages.session import read_load_ends, read_reports
+from hotkv_proto.messages.session import MAX_REPORTS, read_load_ends, read_reports
 from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
 
@@ -51,6 +54,37 @@ def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
     (request,) = _wire.report_requests([report], 32)
     (message,) = request.report_use.requests
     assert message.age_ms <= age_s * 1000 < message.age_ms + 1
+
+
+@given(
+    ttl_s=st.sampled_from([0.0, 1e-9, 0.0004, 0.001, 0.0015, 2.5]) | st.floats(0, 1e6),
+)
+def test_only_a_time_of_zero_asks_for_the_default(ttl_s: float) -> None:
+    expected = max(int(ttl_s * 1000), int(ttl_s > 0))
+    assert _wire.acquire("l", [], ttl_s, 32).acquire_lease.ttl_ms == expected
+    assert _wire.reserve("l", [], ttl_s, NO_RETENTION, 32).reserve_blocks.ttl_ms == expected
+    assert _wire.load("t", "l", [], ttl_s).load.timeout_ms == expected
+    assert _wire.store("t", "l", [], ttl_s, NO_OPTIONS, 0, 32).store.timeout_ms == expected
+
+
+@pytest.mark.parametrize("hash_bytes", [8, 16, 32])
+def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None:
+    blocks = [bytes(hash_bytes)] * 100
+    reports = [RequestReport(blocks, 1600, 0, 0, 0.0, report_id=n) for n in range(3000)]
+    ends = [LoadEnd(n, 0.5) for n in range(2500)]
+    over = [EndedRequest([], str(n)) for n in range(1025)]
+    used = [
+        request.report_use
+        for request in _wire.report_requests(reports, hash_bytes, 7.0, over, ends)
+    ]
+    for one in used:
+        assert max(map(len, (one.requests, one.loads, one.ended))) <= MAX_REPORTS
+        assert sum(len(m.hashes) for m in one.requests) <= hash_bytes * MAX_LOADED_BLOCKS
+        assert one.ByteSize() <= MAX_MESSAGE_BYTES
+    assert [m.report_id for one in used for m in one.requests] == list(range(3000))
+    assert [m.report_id for one in used for m in one.loads] == list(range(2500))
+    assert [m.session_id for one in used for m in one.ended] == [str(n) for n in range(1025)]
+    assert [one.prefill_tokens_per_s for one in used if one.prefill_tokens_per_s] == [7.0]
 
 
 @given(

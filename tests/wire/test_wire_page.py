@@ -9,12 +9,13 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_proto.messages.hints import MAX_ENVELOPE_CHARS
 from hotkv_proto.messages.layout import MAX_KEY_SPACE_BYTES
+from hotkv_proto.messages.session import MAX_REPORTS
 from hotkv_proto.v1 import errors_pb2, session_pb2
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import identity
-from hotkv_server.wire import calls, descriptors, server, session
+from hotkv_server.wire import descriptors, server, session
 from hotkv_server.wire.errors import CODES
 from hotkv_server.wire.guard import interceptor
 
@@ -38,8 +39,8 @@ LIMITS = {
     "transfers of a session under way": transfers.MAX_TRANSFERS_OF_SESSION,
     "residencies of a server": residency_book.MAX_RESIDENCIES,
     "words behind the arena": words.WORD_COUNT,
-    "requests in one report": calls.MAX_REPORTS,
-    "ended requests in one report": calls.MAX_REPORTS,
+    "requests in one report": MAX_REPORTS,
+    "ended requests in one report": MAX_REPORTS,
     "actions of one request's hints": hints.MAX_ACTIONS,
     "characters of an envelope of hints": MAX_ENVELOPE_CHARS,
     "answers of a stream that wait to be read, before the server reads on": (

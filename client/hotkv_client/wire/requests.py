@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import hotkv_proto
-from hotkv_client.parts import PART_BYTES, split_messages
+from hotkv_client.parts import PART_BLOCKS, PART_BYTES, split_messages
 from hotkv_client.types import (
     After,
     BlockRun,
@@ -19,7 +19,7 @@ from hotkv_client.types import (
 )
 from hotkv_proto.blocks import Retention, StoreOptions
 from hotkv_proto.layout import Layout
-from hotkv_proto.messages import cache
+from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import (
     device_mark_message,
     device_order_message,
@@ -27,7 +27,12 @@ from hotkv_proto.messages.layout import (
     layout_message,
     representation_message,
 )
-from hotkv_proto.messages.session import ended_message, load_end_message, report_message
+from hotkv_proto.messages.session import (
+    MAX_REPORTS,
+    ended_message,
+    load_end_message,
+    report_message,
+)
 from hotkv_proto.order import DeviceOrder
 from hotkv_proto.v1 import (
     cache_pb2,
@@ -118,7 +123,7 @@ def acquire(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
             groups=cache.group_messages(groups, hash_bytes),
-            ttl_ms=int(ttl_s * 1000),
+            ttl_ms=fields.whole_ms(ttl_s),
             wants_offsets=wants_offsets,
             traceparent=traceparent or "",
         )
@@ -133,7 +138,7 @@ def reserve(
         reserve_blocks=cache_pb2.ReserveBlocksRequest(
             lease_id=lease_id,
             runs=cache.run_messages(runs, hash_bytes),
-            ttl_ms=int(ttl_s * 1000),
+            ttl_ms=fields.whole_ms(ttl_s),
             retention=cache.retention_message(retention),
         )
     )
@@ -192,7 +197,7 @@ def load(
             transfer_id=transfer_id,
             lease_id=lease_id,
             runs=cache.load_run_messages(runs),
-            timeout_ms=int(timeout_s * 1000),
+            timeout_ms=fields.whole_ms(timeout_s),
             after=device_mark_message(after.mark if after else None),
             traceparent=traceparent or "",
         )
@@ -214,7 +219,7 @@ def store(
         transfer_id=transfer_id,
         lease_id=lease_id,
         runs=cache.run_messages(runs, hash_bytes),
-        timeout_ms=int(timeout_s * 1000),
+        timeout_ms=fields.whole_ms(timeout_s),
         fence_index=fence_index,
         after=device_mark_message(after.mark if after else None),
     )
@@ -253,14 +258,18 @@ def report_requests(
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
-    if whole.ByteSize() <= PART_BYTES:
+    # Hashes of this many bytes are no more blocks than the server takes in a call.
+    most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
+    if whole.ByteSize() <= most_bytes and max(map(len, (messages, over, ends))) <= MAX_REPORTS:
         yield Request(report_use=whole)
         return
-    first = session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s, loads=ends)
+    first = session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s)
     yield Request(report_use=first)
-    for part in split_messages(messages, session_pb2.RequestReport.ByteSize):
+    for part in split_messages(messages, session_pb2.RequestReport.ByteSize, most_bytes):
         yield Request(report_use=session_pb2.ReportUse(requests=part))
-    for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize):
+    for load_part in split_messages(ends, session_pb2.LoadEnd.ByteSize, most_bytes):
+        yield Request(report_use=session_pb2.ReportUse(loads=load_part))
+    for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize, most_bytes):
         yield Request(report_use=session_pb2.ReportUse(ended=ended_part))
 
 

@@ -11,6 +11,8 @@ from hotkv_proto.reports import SAID_BY_ENGINES, EndedRequest, LoadEnd, Miss, Re
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 
+MAX_REPORTS = 1024
+"""Most scheduled requests, ended requests or ended loads in a message."""
 MAX_REPORTED_S = 86_400.0
 """Longest time that a client's report may state; a longer time is reduced to this."""
 

@@ -13,7 +13,7 @@ from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import read_device_mark
-from hotkv_proto.messages.session import read_ended, read_load_ends, read_reports
+from hotkv_proto.messages.session import MAX_REPORTS, read_ended, read_load_ends, read_reports
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList, LoadPositions, Run
@@ -21,8 +21,6 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.wire.errors import rights_log
-
-MAX_REPORTS = 1024
 
 
 def _lease_id(text: str) -> str:

@@ -22,6 +22,9 @@ from hotkv_server.cache.room.shares import PinBudget, TenantBook, most_pinned
 from hotkv_server.cache.room.slabs import SlabPool, aligned, shortest_run
 from hotkv_server.cache.values import Int64s
 
+MOST_NAMED_BYTES = 1 << 60
+"""Largest size that a refusal names as needed: with a tiny `residency.share` no size is enough."""
+
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
     """Returns the bytes of the arena that a slot costs if it lies in the shortest possible run
@@ -134,7 +137,7 @@ class ResidencyBound:
         tenant."""
         most = self.most_bytes(tenant)
         if asked_bytes > most:
-            needed = int(asked_bytes / self._share) + 1
+            needed = int(min(asked_bytes / self._share, MOST_NAMED_BYTES)) + 1
             raise HotKVError(
                 Reason.RESIDENCY_TOO_LARGE,
                 f"groups.block_count: this takes {asked_bytes} bytes of the arena, and at most "

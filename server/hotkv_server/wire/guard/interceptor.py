@@ -9,6 +9,7 @@ of its metadata, or a generated id. Calls of admin methods are audited.
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import re
 import secrets
@@ -100,6 +101,28 @@ def count(kind: Descriptor, data: bytes) -> int:
     return parts
 
 
+def request_id(kind: Descriptor, data: bytes) -> int:
+    """Returns the field `request_id` of a message without parsing the message; -1 if it has none.
+    Raises IndexError if the message is incomplete."""
+    field = kind.fields_by_name.get("request_id")
+    found, at = -1, 0
+    while field is not None and at < len(data):
+        tag, at = _varint(data, at)
+        match tag & 7:
+            case 0:
+                value, at = _varint(data, at)
+                if tag >> 3 == field.number:
+                    found = (value + (1 << 63)) % (1 << 64) - (1 << 63)
+            case 1:
+                at += 8
+            case 2:
+                size, at = _varint(data, at)
+                at += size
+            case 5:
+                at += 4
+    return found
+
+
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Returns a number, and the position after it."""
     byte = data[at]
@@ -128,12 +151,15 @@ Guard = Callable[[Any], None]
 class Malformed:
     """Replaces a request that could not be parsed or had too many parts; names the reason.
 
+    request_id: number by which the client knows the request; -1 if it is unknown.
+
     This object holds no exception object. An exception that is raised several times keeps the
     frames of all its raises alive, with their requests.
     """
 
     reason: Reason
     message: str
+    request_id: int = -1
 
     def error(self) -> HotKVError:
         """Returns a new refusal, to be raised once."""
@@ -142,9 +168,6 @@ class Malformed:
     def WhichOneof(self, name: str) -> str:
         """Behaves like a message's method: the stream's dispatch sees the body "malformed"."""
         return "malformed"
-
-    request_id = -1
-    """The id is unknown: the client's number is lost with its message."""
 
 
 MALFORMED = Malformed(
@@ -164,7 +187,9 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
     def parse(data: bytes) -> Any:
         try:
-            return deserialize(data) if is_light(kind, data) else TOO_HEAVY
+            if is_light(kind, data):
+                return deserialize(data)
+            return dataclasses.replace(TOO_HEAVY, request_id=request_id(kind, data))
         except DecodeError:
             return MALFORMED
 
