@@ -162,6 +162,10 @@ class Residents(RuleBasedStateMachine):
         self.engine.adapters.are_known = not self.engine.adapters.are_known
 
     @rule()
+    def vllm_preempts_all(self) -> None:
+        self.engine.reset_running()
+
+    @rule()
     def distrusts_the_device(self) -> None:
         self.engine.distrust()
 
@@ -343,6 +347,20 @@ def test_a_lost_request_is_not_held() -> None:
     engine.run(200)
     engine.books._residents[first].is_lost = True
     assert engine.books.held(engine.now_s) == [second]
+
+
+@pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
+def test_a_request_is_preempted_and_resumed_with_a_hit_in_the_same_step(exact_blocks: int) -> None:
+    """The server still holds the blocks that the hit did not load."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 200, exact_blocks=exact_blocks)
+    engine.run(60)
+    engine.reset_running()
+    while not engine.running:
+        engine.run(1)
+    assert engine.device.has_away(name)
+    engine.run(400)
+    assert not engine.requests and not engine.count("lost_residencies")
 
 
 def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:

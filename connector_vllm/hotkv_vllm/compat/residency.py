@@ -20,6 +20,7 @@ Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC 
 """
 
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -477,9 +478,9 @@ class DevicePool:
 
     Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
     `ResidentManager`, `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`,
-    `max_num_running_reqs`, `max_num_scheduled_tokens`, `current_step` and
-    `encoder_cache_mismatch_reqs`, and of `Request` the fields that count output in flight and
-    `next_decode_eligible_step`.
+    `max_num_running_reqs`, `max_num_scheduled_tokens`, `current_step`, `_preempt_request`,
+    `prev_step_scheduled_req_ids`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and
+    of `Request` the fields that count output in flight and `next_decode_eligible_step`.
 
     spec: None for an engine that is not resident.
     """
@@ -520,8 +521,8 @@ class DevicePool:
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves these requests out of the step that vLLM is about to plan. Moves lost requests to
-        the end of the running ones, so that vLLM preempts no other request in their place."""
+        """Leaves these requests out of the step that vLLM is about to plan, and preempts the
+        running requests that are lost. vLLM would preempt others in their place."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -530,11 +531,18 @@ class DevicePool:
             if request is not None:
                 eligible = max(request.next_decode_eligible_step, scheduler.current_step + 1)
                 request.next_decode_eligible_step = eligible
-        for request_id in self._manager.lost:
+        for request_id in [*self._manager.lost]:
             request = scheduler.requests.get(request_id)
             if request in scheduler.running:
                 scheduler.running.remove(request)
-                scheduler.running.append(request)
+                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                # As in `Scheduler.reset_prefix_cache`: the step may resume the request.
+                scheduler.prev_step_scheduled_req_ids.discard(request_id)
+
+    @property
+    def preempted(self) -> set[str]:
+        """Returns the requests that were preempted since vLLM planned its last step."""
+        return set() if self._scheduler is None else self._scheduler.reset_preempted_req_ids
 
     def describe(self) -> str:
         """Returns a text for the log: how many blocks a request holds on the device, and how many
