@@ -153,7 +153,7 @@ class ResidentEngine:
             waiting=self.waiting,
             kv_holding_waiting=Waiting(),
             requests=self.requests,
-            max_num_running_reqs=MAX_RUNNING,
+            max_num_active_reqs=MAX_RUNNING,
             max_num_scheduled_tokens=CHUNK,
             current_step=0,
             encoder_cache_mismatch_reqs=self.failed,
@@ -394,7 +394,7 @@ class ResidentEngine:
 
     def _admit(self, budget: int, planned: dict[str, tuple[Any, int]]) -> None:
         for one in list(self.waiting):
-            if not budget or len(self.running) == MAX_RUNNING:
+            if not budget or len(self.running) == self.scheduler.max_num_active_reqs:
                 return
             if not self.books.is_admitted(self.states[one.request_id], self.now_s):
                 continue

@@ -317,6 +317,16 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
 # -------------------------------------------------------------------------- requests and the server
 
 
+def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
+    """`max_num_active_seqs` may be less than `max_num_seqs`."""
+    engine = ResidentEngine("auto")
+    engine.scheduler.max_num_active_reqs = 1
+    engine.arrive(600, 100)
+    engine.arrive(600, 10, "b")
+    engine.run(400)
+    assert not engine.requests and not engine.count("moved_residencies")
+
+
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     """Two requests fill the server together; the first goes on, and then the other."""
     engine = ResidentEngine("host", most_blocks=60)

@@ -478,7 +478,7 @@ class DevicePool:
 
     Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
     `ResidentManager`, `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`,
-    `max_num_running_reqs`, `max_num_scheduled_tokens`, `current_step`, `_preempt_request`,
+    `max_num_active_reqs`, `max_num_scheduled_tokens`, `current_step`, `_preempt_request`,
     `prev_step_scheduled_req_ids`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and
     of `Request` the fields that count output in flight and `next_decode_eligible_step`.
 
@@ -606,7 +606,7 @@ class DevicePool:
             return None
         free = manager.block_pool.get_num_free_blocks()
         budget = int(scheduler.max_num_scheduled_tokens)
-        num_more = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        num_more = max(0, scheduler.max_num_active_reqs - len(scheduler.running))
         manager.awaited = {
             request.request_id: min(
                 spec.moved_blocks, -(-int(request.num_tokens) // spec.block_size)
@@ -631,7 +631,7 @@ class DevicePool:
         if no request waits, or if vLLM may not run more requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
-        if len(scheduler.running) >= scheduler.max_num_running_reqs:
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return None
         if scheduler.kv_holding_waiting:
             # The blocks that it needs are promised.
