@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from hotkv_vllm.scheduler.request import ASK_AGAIN
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.parts import TOKENS, Parts, request
 
@@ -85,6 +85,19 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
         one.desk.states.clear()
     assert one.desk.match(first, 0) == ASK_AGAIN
     assert "outgrows the device" in pool.failed["a"]
+
+
+def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
+    """vLLM does not ask about its later input, and would wait for ever for a session that has
+    outgrown the device."""
+    one = desk()
+    first = request("a", 20)
+    first.resumable = True
+    one.arrive(first)
+    assert one.desk.match(first, 0) == NO_HIT
+    one.desk._pool = pool = SmallPool()
+    assert one.desk.match(first, 0) == ASK_AGAIN
+    assert "streamed input" in pool.failed["a"]
 
 
 def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:
