@@ -158,7 +158,6 @@ class ResidentEngine:
             current_step=0,
             encoder_cache_mismatch_reqs=self.failed,
             reset_preempted_req_ids=set(),
-            prev_step_scheduled_req_ids=set(),
             _preempt_request=self._preempt_request,
         )
         self.device._manager, self.device._scheduler = self.manager, self.scheduler
@@ -278,7 +277,6 @@ class ResidentEngine:
         self.device.leave_out(held)
         # With priorities, vLLM would preempt the requests of the least priority in their place.
         assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
-        self.books.preempted(self.device.preempted)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)
         self.books.make_room()
@@ -365,8 +363,7 @@ class ResidentEngine:
         return planned
 
     def reset_running(self) -> None:
-        """Preempts all running requests, as vLLM's `reset_prefix_cache` does if it is told to. The
-        next step may resume them."""
+        """Preempts all running requests, as vLLM's `reset_prefix_cache` does if it is told to."""
         while self.running:
             self._preempt_request(self.running.pop(), 0.0, drop_stale_output=True)
 
@@ -396,6 +393,8 @@ class ResidentEngine:
         for one in list(self.waiting):
             if not budget or len(self.running) == self.scheduler.max_num_active_reqs:
                 return
+            if self.device.was_preempted(one.request_id):
+                continue
             if not self.books.is_admitted(self.states[one.request_id], self.now_s):
                 continue
             hit = self._hit(one)

@@ -61,6 +61,9 @@ class SmallPool:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
 
+    def was_preempted(self, _: str) -> bool:
+        return False
+
     def stays_whole(self, _: Any) -> bool:
         return False
 
@@ -85,6 +88,21 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
         one.desk.states.clear()
     assert one.desk.match(first, 0) == ASK_AGAIN
     assert "outgrows the device" in pool.failed["a"]
+
+
+def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
+    desk: Any,
+) -> None:
+    """The next step tells books and workers of the preemption."""
+    one = desk()
+    first = request("a", 20)
+    one.arrive(first)
+    pool = one.desk._pool
+    pool.spec, pool._scheduler = object(), SimpleNamespace(reset_preempted_req_ids={"a"})
+    assert one.desk.match(first, 0) == ASK_AGAIN
+    pool._scheduler.reset_preempted_req_ids.clear()
+    pool.spec = None
+    assert one.desk.match(first, 0) == NO_HIT
 
 
 def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:

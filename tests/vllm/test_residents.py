@@ -360,7 +360,7 @@ def test_a_lost_request_is_not_held() -> None:
 
 
 @pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
-def test_a_request_is_preempted_and_resumed_with_a_hit_in_the_same_step(exact_blocks: int) -> None:
+def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_blocks: int) -> None:
     """The server still holds the blocks that the hit did not load."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 200, exact_blocks=exact_blocks)

@@ -479,8 +479,8 @@ class DevicePool:
     Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
     `ResidentManager`, `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`,
     `max_num_active_reqs`, `max_num_scheduled_tokens`, `current_step`, `_preempt_request`,
-    `prev_step_scheduled_req_ids`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and
-    of `Request` the fields that count output in flight and `next_decode_eligible_step`.
+    `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and of `Request` the fields that
+    count output in flight and `next_decode_eligible_step`.
 
     spec: None for an engine that is not resident.
     """
@@ -536,13 +536,16 @@ class DevicePool:
             if request in scheduler.running:
                 scheduler.running.remove(request)
                 scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-                # As in `Scheduler.reset_prefix_cache`: the step may resume the request.
-                scheduler.prev_step_scheduled_req_ids.discard(request_id)
 
-    @property
-    def preempted(self) -> set[str]:
-        """Returns the requests that were preempted since vLLM planned its last step."""
-        return set() if self._scheduler is None else self._scheduler.reset_preempted_req_ids
+    def was_preempted(self, request_id: str) -> bool:
+        """Returns True if the request of a resident engine was preempted since vLLM planned its
+        last step. The coming step must not resume the request, because that step's message still
+        says that the request has lost its blocks.
+
+        `Scheduler.reset_prefix_cache` preempts between steps, and so does `leave_out`.
+        """
+        scheduler = None if self.spec is None else self._scheduler
+        return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
     def describe(self) -> str:
         """Returns a text for the log: how many blocks a request holds on the device, and how many

@@ -350,27 +350,18 @@ class ResidentRequests:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def preempted(self, request_ids: Iterable[str]) -> None:
-        """Begins requests anew that vLLM has preempted. vLLM's manager calls this method before
-        each step, because the step may resume the requests. So requests that have blocks again are
-        skipped."""
-        for request_id in request_ids:
-            if self._pool.has_blocks(request_id):
-                continue
-            self._ended.append(request_id)
-            one = self._residents.get(request_id)
-            if one is None:
-                continue
-            if one.is_lost or one.has_private_names:
-                # Inexact blocks are pinned at positions where exact blocks must come.
-                self._start_over(one)
-            else:
-                one.begin_anew(one.kept)
-
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
         """Returns the step's message to the workers about resident requests. Must be called before
         vLLM advances its requests, which `rows` knows."""
-        self.preempted(scheduler_output.preempted_req_ids or ())
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._ended.append(request_id)
+            if request_id in self._residents:
+                one = self._residents[request_id]
+                if one.is_lost or one.has_private_names:
+                    # Inexact blocks are pinned at positions where exact blocks must come.
+                    self._start_over(one)
+                else:
+                    one.begin_anew(one.kept)
         for one in self._residents.values():
             self._advance(one, now_s)
         self._take_compared()

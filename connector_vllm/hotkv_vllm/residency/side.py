@@ -53,7 +53,6 @@ class ResidentSide:
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
         if residencies is not None:
-            residencies.preempted(self._pool.preempted)
             residencies.make_room()
 
     def is_freeing(self) -> bool:

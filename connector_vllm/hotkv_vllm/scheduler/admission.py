@@ -189,6 +189,8 @@ class Admission:
             # Later input grows the session past what vLLM asks the connector about.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
             return False
+        if self._pool.was_preempted(request.request_id):
+            return False
         if self._pool.holds_whole(request):
             return True
         cache, state = self._sharing.cache, self.states.get(request.request_id)
