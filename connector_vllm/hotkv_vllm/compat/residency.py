@@ -35,7 +35,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.hotset import USUAL_SETS
-from hotkv_vllm.config import SPARSE, ConfigError
+from hotkv_vllm import versions
+from hotkv_vllm.config import ALLOW_UNTESTED, SPARSE, ConfigError, flat
 from hotkv_vllm.link import logger
 from hotkv_vllm.residency.moves import Demand, Relief
 
@@ -413,8 +414,13 @@ class ResidentManager(FullAttentionManager):
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
     """Returns the spec of a layer of a resident engine. A layer without plain full attention
-    retains its spec."""
+    retains its spec, and so do all layers if hotkv is off with this version of vLLM: vLLM then
+    checks that the longest context fits on the device."""
     if type(spec) is not FullAttentionSpec:
+        return spec
+    extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if why_off := versions.why_off(versions.OWN, extra.get(ALLOW_UNTESTED) is True):
+        versions.say_once(f"hotkv is off, so {SPARSE}.residency has no effect: {why_off}")
         return spec
     if spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         return spec
