@@ -34,7 +34,7 @@ def why_off(door: str, allow_untested: bool) -> str:
     if not answer.is_on:
         return f"{answer}; set hotkv.allow_untested_vllm to use it nevertheless"
     if answer.changed is not None:
-        _say_once(f"hotkv is on: {answer}")
+        say_once(f"hotkv is on: {answer}")
     return ""
 
 
@@ -45,7 +45,8 @@ def why_not_imported(error: ImportError, door: str = OWN) -> str:
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
+    """Logs a warning, once per process."""
     logger.warning(text)
 
 

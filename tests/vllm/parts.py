@@ -51,6 +51,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
         skip_reading_prefix_cache=False,
         kv_transfer_params=None,
         shared_prefix_boundary=0,
+        resumable=False,
     )
 
 

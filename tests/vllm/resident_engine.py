@@ -153,10 +153,12 @@ class ResidentEngine:
             waiting=self.waiting,
             kv_holding_waiting=Waiting(),
             requests=self.requests,
-            max_num_running_reqs=MAX_RUNNING,
+            max_num_active_reqs=MAX_RUNNING,
             max_num_scheduled_tokens=CHUNK,
             current_step=0,
             encoder_cache_mismatch_reqs=self.failed,
+            reset_preempted_req_ids=set(),
+            _preempt_request=self._preempt_request,
         )
         self.device._manager, self.device._scheduler = self.manager, self.scheduler
         streams = StreamCount(lambda state, why: None)
@@ -273,6 +275,8 @@ class ResidentEngine:
         if is_well and residencies.most_blocks is None and residencies.can_grow:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
+        # With priorities, vLLM would preempt the requests of the least priority in their place.
+        assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)
         self.books.make_room()
@@ -283,7 +287,11 @@ class ResidentEngine:
         self.now_s += STEP_S
         self.scheduler.current_step += 1
         self.manager.new_step_starts()
-        planned, preempted = self._plan()
+        planned = self._plan()
+        preempted, self.scheduler.reset_preempted_req_ids = (
+            self.scheduler.reset_preempted_req_ids,
+            set(),
+        )
         for one, new in planned.values():
             if not self.device.holds_whole(one) and not self.device.stays_whole(one):
                 room = self.server.residencies.open.get(("engine", self._residency(one)))
@@ -332,9 +340,9 @@ class ResidentEngine:
                 found = memory[known[block] : known[block] + 32].tobytes()
                 assert found == self.content(one, block), (one.request_id, block)
 
-    def _plan(self) -> tuple[dict[str, tuple[Any, int]], set[str]]:
-        """Returns the requests of a step with their new tokens, and the preempted requests."""
-        budget, planned, preempted = CHUNK, dict[str, tuple[Any, int]](), set[str]()
+    def _plan(self) -> dict[str, tuple[Any, int]]:
+        """Returns the requests of a step with their new tokens."""
+        budget, planned, has_preempted = CHUNK, dict[str, tuple[Any, int]](), False
         for one in list(self.running):
             if one.next_decode_eligible_step > self.scheduler.current_step:
                 continue
@@ -345,14 +353,19 @@ class ResidentEngine:
                     budget -= new
                     break
                 if self.books.is_freeing(self.now_s):
-                    return planned, preempted
+                    return planned
                 last = self.running[-1]
-                preempted.add(last.request_id)
+                has_preempted = True
                 planned.pop(last.request_id, None)
                 self._preempt(last)
-        if not preempted:
+        if not has_preempted:
             self._admit(budget, planned)
-        return planned, preempted
+        return planned
+
+    def reset_running(self) -> None:
+        """Preempts all running requests, as vLLM's `reset_prefix_cache` does if it is told to."""
+        while self.running:
+            self._preempt_request(self.running.pop(), 0.0, drop_stale_output=True)
 
     def _preempt(self, last: Any) -> None:
         for one in self.running:
@@ -362,8 +375,14 @@ class ResidentEngine:
                 relief = self.device.relief(one.request_id, kept)
                 is_lost = bool(self.manager.lost)
                 assert is_lost or relief is None or relief.freed <= 0, "it could have been moved"
-        self.preempted.append(last.request_id)
         self.running.remove(last)
+        self._preempt_request(last, 0.0, drop_stale_output=True)
+
+    def _preempt_request(self, last: Any, _: float, *, drop_stale_output: bool) -> None:
+        """Preempts a request that was removed from the running ones, as vLLM's scheduler does."""
+        assert drop_stale_output
+        self.preempted.append(last.request_id)
+        self.scheduler.reset_preempted_req_ids.add(last.request_id)
         self.manager.free(last.request_id)
         last.num_computed_tokens = 0
         last.begun += 1
@@ -372,8 +391,10 @@ class ResidentEngine:
 
     def _admit(self, budget: int, planned: dict[str, tuple[Any, int]]) -> None:
         for one in list(self.waiting):
-            if not budget or len(self.running) == MAX_RUNNING:
+            if not budget or len(self.running) == self.scheduler.max_num_active_reqs:
                 return
+            if self.device.was_preempted(one.request_id):
+                continue
             if not self.books.is_admitted(self.states[one.request_id], self.now_s):
                 continue
             hit = self._hit(one)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from hotkv_vllm.scheduler.request import ASK_AGAIN
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.parts import TOKENS, Parts, request
 
@@ -61,6 +61,9 @@ class SmallPool:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
 
+    def was_preempted(self, _: str) -> bool:
+        return False
+
     def stays_whole(self, _: Any) -> bool:
         return False
 
@@ -85,6 +88,34 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
         one.desk.states.clear()
     assert one.desk.match(first, 0) == ASK_AGAIN
     assert "outgrows the device" in pool.failed["a"]
+
+
+def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
+    desk: Any,
+) -> None:
+    """The next step tells books and workers of the preemption."""
+    one = desk()
+    first = request("a", 20)
+    one.arrive(first)
+    pool = one.desk._pool
+    pool.spec, pool._scheduler = object(), SimpleNamespace(reset_preempted_req_ids={"a"})
+    assert one.desk.match(first, 0) == ASK_AGAIN
+    pool._scheduler.reset_preempted_req_ids.clear()
+    pool.spec = None
+    assert one.desk.match(first, 0) == NO_HIT
+
+
+def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
+    """vLLM does not ask about its later input, and would wait for ever for a session that has
+    outgrown the device."""
+    one = desk()
+    first = request("a", 20)
+    first.resumable = True
+    one.arrive(first)
+    assert one.desk.match(first, 0) == NO_HIT
+    one.desk._pool = pool = SmallPool()
+    assert one.desk.match(first, 0) == ASK_AGAIN
+    assert "streamed input" in pool.failed["a"]
 
 
 def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:

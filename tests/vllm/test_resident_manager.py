@@ -8,7 +8,8 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_sparse.formats import bytes_per_block
-from hotkv_vllm.compat.residency import ResidentSpec, check_residency
+from hotkv_vllm import versions
+from hotkv_vllm.compat.residency import ResidentSpec, check_residency, customized
 from hotkv_vllm.config import ConfigError
 from hotkv_vllm.residency import totals
 from tests.vllm.parts import TOKENS
@@ -22,6 +23,26 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
     with pytest.raises(AssertionError):
         ResidentSpec.merge([one, plain])
     assert ResidentSpec.merge([one, spec_of("host")]) == one
+
+
+def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM then refuses a pool that is too small. With hotkv's spec it would accept requests that
+    it can never finish."""
+    plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    extra: dict[str, bool] = {}
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        max_in_flight_tokens=64,
+    )
+    answers = {False: "told to", True: ""}
+    monkeypatch.setattr(versions, "why_off", lambda _, allows: answers[allows])
+    assert customized(plain, CONFIG["host"], vllm_config) is plain
+    assert "residency has no effect: told to" in caplog.text
+    extra["hotkv.allow_untested_vllm"] = True
+    assert isinstance(customized(plain, CONFIG["host"], vllm_config), ResidentSpec)
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])

@@ -162,6 +162,10 @@ class Residents(RuleBasedStateMachine):
         self.engine.adapters.are_known = not self.engine.adapters.are_known
 
     @rule()
+    def vllm_preempts_all(self) -> None:
+        self.engine.reset_running()
+
+    @rule()
     def distrusts_the_device(self) -> None:
         self.engine.distrust()
 
@@ -313,6 +317,16 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
 # -------------------------------------------------------------------------- requests and the server
 
 
+def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
+    """`max_num_active_seqs` may be less than `max_num_seqs`."""
+    engine = ResidentEngine("auto")
+    engine.scheduler.max_num_active_reqs = 1
+    engine.arrive(600, 100)
+    engine.arrive(600, 10, "b")
+    engine.run(400)
+    assert not engine.requests and not engine.count("moved_residencies")
+
+
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     """Two requests fill the server together; the first goes on, and then the other."""
     engine = ResidentEngine("host", most_blocks=60)
@@ -343,6 +357,20 @@ def test_a_lost_request_is_not_held() -> None:
     engine.run(200)
     engine.books._residents[first].is_lost = True
     assert engine.books.held(engine.now_s) == [second]
+
+
+@pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
+def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_blocks: int) -> None:
+    """The server still holds the blocks that the hit did not load."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(400, 200, exact_blocks=exact_blocks)
+    engine.run(60)
+    engine.reset_running()
+    while not engine.running:
+        engine.run(1)
+    assert engine.device.has_away(name)
+    engine.run(400)
+    assert not engine.requests and not engine.count("lost_residencies")
 
 
 def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:

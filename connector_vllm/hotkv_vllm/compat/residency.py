@@ -20,6 +20,7 @@ Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC 
 """
 
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -34,7 +35,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.hotset import USUAL_SETS
-from hotkv_vllm.config import SPARSE, ConfigError
+from hotkv_vllm import versions
+from hotkv_vllm.config import ALLOW_UNTESTED, SPARSE, ConfigError, flat
 from hotkv_vllm.link import logger
 from hotkv_vllm.residency.moves import Demand, Relief
 
@@ -412,8 +414,13 @@ class ResidentManager(FullAttentionManager):
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
     """Returns the spec of a layer of a resident engine. A layer without plain full attention
-    retains its spec."""
+    retains its spec, and so do all layers if hotkv is off with this version of vLLM: vLLM then
+    checks that the longest context fits on the device."""
     if type(spec) is not FullAttentionSpec:
+        return spec
+    extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if why_off := versions.why_off(versions.OWN, extra.get(ALLOW_UNTESTED) is True):
+        versions.say_once(f"hotkv is off, so {SPARSE}.residency has no effect: {why_off}")
         return spec
     if spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         return spec
@@ -477,9 +484,9 @@ class DevicePool:
 
     Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
     `ResidentManager`, `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`,
-    `max_num_running_reqs`, `max_num_scheduled_tokens`, `current_step` and
-    `encoder_cache_mismatch_reqs`, and of `Request` the fields that count output in flight and
-    `next_decode_eligible_step`.
+    `max_num_active_reqs`, `max_num_scheduled_tokens`, `current_step`, `_preempt_request`,
+    `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and of `Request` the fields that
+    count output in flight and `next_decode_eligible_step`.
 
     spec: None for an engine that is not resident.
     """
@@ -520,8 +527,8 @@ class DevicePool:
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves these requests out of the step that vLLM is about to plan. Moves lost requests to
-        the end of the running ones, so that vLLM preempts no other request in their place."""
+        """Leaves these requests out of the step that vLLM is about to plan, and preempts the
+        running requests that are lost. vLLM would preempt others in their place."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -530,11 +537,21 @@ class DevicePool:
             if request is not None:
                 eligible = max(request.next_decode_eligible_step, scheduler.current_step + 1)
                 request.next_decode_eligible_step = eligible
-        for request_id in self._manager.lost:
+        for request_id in [*self._manager.lost]:
             request = scheduler.requests.get(request_id)
             if request in scheduler.running:
                 scheduler.running.remove(request)
-                scheduler.running.append(request)
+                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+
+    def was_preempted(self, request_id: str) -> bool:
+        """Returns True if the request of a resident engine was preempted since vLLM planned its
+        last step. The coming step must not resume the request, because that step's message still
+        says that the request has lost its blocks.
+
+        `Scheduler.reset_prefix_cache` preempts between steps, and so does `leave_out`.
+        """
+        scheduler = None if self.spec is None else self._scheduler
+        return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
     def describe(self) -> str:
         """Returns a text for the log: how many blocks a request holds on the device, and how many
@@ -598,7 +615,7 @@ class DevicePool:
             return None
         free = manager.block_pool.get_num_free_blocks()
         budget = int(scheduler.max_num_scheduled_tokens)
-        num_more = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        num_more = max(0, scheduler.max_num_active_reqs - len(scheduler.running))
         manager.awaited = {
             request.request_id: min(
                 spec.moved_blocks, -(-int(request.num_tokens) // spec.block_size)
@@ -623,7 +640,7 @@ class DevicePool:
         if no request waits, or if vLLM may not run more requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
-        if len(scheduler.running) >= scheduler.max_num_running_reqs:
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return None
         if scheduler.kv_holding_waiting:
             # The blocks that it needs are promised.

@@ -185,6 +185,12 @@ class Admission:
     def _has_room(self, request: Any, now_s: float) -> bool:
         """Returns True if the request may begin: the pool is large enough for its blocks, or the
         server has room for it."""
+        if self._pool.spec is not None and request.resumable:
+            # Later input grows the session past what vLLM asks the connector about.
+            self._pool.fail(request.request_id, "residency does not work with streamed input")
+            return False
+        if self._pool.was_preempted(request.request_id):
+            return False
         if self._pool.holds_whole(request):
             return True
         cache, state = self._sharing.cache, self.states.get(request.request_id)
