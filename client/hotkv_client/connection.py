@@ -40,6 +40,10 @@ from hotkv_proto.versions import MAX_MESSAGE_BYTES
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
+MAX_UNSENT = 1 << 14
+"""Most requests in the outbox to which a request without an answer is added. Beyond this the server
+hangs, although its system still answers gRPC's pings: the stream ends, so that the engine's memory
+does not grow."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
 DEVICE_GRACE_S = 1.0
@@ -105,6 +109,7 @@ class Connection:
         self._pending: dict[int, Pending] = {}
         self._request_ids = itertools.count(1)
         self._has_ended = False
+        self._is_given_up = False
         self.link: Link | None = None
         self.table: BlockTable | None = None
         self.call: Any = None
@@ -207,12 +212,16 @@ class Connection:
             return None
 
     def send_only(self, request: _wire.Request) -> None:
-        """Sends a request that has no answer. Drops a request that is too large and logs a
-        warning."""
+        """Sends a request that has no answer. Drops a request that is too large and logs a warning.
+        If the server has left MAX_UNSENT requests unread, drops the request and ends the stream."""
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
-        else:
+        elif self.outbox.qsize() < MAX_UNSENT:
             self.outbox.put(request)
+        elif not self._is_given_up:
+            self._is_given_up = True
+            log.warning("the server has left %d requests unread; the session ends", MAX_UNSENT)
+            self.call.cancel()
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
         """Resolves calls as answers arrive, until the server ends the stream. Blocks the calling

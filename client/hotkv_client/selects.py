@@ -1,7 +1,8 @@
 """A stream of selections: for a query, the server chooses the blocks that sparse attention reads.
 
 Used by engines that can't map the server's memory, and for inspection. Calls run one at a time:
-each waits for its answer. The stream begins with the first selection and ends with its session.
+each waits for its answer. The stream begins with the first selection and ends with its session. The
+server's hot sets begin empty with each stream, so a sequence uses one stream for all its steps.
 """
 
 import queue

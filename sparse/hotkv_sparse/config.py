@@ -5,6 +5,7 @@ must call it before they use the settings. Every refusal names the field, the va
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -150,7 +151,7 @@ class SparseConfig:
                     ),
                 )
         for name, exponent in self.fusion.items():
-            if not (math.isfinite(exponent) and exponent > 0.0):
+            if not 0.0 < exponent <= sys.float_info.max:
                 raise _refuse(f"fusion[{name}]", exponent, "use an exponent above 0")
 
     def check(self, num_layers: int, block_tokens: int) -> None:

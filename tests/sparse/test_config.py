@@ -21,6 +21,8 @@ from hotkv_sparse.config import SparseConfig
         ("scorer", "rot4u"),
         ("fusion", {"best": 1.0}),
         ("fusion", {"mean": 0.0}),
+        ("fusion", {"mean": float("nan")}),
+        ("fusion", {"mean": 10**400}),
         ("sink_tokens", -1),
         ("recent_tokens", 0),
         ("max_correction_blocks", -1),

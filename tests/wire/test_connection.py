@@ -376,6 +376,35 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
     assert num_asked == num_parts
 
 
+def test_a_server_that_reads_nothing_loses_the_session(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports that it never reads take a bounded part of the engine's memory."""
+    monkeypatch.setattr(connection, "MAX_UNSENT", 50)
+    lost, reads = threading.Event(), threading.Event()
+
+    def hear(state: LinkState, reason: str) -> None:
+        if state is LinkState.ABSENT:
+            lost.set()
+
+    def hangs(packed: bytes) -> list[bytes]:
+        if session_pb2.ConnectRequest.FromString(packed).WhichOneof("body") != "open_session":
+            assert reads.wait(60)
+        return [opened().SerializeToString()]
+
+    session = session_to(target, on_state=hear)
+    with OddServer(target, hangs):
+        session.start()
+        assert session.wait_connected(60)
+        made, blocks = session._connection, [GroupHashes(0, [bytes(32)] * 10_000)]
+        assert made is not None
+        for _ in range(200):
+            session.report_use(blocks)
+        assert lost.wait(60) and made.outbox.qsize() <= 52
+        reads.set()
+    session.close()
+
+
 def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
     heard: list[LinkState] = []
     closed = threading.Event()

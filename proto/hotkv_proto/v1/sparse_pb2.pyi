@@ -370,7 +370,7 @@ class SelectBlocksResponse(google.protobuf.message.Message):
     estimated_mass: builtins.float
     """Estimated share of the attention mass that they hold."""
     load_positions: builtins.bytes
-    """Hot set: blocks to load before attention."""
+    """Hot set: blocks to load before attention. A stream begins with an empty hot set."""
     load_slots: builtins.bytes
     """Hot set: the slots to load them into, packed little-endian int32 below `hot_block_count`."""
     evict_positions: builtins.bytes

@@ -284,10 +284,10 @@ class Selections:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def select(
-        self, session: LiveSession, sequence: LiveSequence, request: SelectRequest
+        self, session: LiveSession, sequence: LiveSequence, request: SelectRequest, stream: int
     ) -> Selected:
         """Selects blocks for a layer of a sequence. Once the call has returned, the arena is no
-        longer read.
+        longer read. `stream`: number of the stream that asks.
 
         Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
         request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.
@@ -299,7 +299,7 @@ class Selections:
         spec = spec_of(sequence)
         began_s = time.perf_counter()
         # Shielded: the code that reads the arena runs to its end even if the client leaves.
-        task = asyncio.create_task(self._select(session, sequence, spec, request))
+        task = asyncio.create_task(self._select(session, sequence, spec, request, stream))
         self._running[task] = time.monotonic()
         session.num_reads += 1
 
@@ -315,7 +315,12 @@ class Selections:
         return await asyncio.shield(task)
 
     async def _select(
-        self, session: LiveSession, sequence: LiveSequence, spec: SelectSpec, request: SelectRequest
+        self,
+        session: LiveSession,
+        sequence: LiveSequence,
+        spec: SelectSpec,
+        request: SelectRequest,
+        stream: int,
     ) -> Selected:
         async with sequence.lock:
             slots = sequence.slots
@@ -323,7 +328,7 @@ class Selections:
             transfer_id = self._begin(session, sequence)
             try:
                 await self._verify(sequence)
-                hot = sequence.hot_set(spec, request.layer, request.shard)
+                hot = sequence.hot_set(spec, request.layer, request.shard, stream)
                 loop = asyncio.get_running_loop()
                 selected = await loop.run_in_executor(
                     self._threads, select, spec, self._arena, slots, request, where, hot

@@ -48,7 +48,8 @@ class LiveSequence:
         covered blocks are the leading blocks that were ready with their representations.
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
-    hot_sets: the recorded hot sets (blocks in the client's hot slots), by layer and shard.
+    hot_sets: the recorded hot sets (blocks in the client's hot slots), by layer and shard, each
+        with the number of the stream whose selections it has followed.
     lock: held during a selection.
     """
 
@@ -61,7 +62,7 @@ class LiveSequence:
     lease_id: str = ""
     entries: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    hot_sets: dict[tuple[int, int], KeptHotSet] = field(default_factory=dict)
+    hot_sets: dict[tuple[int, int], tuple[int, KeptHotSet]] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     used: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     noted_s: float = -np.inf
@@ -91,14 +92,20 @@ class LiveSequence:
         )
         return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
 
-    def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
+    def hot_set(self, spec: SelectSpec, layer: int, shard: int, stream: int) -> KeptHotSet | None:
         """Returns the hot set (the blocks in the client's hot slots) that the server records for a
-        layer and shard; None if the server records no hot sets."""
+        layer and shard; None if the server records no hot sets.
+
+        Each stream begins with an empty hot set: the client may have missed the last answer of
+        another stream, and not have loaded its blocks.
+        """
         if not spec.hot_blocks:
             return None
-        if (layer, shard) not in self.hot_sets:
-            self.hot_sets[layer, shard] = KeptHotSet(spec.config, spec.hot_blocks)
-        return self.hot_sets[layer, shard]
+        of, hot = self.hot_sets.get((layer, shard), (-1, None))
+        if hot is None or of != stream:
+            hot = KeptHotSet(spec.config, spec.hot_blocks)
+            self.hot_sets[layer, shard] = stream, hot
+        return hot
 
     def use(self, positions: I32, now_s: float) -> I32:
         """Records that the blocks at these positions were used. If TOUCH_INTERVAL_S has passed,

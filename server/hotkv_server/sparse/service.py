@@ -7,6 +7,7 @@ session within FIRST_REQUEST_TIMEOUT_S, or when the session has ended.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -38,6 +39,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         self._pace = pace
         self._guests = guests
         self._streams = FairBound(MAX_SELECT_STREAMS)
+        self._numbers = itertools.count()
 
     async def CreateSequence(
         self, request: sparse_pb2.CreateSequenceRequest, context: Any
@@ -91,10 +93,11 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
         assert session is not None, "abort raises"
         self._streams.take(owner, 1)
+        number = next(self._numbers)
         try:
             async for asked in _while_open(request, request_iterator, session):
                 try:
-                    response = await self._select(asked)
+                    response = await self._select(asked, number)
                 except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
                     response = self._refused(error, context)
                 yield response
@@ -113,14 +116,14 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         return self._node.sessions.get(request.session_id)
 
     async def _select(
-        self, request: sparse_pb2.SelectBlocksRequest | Malformed
+        self, request: sparse_pb2.SelectBlocksRequest | Malformed, stream: int
     ) -> sparse_pb2.SelectBlocksResponse:
         session = await self._session(request)
         assert not isinstance(request, Malformed)
         sparse = self._sparse
         sequence = sparse.sequences.get(session.record.number, request.sequence_id)
         asked = calls.select_request(request, spec_of(sequence))
-        selected = await sparse.selections.select(session, sequence, asked)
+        selected = await sparse.selections.select(session, sequence, asked, stream)
         return calls.select_response(selected)
 
 
