@@ -254,6 +254,54 @@ def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
     assert other.external["again"] == usable(tokens)
 
 
+def usage(daemon: Daemon) -> dict[str, Any]:
+    """Returns what the server's ledger has counted so far, after all reports."""
+    total: dict[str, Any] = daemon.admin("savings")["total"]
+    return total
+
+
+def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
+    """The server had no part in them. Their blocks stay hot in the server."""
+    one, other = model(), model()
+    tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
+    one.generate("cold", tokens)
+    stores(one, daemon, before + 6)
+    one.drop_local()
+    wait_for(lambda: min(idle_s(daemon)[-6:]) > 1.0)
+    was = usage(daemon)
+    assert one.generate("again", tokens)[1] == 192
+    wait_for(lambda: one.step() or usage(daemon)["request_count"] > was["request_count"])
+    now = usage(daemon)
+    assert now["device_hit_token_count"] == was["device_hit_token_count"] + 192
+    assert now["hits"] == was["hits"]
+    assert min(idle_s(daemon)[:6]) < 1.0
+    assert other.generate("warm", tokens)[1] == 192
+    wait_for(lambda: other.step() or usage(daemon)["request_count"] > now["request_count"])
+    assert usage(daemon)["hits"]["host"] == was["hits"].get("host", 0) + 192
+
+
+def idle_s(daemon: Daemon) -> list[float]:
+    """Returns how long each block has not been used, in rising order."""
+    return sorted(one["idle_s"] for one in daemon.admin("blocks", page_size=1000)["blocks"])
+
+
+@pytest.mark.parametrize("limit", [{"max_load_tokens": 0}, {"kv_load_tiers": []}], ids=str)
+def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
+    model: Make, daemon: Daemon, limit: dict[str, Any]
+) -> None:
+    one, other = model(), model()
+    tokens, before = prompt(71, 200), daemon.counter("stored_blocks_total")
+    one.generate("cold", tokens)
+    stores(one, daemon, before + 6)
+    was = usage(daemon)
+    other.add("limited", tokens, 1, transfer=limit)
+    wait_for(lambda: other.step() or usage(daemon)["request_count"] > was["request_count"])
+    other.run()
+    assert other.external["limited"] == 0
+    misses = usage(daemon)["misses"]
+    assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
+
+
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

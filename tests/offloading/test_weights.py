@@ -81,6 +81,9 @@ class Tier:
     def miss_of(self, _):
         return 0
 
+    def first_loaded(self, *_):
+        return None
+
     @property
     def serves(self):
         return self.space and not (self.is_held or self.transfers.is_held or self.makes_wait())
