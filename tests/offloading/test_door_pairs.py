@@ -7,13 +7,18 @@ blocks of the server.
 """
 
 import contextlib
+import copy
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.v1.request import Request, RequestStatus
 
 from hotkv_client.admin import AdminClient
@@ -22,6 +27,8 @@ from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
+from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
+from hotkv_vllm.offloading.messages import PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from hotkv_vllm.stats import HookClock, HotKVStats
@@ -252,6 +259,33 @@ def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.outputs["again"] == answer_of(tokens, 4)
     assert other.external["again"] == usable(tokens)
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
+    model: Make, is_canonical: bool
+) -> None:
+    """A model changes its quantization's settings when it is loaded. With a single rank that
+    happens in the scheduler's process, with several ranks in others."""
+    door = model().connector._door
+    offloading = replace(door._tier.config, canonical_layout=is_canonical)
+    assert is_portable(offloading) == is_canonical
+    loaded, unloaded = (copy.copy(door._vllm_config) for _ in range(2))
+    loaded.quant_config, unloaded.quant_config = Fp8Config(True), Fp8Config(True)
+    one: Any = SimpleNamespace(
+        quant_config=loaded.quant_config,
+        hf_to_vllm_mapper=None,
+        packed_modules_mapping=LlamaForCausalLM.packed_modules_mapping,
+    )
+    SupportsQuant._maybe_apply_model_mapping(one)
+    groups = door._kv_cache_config
+    said = PageFormat(0, "page", factors=rank_factors(loaded, groups, offloading))
+    own, apart = (
+        full_key_space(scheduler_sees, groups, offloading, 4096, [said], door._config)
+        for scheduler_sees in (loaded, unloaded)
+    )
+    assert own.fingerprint == apart.fingerprint
+    assert rank_factors(unloaded, groups, offloading) != said.factors
 
 
 def usage(daemon: Daemon) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class DoorScheduler:
                 self._kv_cache_config,
                 self._tier.config,
                 self._tier.row_bytes,
-                "|".join(sorted({one.text for one in formats})),
+                formats,
                 self._config,
             )
         except (Unsupported, OSError, ValueError) as error:
