@@ -121,8 +121,8 @@ class RequestReport(Generic[Hashes_co]):
     """A request that the engine has scheduled.
 
     hashes: block hashes of the prompt, one for each full hash block, from the first block on.
-    device_hit_tokens: tokens that hit in the engine's own device cache.
-    hit_tokens: tokens that hit in the device cache or in hotkv.
+    device_hit_tokens: tokens that hit in the engine's own cache, or in vLLM's CPU tier.
+    hit_tokens: tokens that hit there or in hotkv.
     age_s: time since the request reached the engine.
     retention: how the request wants its blocks to be retained.
     session_id: id that the router has given to the user's session; empty without an id.

@@ -7,13 +7,18 @@ blocks of the server.
 """
 
 import contextlib
+import copy
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.v1.request import Request, RequestStatus
 
 from hotkv_client.admin import AdminClient
@@ -22,6 +27,8 @@ from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
+from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
+from hotkv_vllm.offloading.messages import PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from hotkv_vllm.stats import HookClock, HotKVStats
@@ -252,6 +259,81 @@ def test_a_session_with_streamed_input_stores_its_blocks_under_their_names(
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.outputs["again"] == answer_of(tokens, 4)
     assert other.external["again"] == usable(tokens)
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
+    model: Make, is_canonical: bool
+) -> None:
+    """A model changes its quantization's settings when it is loaded. With a single rank that
+    happens in the scheduler's process, with several ranks in others."""
+    door = model().connector._door
+    offloading = replace(door._tier.config, canonical_layout=is_canonical)
+    assert is_portable(offloading) == is_canonical
+    loaded, unloaded = (copy.copy(door._vllm_config) for _ in range(2))
+    loaded.quant_config, unloaded.quant_config = Fp8Config(True), Fp8Config(True)
+    one: Any = SimpleNamespace(
+        quant_config=loaded.quant_config,
+        hf_to_vllm_mapper=None,
+        packed_modules_mapping=LlamaForCausalLM.packed_modules_mapping,
+    )
+    SupportsQuant._maybe_apply_model_mapping(one)
+    groups = door._kv_cache_config
+    said = PageFormat(0, "page", factors=rank_factors(loaded, groups, offloading))
+    own, apart = (
+        full_key_space(scheduler_sees, groups, offloading, 4096, [said], door._config)
+        for scheduler_sees in (loaded, unloaded)
+    )
+    assert own.fingerprint == apart.fingerprint
+    assert rank_factors(unloaded, groups, offloading) != said.factors
+
+
+def usage(daemon: Daemon) -> dict[str, Any]:
+    """Returns what the server's ledger has counted so far, after all reports."""
+    total: dict[str, Any] = daemon.admin("savings")["total"]
+    return total
+
+
+def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
+    """The server had no part in them. Their blocks stay hot in the server."""
+    one, other = model(), model()
+    tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
+    one.generate("cold", tokens)
+    stores(one, daemon, before + 6)
+    one.drop_local()
+    wait_for(lambda: min(idle_s(daemon)[-6:]) > 1.0)
+    was = usage(daemon)
+    assert one.generate("again", tokens)[1] == 192
+    wait_for(lambda: one.step() or usage(daemon)["request_count"] > was["request_count"])
+    now = usage(daemon)
+    assert now["device_hit_token_count"] == was["device_hit_token_count"] + 192
+    assert now["hits"] == was["hits"]
+    assert min(idle_s(daemon)[:6]) < 1.0
+    assert other.generate("warm", tokens)[1] == 192
+    wait_for(lambda: other.step() or usage(daemon)["request_count"] > now["request_count"])
+    assert usage(daemon)["hits"]["host"] == was["hits"].get("host", 0) + 192
+
+
+def idle_s(daemon: Daemon) -> list[float]:
+    """Returns how long each block has not been used, in rising order."""
+    return sorted(one["idle_s"] for one in daemon.admin("blocks", page_size=1000)["blocks"])
+
+
+@pytest.mark.parametrize("limit", [{"max_load_tokens": 0}, {"kv_load_tiers": []}], ids=str)
+def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
+    model: Make, daemon: Daemon, limit: dict[str, Any]
+) -> None:
+    one, other = model(), model()
+    tokens, before = prompt(71, 200), daemon.counter("stored_blocks_total")
+    one.generate("cold", tokens)
+    stores(one, daemon, before + 6)
+    was = usage(daemon)
+    other.add("limited", tokens, 1, transfer=limit)
+    wait_for(lambda: other.step() or usage(daemon)["request_count"] > was["request_count"])
+    other.run()
+    assert other.external["limited"] == 0
+    misses = usage(daemon)["misses"]
+    assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
 
 
 def test_stores_end_before_another_connector_loads_into_their_blocks(

@@ -81,6 +81,9 @@ class Tier:
     def miss_of(self, _):
         return 0
 
+    def first_loaded(self, *_):
+        return None
+
     @property
     def serves(self):
         return self.space and not (self.is_held or self.transfers.is_held or self.makes_wait())
@@ -250,16 +253,16 @@ def test_a_write_that_only_the_second_rank_notices_is_heard():
 def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     monkeypatch, name, is_in_doubt
 ):
-    for used in ("check_reuse", "cache_groups", "packing"):
+    for used in ("check_reuse", "cache_groups", "packing", "rank_factors"):
         monkeypatch.setattr(worker, used, lambda *_: "rows")
     monkeypatch.setattr(worker.model_weights, "weights_may_be_older", lambda _: True)
     monkeypatch.setattr(worker, "watch_callers", lambda doubt: SimpleNamespace(touched=doubt))
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     config = ConnectorConfig(weights_identity=name)
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    side = worker.DoorWorker(vllm_config, None, config, edge, is_child=False)
+    side = worker.DoorWorker(vllm_config, None, None, config, edge, is_child=False)
     side.register({"layer": torch.empty(1)})
-    assert side.handshake() == PageFormat(0, "cpu/rows", weights_in_doubt=is_in_doubt)
+    assert side.handshake() == PageFormat(0, "cpu/rows", "", is_in_doubt, "rows")
 
 
 @pytest.mark.parametrize("counts_media", [False, True])

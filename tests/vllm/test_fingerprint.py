@@ -17,9 +17,11 @@ from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from hotkv_client.testing import FakeServer
+from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat import Unsupported, fingerprint, key_space, model_weights
 from hotkv_vllm.compat.fingerprint import (
     HARMLESS,
@@ -28,6 +30,7 @@ from hotkv_vllm.compat.fingerprint import (
     digest,
     key_space_factors,
 )
+from hotkv_vllm.compat.kv_groups import CacheGroup
 from tests.vllm.config_walk import config_objects
 from tests.vllm.harness import Engine
 from tests.vllm.specs import full_spec
@@ -237,6 +240,24 @@ def test_an_engine_that_finds_its_own_scales_runs_without_the_cache(config: Any)
     kv = SimpleNamespace(kv_cache_groups=[], hash_block_size=32)
     with pytest.raises(Unsupported, match="calculate_kv_scales"):
         key_space.key_space(one, kv, fingerprint, (), (), 1, "")
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "auto"])
+def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
+    config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    """AMD's MI300 writes e4m3fnuz, its MI350 e4m3fn, by the same backend and settings."""
+    one = changed(config, "cache_config", cache_dtype=kv_dtype)
+    groups = (CacheGroup(0, GroupKind.FULL_ATTENTION, 32),)
+    kv = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(layer_names=["a"], kv_cache_spec=SPEC["layer.0"])]
+    )
+    monkeypatch.setattr(key_space, "_backend_name", lambda *_: "TRITON_ATTN")
+    seen = set()
+    for form in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_, form=form: form)
+        seen.add(key_space.packing(one, kv, groups, "cuda"))
+    assert len(seen) == (2 if kv_dtype == "fp8" else 1)
 
 
 def test_settings_of_adapters_do_not_split_the_base_model(config: Any) -> None:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+from vllm.model_executor import model_loader
 
-from hotkv_vllm.compat import model_weights
+from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
 
 
@@ -142,6 +143,32 @@ def test_whether_an_engine_may_have_loaded_older_files(
     assert model_weights.weights_may_be_older(None)
     monkeypatch.setattr(model_weights, "process_start_s", lambda: Path("/none").stat())
     assert model_weights.weights_may_be_older(None), "who can't find it out must doubt"
+
+
+@pytest.mark.parametrize("place", ["folder", "hub"])
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer"])
+def test_weights_from_elsewhere_are_not_named_by_the_models_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, place: str
+) -> None:
+    (tmp_path / "model.bin").write_bytes(b"of another version")
+    path, revision = (str(tmp_path), None) if place == "folder" else ("org/model", "0" * 40)
+    model = SimpleNamespace(model=path, revision=revision)
+    load = SimpleNamespace(load_format="auto")
+    monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
+    assert model_weights.weights_identity(None)
+    load.load_format = load_format
+    with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
+        model_weights.weights_identity(None)
+
+
+def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
+    """A new way may take weights from elsewhere than the model's files."""
+    from_files = {
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors"),
+        *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
+    }
+    known = from_files | {"dummy"} | set(model_weights.FROM_ELSEWHERE)
+    assert set(get_args(model_loader.LoadFormats)) == known
 
 
 def test_commits_name_weights_and_branches_do_not() -> None:

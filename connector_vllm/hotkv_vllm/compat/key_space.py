@@ -3,13 +3,15 @@
 Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo`, `cache_dtype` and
 `calculate_kv_scales`, the parallel sizes, `KVCacheConfig.hash_block_size`, and through
 `fingerprint` every field of every config object. How K and V are packed comes from the attention
-backend of each layer in `static_forward_context`, and on CPU from `_get_attn_isa`.
+backend of each layer in `static_forward_context`, from `current_platform`, and on CPU from
+`_get_attn_isa`.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
@@ -136,6 +138,9 @@ def packing(
         quant = getattr(spec, "kv_quant_mode", None)
         if quant:
             parts.append(f"quant={quant}")
+        if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
+            # Some GPUs of a platform write e4m3fn, others e4m3fnuz, under one name of the setting.
+            parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
         if device_type == "cpu" and hasattr(spec, "head_size"):
             parts.append(_isa(vllm_config, spec))
     return "+".join(dict.fromkeys(parts))

@@ -52,6 +52,10 @@ SIDE_FILES = (
     "video_preprocessor_config.json",
 )
 
+FROM_ELSEWHERE = ("ipc_cache", "modelexpress", "tensorizer")
+"""Values of `LoadConfig.load_format` with which vLLM reads weights from a process, a service or a
+file beside the model, which may be of another version than the model's files."""
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
 """Matches names of embedding tensors, of which a model reads single rows."""
@@ -223,6 +227,11 @@ def _weights_path(model: Any) -> Path:
 
 
 def _model_identity(model: Any, load: Any) -> str:
+    if load.load_format in FROM_ELSEWHERE:
+        raise Unsupported(
+            f"load_format {load.load_format} takes weights from elsewhere than the model's files; "
+            "set hotkv.weights_identity"
+        )
     if load.load_format == "dummy":
         return f"dummy:{digest(model.hf_config)}:{model.seed}"
     path = _weights_path(model)

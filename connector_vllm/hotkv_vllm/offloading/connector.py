@@ -62,7 +62,11 @@ class HotKVOffloadingConnector(OffloadingConnector):
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         edge = HookEdge(HookClock(who, str(transfer.engine_id)), HotKVStats().add)
         if not is_scheduler:
-            self._door_worker = DoorWorker(vllm_config, kv_cache_config, settings, edge, is_child)
+            assert self.connector_worker is not None
+            offloading = self.connector_worker.spec.config
+            self._door_worker = DoorWorker(
+                vllm_config, kv_cache_config, offloading, settings, edge, is_child
+            )
         elif tiers := self._tiers():
             self._door = DoorScheduler(vllm_config, kv_cache_config, settings, tiers[0], edge)
 

@@ -12,6 +12,7 @@ different sizes share.
 Reads `OffloadingConfig` and its parts (`vllm.v1.kv_offload.config`).
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from hotkv_vllm.compat import Unsupported, fingerprint
 from hotkv_vllm.compat.key_space import key_space as own_key_space
 from hotkv_vllm.compat.kv_groups import cache_groups, layer_specs
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.offloading.messages import PageFormat
 
 FORM = "vllm-offload-rows-1"
 """Version of the format of rows (a chunk of one group with the shards of all ranks). Must change if
@@ -39,19 +41,31 @@ def is_portable(config: Any) -> bool:
     return bool(config.canonical_layout and config.parallel.is_parallelism_agnostic)
 
 
+def rank_factors(vllm_config: Any, kv_cache_config: Any, config: Any) -> tuple[str, ...]:
+    """Returns `fingerprint.key_space_factors` of a rank that has loaded the model.
+
+    Models change some settings when they are loaded, such as the quantization. The scheduler sees
+    these changes only if the rank is in its process, as with a single rank.
+
+    config: vLLM's `OffloadingConfig`.
+    """
+    read = fingerprint.portable_factors if is_portable(config) else fingerprint.key_space_factors
+    return read(vllm_config, layer_specs(kv_cache_config))
+
+
 def full_key_space(
     vllm_config: Any,
     kv_cache_config: Any,
     config: Any,
     row_bytes: int,
-    page_format: str,
+    formats: Collection[PageFormat],
     settings: ConnectorConfig,
 ) -> KeySpace:
     """Returns the key space of an engine whose whole configuration is known.
 
     config: vLLM's `OffloadingConfig`.
     row_bytes: bytes of a row (a chunk of one group with the shards of all ranks), padding included.
-    page_format: how the ranks pack K and V in a page (`messages.PageFormat`).
+    formats: the reports of all ranks.
 
     Raises Unsupported if an identity can't be determined, OSError if the weights can't be read.
     """
@@ -63,15 +77,17 @@ def full_key_space(
     if [group.vllm_group for group in groups] != [group.group_id for group in config.groups]:
         raise Unsupported("vLLM's offloading keeps other KV cache groups than hotkv would")
     sizes = (row_bytes,) * len(groups)
+    page_format = "|".join(sorted({one.text for one in formats}))
     space = own_key_space(vllm_config, kv_cache_config, settings, groups, sizes, 1, page_format)
-    extra = space.extra
     if is_portable(config):
         space = replace(space, parallel_shape="any tensor-parallel size")
-        extra = fingerprint.portable_factors(vllm_config, layer_specs(kv_cache_config))
+    by_rank = sorted(formats, key=lambda one: one.rank)
+    # Ranks of other pipeline stages have other layers.
+    factors = dict.fromkeys(factor for one in by_rank for factor in one.factors)
     return replace(
         space,
         hash_block_tokens=config.cache.tokens_per_hash,
-        extra=(*extra, *_row_factors(config)),
+        extra=(*factors, *_row_factors(config)),
     )
 
 

@@ -25,6 +25,7 @@ class PageFormat(KVConnectorHandshakeMetadata):
     """A rank's findings when vLLM registered its KV caches.
 
     text: how the rank packs K and V inside a page; empty if hotkv has to be off.
+    factors: the settings of vLLM that decide KV (`key_space.rank_factors`).
     why_off: why hotkv has to be off; empty if it may be on.
     weights_in_doubt: True if the rank's weights may differ from those that the files name.
     """
@@ -33,6 +34,7 @@ class PageFormat(KVConnectorHandshakeMetadata):
     text: str = ""
     why_off: str = ""
     weights_in_doubt: bool = False
+    factors: tuple[str, ...] = ()
 
 
 @dataclass

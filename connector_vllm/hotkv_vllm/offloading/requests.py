@@ -39,13 +39,13 @@ def group_of(key: Key) -> bytes:
 class Promotions:
     """The promotions (copies from the server into vLLM's primary tier) of one request.
 
-    promoted: keys that were submitted.
+    promoted: by key that was submitted, the end of its chunk in the prompt, in tokens.
     failed: keys whose load failed.
     waves: number of submissions.
     reach: by group, the end of the furthest chunk that was submitted, in tokens.
     """
 
-    promoted: set[Key] = field(default_factory=set)
+    promoted: dict[Key, int] = field(default_factory=dict)
     failed: set[Key] = field(default_factory=set)
     waves: int = 0
     reach: dict[bytes, int] = field(default_factory=dict)

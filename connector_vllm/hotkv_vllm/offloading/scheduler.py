@@ -23,6 +23,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import ScheduleEndContext
 
 from hotkv_proto.blocks import NO_RETENTION
+from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, steps
 from hotkv_vllm.config import ConnectorConfig
@@ -112,7 +113,7 @@ class DoorScheduler:
                 self._kv_cache_config,
                 self._tier.config,
                 self._tier.row_bytes,
-                "|".join(sorted({one.text for one in formats})),
+                formats,
                 self._config,
             )
         except (Unsupported, OSError, ValueError) as error:
@@ -173,11 +174,29 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Reports a request that the engine has admitted."""
+        """Reports a request that the engine has admitted. A hit in vLLM's primary tier counts as
+        a hit in the engine's own cache."""
         self._admitted.add(request.request_id)
         state = self._states.get(request.request_id)
         if state is not None and self._reports is not None:
-            self._reports.admitted(state, external_tokens)
+            device_hit_tokens = state.use.device_hit_tokens
+            loaded_tokens = self._loaded_tokens(request, device_hit_tokens, external_tokens)
+            own_tokens = device_hit_tokens + external_tokens - loaded_tokens
+            self._reports.matched(state, own_tokens)
+            self._reports.admitted(state, loaded_tokens)
+
+    def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
+        """Returns how many tokens of vLLM's hit follow the beginning of the first chunk that came
+        from the server."""
+        assert self._space is not None
+        closed = [at for at, one in enumerate(self._space.groups) if one.kind in PREFIX_CLOSED]
+        groups = closed or range(len(self._space.groups))
+        first = self._tier.first_loaded(request.request_id, groups)
+        if first is None:
+            return 0
+        # A window that came from the server makes the tokens before it hit, too.
+        begin = max(first, device_hit_tokens) if closed else device_hit_tokens
+        return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
         """Holds the tier until vLLM has emptied its caches."""

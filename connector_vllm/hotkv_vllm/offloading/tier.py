@@ -87,7 +87,7 @@ class RequestInTier:
         processed.
     answer_until_s, room_until_s: time until which the request waits for the answer, and time until
         which it waits for room in the primary tier.
-    miss: reason why the last lookup missed.
+    miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
     """
 
     promotions: Promotions = field(default_factory=Promotions)
@@ -101,7 +101,7 @@ class RequestInTier:
     asked_keys: list[list[OffloadKey]] = field(default_factory=list)
     answer_until_s: float = 0.0
     room_until_s: float = 0.0
-    miss: Miss = Miss.ABSENT
+    miss: Miss = Miss.NOT_ASKED
 
 
 class HotKVTier(SecondaryTierManager):
@@ -300,7 +300,23 @@ class HotKVTier(SecondaryTierManager):
     def miss_of(self, request_id: str) -> Miss:
         """Returns why the request's last lookup missed."""
         known = self._told.get(request_id)
-        return Miss.ABSENT if known is None else known.miss
+        return Miss.NOT_ASKED if known is None else known.miss
+
+    def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
+        """Returns where the first chunk of these groups begins that was loaded from the server for
+        this request, in tokens of its prompt; None without such a chunk.
+
+        groups: hotkv's indices of the groups.
+        """
+        known = self._told.get(request_id)
+        promotions = Promotions() if known is None else known.promotions
+        starts = [
+            end - self._chunk_tokens[group]
+            for key, end in promotions.promoted.items()
+            if key not in promotions.failed
+            and (group := self._group_of[get_offload_group_idx(key)]) in groups
+        ]
+        return min(starts, default=None)
 
     # -------------------------------------------------------------------------------------- lookups
 

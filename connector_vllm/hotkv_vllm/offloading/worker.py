@@ -13,6 +13,7 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.identity.weights_watch import watch_callers
+from hotkv_vllm.offloading.key_space import rank_factors
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 
 
@@ -20,6 +21,7 @@ class DoorWorker:
     """The worker's side of one rank: reports how the rank packs pages, and whether the rank's
     weights have changed.
 
+    offloading_config: vLLM's `OffloadingConfig`.
     is_child: True if the connector is in a MultiConnector, so that vLLM forwards no handshake.
     """
 
@@ -27,6 +29,7 @@ class DoorWorker:
         self,
         vllm_config: Any,
         kv_cache_config: Any,
+        offloading_config: Any,
         config: ConnectorConfig,
         edge: HookEdge,
         is_child: bool,
@@ -34,6 +37,7 @@ class DoorWorker:
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
+        self._offloading_config = offloading_config
         self._config = config
         self._is_child = is_child
         self._rank = int(vllm_config.parallel_config.rank)
@@ -57,6 +61,9 @@ class DoorWorker:
             check_reuse(self._vllm_config, self._kv_cache_config)
             groups = cache_groups(self._vllm_config, self._kv_cache_config)
             packed = packing(self._vllm_config, self._kv_cache_config, groups, device_type)
+            factors = rank_factors(
+                self._vllm_config, self._kv_cache_config, self._offloading_config
+            )
         except Unsupported as why:
             self._format = PageFormat(self._rank, why_off=str(why))
             return
@@ -65,7 +72,10 @@ class DoorWorker:
         if self._weights is None:
             self._weights = RankWeights(watch_callers(in_doubt), "")
         self._format = PageFormat(
-            self._rank, f"{device_type}/{packed}", weights_in_doubt=self._weights.held
+            self._rank,
+            f"{device_type}/{packed}",
+            weights_in_doubt=self._weights.held,
+            factors=factors,
         )
 
     def handshake(self) -> PageFormat | None:

@@ -259,7 +259,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
     "What engines report": {
         "reported_requests_total": "Requests that engines scheduled.",
         "reported_prompt_tokens_total": "Prompt tokens of those requests.",
-        "reported_device_hit_tokens_total": "Prompt tokens found in engines' own device caches.",
+        "reported_device_hit_tokens_total": "Prompt tokens found in engines' own caches.",
         "reported_hit_tokens_total": (
             "Prompt tokens that engines did not compute. Divided by reported_prompt_tokens it is "
             "the hit ratio."
