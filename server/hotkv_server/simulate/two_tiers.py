@@ -85,7 +85,7 @@ class TwoTiers:
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])
         while len(down.waiting):
-            taken = down.take(self.first.space.pool.capacity_bytes, now_s)
+            taken = finished(down.take(self.first.space.pool.capacity_bytes, now_s))
             finished(down.make_room(taken))
             for move in down.begin(taken):
                 self.num_writes += len(move)
