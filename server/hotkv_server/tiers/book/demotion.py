@@ -84,7 +84,8 @@ class Demotion:
             known = np.concatenate((known, generations[some]))
             yield
         # Between two parts a block may be evicted and its entry number reused.
-        return taken[(generations[taken] == known) & index.is_ready(taken)]
+        same: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
+        return same
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
         """Returns the description of blocks for the gate. `taken`: blocks that were admitted
