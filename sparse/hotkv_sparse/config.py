@@ -95,6 +95,10 @@ class SparseConfig:
                 "1024"
             )
             raise _refuse("sparse_topk", self.sparse_topk, fix)
+        if not self.sink_tokens:
+            # A request is known to the workers by its first block on the device.
+            fix = f"with residency = {self.residency!r} the first block stays; use 1 or more"
+            raise _refuse("sink_tokens", self.sink_tokens, fix)
 
     def _check_counts(self) -> None:
         for name, least in (

@@ -38,6 +38,22 @@ def test_refused_when_made(field: str, value: object) -> None:
     assert caught.value.reason is Reason.INVALID_FIELD
 
 
+@pytest.mark.parametrize("residency", ["host", "auto"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dense_layers": (1,)}, r"dense_layers is \(1,\); .* no layer is dense"),
+        ({"sparse_topk": 0.1}, "sparse_topk is 0.1; .* the budget is a number of tokens"),
+        ({"sink_tokens": 0}, "sink_tokens is 0; .* the first block stays; use 1 or more"),
+    ],
+)
+def test_refused_with_residency(residency: str, fields: dict[str, object], words: str) -> None:
+    usual: dict[str, object] = {"residency": residency, "sparse_topk": 256, "dense_layers": ()}
+    SparseConfig(**usual)  # type: ignore[arg-type]
+    with pytest.raises(HotKVError, match=rf": sparse\.{words}"):
+        SparseConfig(**usual | fields)  # type: ignore[arg-type]
+
+
 def test_a_share_of_mass_needs_a_scorer_that_estimates_it() -> None:
     with pytest.raises(HotKVError, match=r": sparse\.scorer is 'quest'; adaptive_p"):
         SparseConfig(scorer="quest", adaptive_p=0.9)

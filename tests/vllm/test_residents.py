@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_client.types import ResidentBlocks
+from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
 from hotkv_vllm.residency.moves import Demand, Relief, to_move
@@ -347,6 +348,14 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
         assert not engine.device.has_blocks(later)
     engine.run(400)
     assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
+    """vLLM takes ids from the header X-Request-Id."""
+    books = ResidentEngine("host").books
+    for request_id in ("r" * 300, "a\u00a0b\n", ""):
+        first, second = (books._new_id(request_id) for _ in range(2))
+        assert fields.name("residency_id", first) == first != second
 
 
 def test_a_lost_request_is_not_held() -> None:

@@ -45,6 +45,7 @@ QUANTUM_TOKENS = 512
 """Tokens of room that are reserved beyond a request's present tokens. When half of them are used,
 more room is asked for."""
 PARK_S = 1.0
+MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
 """A request ends with an error if its bytes in the server are lost this many times without a new
 token in between."""
@@ -96,8 +97,10 @@ class ResidentRequests:
 
     def _new_id(self, request_id: str) -> str:
         """Returns an id that no residency has ever had, so that private names belong to this
-        residency alone."""
-        return f"{self._prefix}-{next(self._numbers)}-{request_id}"
+        residency alone. The id ends with the request's id as far as the server accepts it: clients
+        of vLLM may choose any text."""
+        shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
+        return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
         """Closes the request's residency. The next step notifies the workers that the request has
