@@ -260,7 +260,7 @@ def report_requests(
     )
     # Hashes of this many bytes are no more blocks than the server takes in a call.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
-    if whole.ByteSize() <= most_bytes and max(map(len, (messages, over, ends))) <= MAX_REPORTS:
+    if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
         yield Request(report_use=whole)
         return
     first = session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s)
