@@ -18,8 +18,9 @@ CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
 """Least number of tokens of a selection with `adaptive_p`; the always kept tokens (sinks, recent
 window) do not count."""
-MAX_COUNT = (1 << 31) - 1
-"""Largest whole number of a setting: messages and kernels take int32."""
+MAX_COUNT = 1 << 30
+"""Largest whole number of a setting: messages and kernels take int32, and kernels add a block's
+tokens."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:

@@ -270,9 +270,10 @@ class HotSet:
     def step(self, selection: Selection, max_loads: int) -> Step:
         """Makes a step: adds missing blocks of `selection` to the map, and evicts blocks for them.
 
-        Missing always kept blocks (blocks that were never seeded) are added first, and all of them.
-        Then the heaviest missing candidates are added, until `max_loads` blocks are added in total.
-        The other missing blocks are in `Step.prefetch`, unless a prefetch of them is in progress.
+        Missing always kept blocks (blocks that were never seeded) are added first, and all of them,
+        if need be in place of selected blocks. Then the heaviest missing candidates are added,
+        until `max_loads` blocks are added in total. The other missing blocks are in
+        `Step.prefetch`, unless a prefetch of them is in progress.
 
         selection: this step's selection over the current `span`.
         """

@@ -302,25 +302,34 @@ def hot_step(
             if state[slot] == _FREE:
                 moves[1, num_loads] = slot
                 num_loads += 1
-    excess, victims = wanted - num_loads + max(-growth, 0), moves[2, num_victims:]
-    num_out = _victims(state, block_of, used_at, has_copy, clock, first, last, excess, victims)
-    for i in range(num_out):
-        slot = slot_of[victims[i]]
-        _release(slot, state, block_of, slot_of)
-        if num_loads < wanted:
-            moves[1, num_loads] = slot
-            num_loads += 1
+    excess, num_unselected = wanted - num_loads + max(-growth, 0), 0
+    # The second round is for always kept blocks: it evicts even blocks that are selected.
+    for is_second in range(2):
+        if is_second:
+            num_unselected, excess = num_victims, num_kept - num_loads
+        victims = moves[2, num_victims:]
+        num_out = _victims(
+            state, block_of, used_at, has_copy, clock + is_second, first, last, excess, victims
+        )
+        for i in range(num_out):
+            slot = slot_of[victims[i]]
+            _release(slot, state, block_of, slot_of)
+            if num_loads < wanted:
+                moves[1, num_loads] = slot
+                num_loads += 1
+        num_victims += num_out
     for i in range(num_loads):
         moves[0, i] = blocks[keys[i]]
         _abandon(blocks[keys[i]], state, block_of, slot_of)
     for i in range(num_loads):
         _put(moves[0, i], moves[1, i], _MAPPED, clock, state, block_of, used_at, slot_of)
-    num_rest = 0
-    for i in range(num_loads, num_missing):
+    num_rest, num_left = 0, num_missing
+    if num_victims > num_unselected:
+        num_left, _, _ = _missing(blocks, weights, clock, state, used_at, slot_of, keys)
+    for i in range(num_left):
         if slot_of[blocks[keys[i]]] == _NO_SLOT:
             moves[3, num_rest] = blocks[keys[i]]
             num_rest += 1
-    num_victims += num_out
     num = old.shape[0]
     if num_loads or num_victims:
         num = _merged(old, moves[0], num_loads, state, slot_of, maps)

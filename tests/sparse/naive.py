@@ -122,11 +122,17 @@ class NaiveHotSet:
         able, more = self.room(min(len(missing), max(num_kept, max_loads)), protected=True)
         for block in more:
             del self.used_at[block]
+        # Always kept blocks take even the slots of selected blocks.
+        selected = self.victims(num_kept - able, protected=False)
+        for block in selected:
+            del self.used_at[block]
+        able += len(selected)
         loaded = missing[:able]
         for block in loaded:
             self.abandon(block)
             self.used_at[block] = self.clock
-        return loaded, [b for b in missing[able:] if b not in self.pending()], victims + more
+        rest = sorted(missing[able:] + selected, key=lambda b: (-weights[b], b))
+        return loaded, [b for b in rest if b not in self.pending()], victims + more + selected
 
     def begin_prefetch(self, blocks: list[int]) -> list[int]:
         able = [

@@ -14,9 +14,10 @@ from hotkv_sparse.config import SparseConfig
         ("sparse_topk", 1.5),
         ("sparse_topk", float("nan")),
         ("sparse_topk", True),
-        ("sparse_topk", 1 << 31),
+        ("sparse_topk", (1 << 30) + 1),
         ("sparse_topk", 10**400),
-        ("max_correction_blocks", 1 << 31),
+        ("sink_tokens", (1 << 31) - 1),
+        ("max_correction_blocks", (1 << 31) - 1),
         ("adaptive_p", 1.0),
         ("scorer", "rot4u"),
         ("fusion", {"best": 1.0}),
@@ -64,7 +65,7 @@ def test_a_share_of_mass_needs_a_scorer_that_estimates_it() -> None:
     [
         ({}, 1, 16, r"sparse.dense_layers is \(0, 1\); .* use numbers from 0 to 0"),
         ({"sparse_topk": 256}, 30, 128, "sparse.sparse_topk is 256; .* use at least 512"),
-        ({"sparse_topk": 5e-324}, 30, 128, "5e-324; .* set min_context_tokens to 2147483647"),
+        ({"sparse_topk": 5e-324}, 30, 128, "5e-324; .* set min_context_tokens to 1073741824"),
         ({"sparse_topk": 0.05}, 30, 128, "0.05; .* set min_context_tokens to 10240 or more"),
     ],
 )

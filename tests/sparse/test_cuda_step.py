@@ -190,3 +190,47 @@ def test_steps_are_the_references_steps(
         engine.lengthen(more)
         engine.step()
     assert engine.num_loaded > 0
+
+
+@pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("lru", 2), ("none", 3)])
+def test_a_full_hot_set_makes_the_references_steps(policy: str, seed: int) -> None:
+    """The context gains blocks that are in host memory only, and selections fill the hot set, so
+    that always kept blocks take the slots of selected ones."""
+    config = SparseConfig(
+        sparse_topk=30, sink_tokens=1, recent_tokens=3, max_correction_blocks=1, cache_policy=policy
+    )
+    rng, capacity, count, num_taken = np.random.default_rng(seed), 9, 15, 0
+    work = Workspace(
+        CpuDevice(seed), config, StepShape(1, 60, 1, HEADS * GROUP, HEADS, 64, capacity)
+    )
+    device, hot = CudaHotSets(work, [], 0), HotSet(capacity, 0, policy)
+    work.has_copy[:] = 1
+    hot.extend(span(config, count, 1), count, count)
+    seeded = hot.seed(np.arange(capacity, dtype=np.int32)).blocks
+    device.place(0, seeded, capacity, count)
+    device.used_at[0] = device.clocks[0] = 0
+    for _ in range(30):
+        count += int(rng.integers(0, 3))
+        where = span(config, count, 1)
+        hot.extend(where, count, count)
+        device.known[0] = count
+        work.begin(np.array([count], np.int32))
+        mapped = hot.map().blocks
+        some = mapped if rng.integers(2) else rng.integers(0, count, 8)
+        blocks = np.unique(np.concatenate([where.always, some])).astype(np.int32)
+        weights = rng.random(len(blocks)).astype(np.float32)
+        weights[np.isin(blocks, where.always)] = np.inf
+        listed, heavy = np.zeros((2, 1, work.max_selected), np.float32)
+        listed = listed.astype(np.int32)
+        listed[0, : len(blocks)], heavy[0, : len(blocks)] = blocks, weights
+        device.correct(listed, heavy, np.array([len(blocks)], np.int32))
+        found = hot.step(Selection(blocks, weights, 1.0), config.max_correction_blocks)
+        loaded, num_victims, num_ahead = device.counts[0, :3].tolist()
+        assert device.loads[0, 0, :loaded].tolist() == found.load.blocks.tolist()
+        assert sorted(device.victims[0, :num_victims]) == sorted(found.load.victims)
+        assert device.prefetch[0, :num_ahead].tolist() == found.prefetch[:8].tolist()
+        assert device.state[0].tolist() == hot.state.tolist()
+        assert device.slot_of[0, :count].tolist() == hot.slot_of[:count].tolist()
+        assert set(where.always) <= set(found.map.blocks)
+        num_taken += len(set(found.load.victims) & set(blocks))
+    assert num_taken or policy == "none"

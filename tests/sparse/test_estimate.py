@@ -140,8 +140,10 @@ GOOD = ["--model", "llama-3.1-8b", "--tokens", "100000", "--device", "h200"]
     [
         ("--model", "gpt-9"),
         ("--tokens", "0"),
+        ("--tokens", f"1{'0' * 400}"),
         ("--device", "abacus"),
         ("--batch", "0"),
+        ("--batch", f"1{'0' * 320}"),
         ("--block-tokens", "-1"),
         ("--chunk-tokens", "0"),
         ("--staging-layers", "0"),
@@ -158,6 +160,7 @@ GOOD = ["--model", "llama-3.1-8b", "--tokens", "100000", "--device", "h200"]
         ("--dense-layers", "32"),
         ("--hot-sets", "0.5"),
         ("--hot-sets", "inf"),
+        ("--hot-sets", "1e308"),
         ("--device-memory", "0"),
     ],
 )

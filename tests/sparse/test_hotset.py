@@ -89,7 +89,11 @@ class Machine(RuleBasedStateMachine):
         victims = result.load.victims.tolist()
         always = {b for b in weights if weights[b] == np.inf}
         assert len(loaded) <= max(max_loads, len(always - before))
-        assert before & set(weights) <= after and not set(victims) & set(weights)
+        lost = set(victims) & set(weights)
+        assert before & set(weights) - lost <= after and not lost & always
+        assert len(lost) <= len(always - before), "selected blocks make room for always kept ones"
+        can_go = {b for b in after - always if self.hot.has_copy[b]}
+        assert always <= after or not can_go
         assert result.num_resident == len(before & set(weights) - always)
         expected_load, expected_prefetch, expected_victims = self.model.step(weights, max_loads)
         assert (loaded, result.prefetch.tolist()) == (expected_load, expected_prefetch)
@@ -169,6 +173,19 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
     growth = hot.extend(Span(1, 5, 7), 7)
     assert growth.new.blocks.tolist() == [6] and growth.new.victims.tolist() == [1, 2, 3]
     assert hot.map().blocks.tolist() == [0, 4, 5, 6]
+
+
+def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
+    """Blocks that a context gains at once, with copies in host memory, have no slots yet."""
+    hot = HotSet(5, 0)
+    hot.extend(Span(1, 9, 10), 10, 10)
+    hot.seed(np.array([0, 9, 3, 4, 5], np.int32))
+    hot.extend(Span(1, 11, 12), 12, 12)
+    found = hot.step(selection_of({0: np.inf, 11: np.inf, 3: 0.1, 4: 0.3, 5: 0.2, 9: 0.4}), 1)
+    assert found.load.blocks.tolist() == [11] and found.load.victims.tolist() == [3]
+    assert found.map.blocks.tolist() == [0, 4, 5, 9, 11]
+    assert found.prefetch.tolist() == [3] and found.num_resident == 4
+    hot.check_invariants()
 
 
 @pytest.mark.parametrize(

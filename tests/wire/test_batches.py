@@ -18,6 +18,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import MAX_BATCH_BYTES, Feature
+from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.session import SessionOutbox
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
@@ -51,10 +52,20 @@ def test_the_requests_of_an_outbox_are_sent_once_and_in_order(
 
     for message in _wire.batched(outbox, takes_batches):
         together = list(message.batch.requests) or [message]
-        assert len(together) == 1 or message.ByteSize() <= MAX_BATCH_BYTES + 8 * len(together)
+        assert len(together) == 1 or message.ByteSize() <= MAX_BATCH_BYTES
         assert len(together) == 1 or len(sent) >= batches_from
         sent += together
     assert sent == requests
+
+
+def test_a_batch_of_tiny_requests_is_one_that_the_server_takes() -> None:
+    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+    for number in range(128, 16_384):
+        outbox.put(session_pb2.ConnectRequest(request_id=number, ping=session_pb2.Ping()))
+    outbox.put(None)
+    for message in _wire.batched(outbox, lambda: True):
+        assert message.ByteSize() <= MAX_BATCH_BYTES
+        assert interceptor.is_light(message.DESCRIPTOR, message.SerializeToString())
 
 
 def test_a_call_without_an_answer_goes_alone_if_no_other_follows() -> None:

@@ -277,6 +277,9 @@ DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_res
 """Calls without an answer. They may wait DEFER_S for the next call, so that one message holds both.
 """
 DEFER_S = 0.005
+IN_BATCH_BYTES = 4
+"""Bytes that a batch adds to each of its requests, at most. Counted, they also keep a batch of tiny
+requests within the server's bound of parts of a message."""
 
 
 def batched(
@@ -291,7 +294,8 @@ def batched(
     has_ended = False
     while not has_ended and (request := waiting or outbox.get()) is not None:
         together, waiting = [request], None
-        room_bytes, until_s = MAX_BATCH_BYTES - request.ByteSize(), time.monotonic() + DEFER_S
+        room_bytes = MAX_BATCH_BYTES - request.ByteSize() - 2 * IN_BATCH_BYTES
+        until_s = time.monotonic() + DEFER_S
         while room_bytes > 0 and takes_batches():
             may_wait = together[-1].WhichOneof("body") in DEFERRED
             try:
@@ -301,7 +305,7 @@ def batched(
             if following is None:
                 has_ended = True
                 break
-            room_bytes -= following.ByteSize()
+            room_bytes -= following.ByteSize() + IN_BATCH_BYTES
             if room_bytes < 0:
                 waiting = following
                 break

@@ -231,28 +231,34 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     if (thread == 0) load_slots[num_loads++] = free_slot;
   }
   __syncthreads();
-  const int excess = wanted - num_loads + max(-growth, 0);
-  u64 before = ~0ull;
-  for (int i = 0; i < excess; ++i) {
-    const int block = coldest_after(tables, num_slots, first, last, clock, before, of_warps);
-    if (block == NO_SLOT) break;
-    if (thread == 0) {
-      const int slot = tables.slot_of[block];
-      tables.release(slot);
-      if (num_victims < max_victims) victims[num_victims] = block;
-      ++num_victims;
-      --num_mapped;
-      if (num_loads < wanted) load_slots[num_loads++] = slot;
+  u64 before;
+  int num_lost = 0;
+  // The second round is for always kept blocks: it evicts even blocks that are selected.
+  for (int is_second = 0; is_second < 2; ++is_second) {
+    const int excess = is_second ? min(num_kept, wanted) - num_loads : wanted - num_loads + max(-growth, 0);
+    before = ~0ull;
+    for (int i = 0; i < excess; ++i) {
+      const int block = coldest_after(tables, num_slots, first, last, clock + is_second, before, of_warps);
+      if (block == NO_SLOT) break;
+      if (thread == 0) {
+        const int slot = tables.slot_of[block];
+        tables.release(slot);
+        if (num_victims < max_victims) victims[num_victims] = block;
+        ++num_victims;
+        --num_mapped;
+        if (num_loads < wanted) load_slots[num_loads++] = slot;
+      }
+      num_lost += is_second;
+      __syncthreads();
     }
     __syncthreads();
   }
-  __syncthreads();
 
   // Blocks: the heaviest of those missing; the next ones are for the prefetcher.
   const int num = num_loads;
   int num_rest = 0;
   before = ~0ull;
-  for (int i = 0; i < min(num_missing, num + max_prefetch); ++i) {
+  for (int i = 0; i < min(num_missing + num_lost, num + max_prefetch); ++i) {
     u64 key = NO_KEY;
     for (int j = thread; j < number; j += blockDim.x) {
       const int slot = tables.slot_of[blocks[j]];

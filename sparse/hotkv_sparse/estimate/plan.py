@@ -32,10 +32,15 @@ def refuse(name: str, value: object, fix: str) -> HotKVError:
     return HotKVError(Reason.INVALID_FIELD, f"{name} is {value!r}; {fix}")
 
 
+MAX_COUNT = 10**18
+"""Largest whole number of a case. Products of several such numbers still fit into a float."""
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raises INVALID_FIELD unless `value` is an integer of at least `least`."""
-    if type(value) is not int or value < least:
-        raise refuse(name, value, f"use an integer from {least} up")
+    """Raises INVALID_FIELD unless `value` is an integer of at least `least` and at most
+    MAX_COUNT."""
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        raise refuse(name, value, f"use an integer from {least} to {MAX_COUNT}")
 
 
 def check_number(
@@ -318,7 +323,7 @@ class Plan:
         check_count("tensor_parallel", self.tensor_parallel)
         if self.host_memory_bytes is not None:
             check_count("host_memory_bytes", self.host_memory_bytes)
-        check_number("hot_sets", self.hot_sets)
+        check_number("hot_sets", self.hot_sets, most=float(MAX_COUNT))
         if self.hot_sets < 1.0:
             raise refuse("hot_sets", self.hot_sets, "use 1 or more: a hot set holds the budget")
         check_number("memory_ratio", self.memory_ratio, most=1.0)
