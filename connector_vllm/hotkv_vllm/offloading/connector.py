@@ -146,6 +146,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         timed_step = 0 if self._door is None else self._door.begin_step(scheduler_output)
+        if self._door is not None:
+            self._door.tell_written(scheduler_output, self.scheduler)
         theirs = super().build_connector_meta(scheduler_output)
         if self._door is None:
             return theirs
