@@ -404,6 +404,45 @@ def test_stores_end_before_another_connector_loads_into_their_blocks(
     assert (other.outputs["again"], other.external["again"]) == (answer_of(first, 4), 192)
 
 
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_blocks_that_another_connector_failed_to_load_are_not_stored(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
+) -> None:
+    """The load runs within the step, whose stores vLLM has planned before it hears of the
+    failure."""
+
+    def around(ours: dict[str, Any]) -> dict[str, Any]:
+        both = beside("LoadingConnector", ours_first=False)(ours)
+        return both | {"kv_load_failure_policy": policy}
+
+    one, other = model(around, pipelined=pipelined), model()
+    tokens, before = prompt(90, 200), daemon.counter("stored_blocks_total")
+    one.generate("connects", prompt(9, 5), 2)
+    for layer in one.tensors:
+        one._cells(layer)[:] = 7
+    PLAN.tokens["a"] = 192
+    with monkeypatch.context() as lax:
+        lax.setattr(PLAN, "fails", True)
+        # A real model computes with blocks that were not loaded.
+        lax.setattr(one, "_check", lambda *_: None)
+        one.add("a", tokens, 4)
+        one.add("shares", tokens, 4)
+        one.step()
+        if not pipelined:
+            # The model of the harness knows of no sample that the scheduler drops.
+            one.tokens |= {"a": list(tokens), "shares": list(tokens)}
+        one.step()
+    one.run()
+    one.generate("next", prompt(91, 100), 2)
+    stores(one, daemon, before + 3)
+    for engine in (one, other):
+        engine.drop_local()
+        engine.add("again", tokens, 4)
+        wait_for(lambda engine=engine: engine.step() or "again" in engine.finished, "the answer")
+        assert engine.outputs["again"] == answer_of(tokens, 4)
+
+
 # ---------------------------------------------------------------------------------- in real engines
 
 

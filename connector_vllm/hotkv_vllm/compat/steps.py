@@ -3,8 +3,8 @@
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
 `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks beside its tokens. `tell_written` and `forget_blocks` write the block ids
-that vLLM's offloading remembers.
+into a request's blocks beside its tokens. `tell_written`, `give_up_stores`, `fail_stores` and
+`forget_blocks` write what vLLM's offloading remembers of blocks and stores.
 """
 
 import copy
@@ -152,6 +152,43 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     count blocks that another connector of a MultiConnector loads into.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
+
+
+def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
+    """Ends the stores of all requests that have one of these blocks, which another connector of a
+    MultiConnector has failed to load. They store nothing more. Returns the keys of stores under
+    way; `fail_stores` must keep their rows from being used.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32. A load within a step fails after the stores of this step, and perhaps of the
+    next one, were planned.
+    """
+    keys: set[Any] = set()
+    for status in offloading._req_status.values():
+        if any(
+            not set(group.block_ids).isdisjoint(invalid_blocks) for group in status.group_states
+        ):
+            status.max_offload_tokens = 0
+            jobs = [offloading._jobs[number] for number in status.transfer_jobs]
+            keys.update(key for job in jobs if job.is_store for key in job.keys)
+    return keys
+
+
+def fail_stores(manager: Any, spoilt: set[Any]) -> None:
+    """Makes a store fail that ends with a key in `spoilt`: the primary tier then frees its rows,
+    and tiers below do not get them. Removes the keys of stores that have ended.
+
+    manager: vLLM's `TieringOffloadingManager`.
+    """
+    complete = manager.complete_store
+
+    def complete_store(keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        is_spoilt = not spoilt.isdisjoint(keys)
+        spoilt.difference_update(keys)
+        complete(keys, req_context, success and not is_spoilt)
+
+    manager.complete_store = complete_store
 
 
 def forget_blocks(offloading: Any, request: Any) -> None:

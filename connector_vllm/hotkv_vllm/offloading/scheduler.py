@@ -80,6 +80,8 @@ class DoorScheduler:
         self._was_emptied = True
         self._said_unclean = False
         self.wants_formats = True
+        self.spoilt: set[Any] = set()
+        """Keys of stores under way whose blocks hold wrong KV."""
         tier.makes_wait = self._makes_wait
         tier.model_names = checks.model_names(vllm_config)
         transfer = vllm_config.kv_transfer_config
@@ -220,6 +222,12 @@ class DoorScheduler:
         steps.tell_written(offloading, self._written.of_step())
         self._written.take()
 
+    @hook(_share_nothing, of="door")
+    def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
+        """Keeps KV that was computed from these blocks, which another connector failed to load,
+        out of the primary tier and the server."""
+        self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
+
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
         """Ends a request that has finished or was aborted."""
@@ -358,6 +366,8 @@ class DoorScheduler:
         self._weights.suspect()
         self._tier.is_held = self._space is not None
         self._was_emptied = is_device_empty
+        # vLLM has forgotten all stores.
+        self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
         # Blocks on the device are from before the reset.
