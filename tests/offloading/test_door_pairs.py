@@ -443,6 +443,25 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
         assert engine.outputs["again"] == answer_of(tokens, 4)
 
 
+def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """vLLM ends a request so if it finds a media name that was used for another content, and takes
+    its whole prompt for computed."""
+    one, other = (model(max_tokens_per_step=120) for _ in range(2))
+    tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
+    one.add("a", tokens, 4)
+    one.step()
+    one.scheduler.finish_requests("a", RequestStatus.FINISHED_ERROR)
+    one.run()
+    one.generate("next", prompt(96, 100), 2)
+    stores(one, daemon, before + 6)
+    other.add("again", tokens, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.external["again"] == 96
+    assert other.outputs["again"] == answer_of(tokens, 4)
+
+
 # ---------------------------------------------------------------------------------- in real engines
 
 

@@ -317,6 +317,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
         ("got_blocks", (None, None, None)),
         ("tell_written", (None, None)),
         ("load_failed", ({1}, None)),
+        ("stop_at_computed", (None, None)),
         ("finished", (None,)),
         ("begin_step", (None,)),
         ("update", (None, ())),
@@ -327,7 +328,7 @@ def test_a_hook_that_breaks_is_counted_and_never_raises(monkeypatch, hook, argum
     side.wants_formats = hook == "connect"
     getattr(side, hook)(*arguments)
     assert side.edge.broken == {f"door.{hook}"}
-    if hook in ("begin_step", "update", "got_blocks", "tell_written", "load_failed"):
+    if hook not in ("connect", "arrived", "matched", "allocated", "finished"):
         assert not tier.serves, "nothing is shared before the ranks or a reset have settled it"
     assert tier.told == ({"r": True} if hook == "arrived" else {})
 

@@ -3,8 +3,8 @@
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
 `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks beside its tokens. `tell_written`, `give_up_stores`, `fail_stores` and
-`forget_blocks` write what vLLM's offloading remembers of blocks and stores.
+into a request's blocks beside its tokens. The last functions write what vLLM's offloading
+remembers of blocks and stores.
 """
 
 import copy
@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+from vllm.v1.request import RequestStatus
 
 from hotkv_vllm.compat import NULL_BLOCK
 
@@ -189,6 +190,21 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
         complete(keys, req_context, success and not is_spoilt)
 
     manager.complete_store = complete_store
+
+
+def stop_at_computed(offloading: Any, request: Any) -> None:
+    """Keeps vLLM's offloading from storing blocks of a request that ends as an error before its
+    prompt is computed.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes the prompt of a finished request for
+    computed, unless the request was aborted.
+    """
+    status = offloading._req_status.get(request.request_id)
+    if status is not None and request.status is RequestStatus.FINISHED_ERROR:
+        limits = (status.max_offload_tokens, request.num_computed_tokens)
+        status.max_offload_tokens = min(limit for limit in limits if limit is not None)
 
 
 def forget_blocks(offloading: Any, request: Any) -> None:

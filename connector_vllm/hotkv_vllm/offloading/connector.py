@@ -169,6 +169,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._door is not None:
             self._door.finished(request)
+            self._door.stop_at_computed(request, self.scheduler)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
@@ -176,6 +177,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._door is not None:
             self._door.finished(request)
+            self._door.stop_at_computed(request, self.scheduler)
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:

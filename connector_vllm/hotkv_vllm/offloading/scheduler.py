@@ -228,6 +228,11 @@ class DoorScheduler:
         out of the primary tier and the server."""
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
+    @hook(_share_nothing, of="door")
+    def stop_at_computed(self, request: Any, offloading: Any) -> None:
+        """Keeps blocks that a request did not compute from being stored."""
+        steps.stop_at_computed(offloading, request)
+
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
         """Ends a request that has finished or was aborted."""
