@@ -52,9 +52,9 @@ engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`.
 ENGINES = """
 ## In vLLM's metrics
 
-The connector's counters are in each engine's own `/metrics`, with vLLM's prefix and labels.
-[operations.md](operations.md#when-a-hit-is-left) explains some of them. The counters of sparse
-decode are [above](#sparse-decode-by-layer).
+The counters of `HotKVConnector` are in each engine's own `/metrics`, with vLLM's prefix and
+labels. [operations.md](operations.md#when-a-hit-is-left) explains some of them. The counters of
+sparse decode are [above](#sparse-decode-by-layer).
 
 | counter | |
 |---|---|

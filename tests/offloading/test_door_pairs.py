@@ -46,6 +46,7 @@ from tests.vllm.ordered_server import RealServer
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
+from tests.vllm.specs import hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -107,6 +108,7 @@ def test_tenants_do_not_share(rigs: Any, daemon: Daemon) -> None:
 def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts the scheduler's side of an engine with this `kv_role` beside the rig's tier."""
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
+    monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(
@@ -336,6 +338,38 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
     assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
 
 
+@pytest.mark.parametrize("interval", [128, None])
+def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
+    model: Make, daemon: Daemon, interval: int | None
+) -> None:
+    """The first request has computed half of a chunk when the second hits that half on the device.
+    vLLM took the half for reallocated, and stored the chunk's windows without it."""
+
+    def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
+        more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
+        return transfer | {
+            "kv_connector_extra_config": transfer["kv_connector_extra_config"] | more
+        }
+
+    settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
+    one, other = (model(chunked, **settings) for _ in range(2))
+    tokens, before = prompt(80, 340), daemon.counter("stored_blocks_total")
+    one.add("first", tokens, 60)
+    wait_for(lambda: one.step() or len(one.outputs["first"]) >= 5)
+    one.add("second", tokens[:325] + prompt(81, 20), 1)
+    wait_for(lambda: one.step() or "second" in one.finished)
+    assert one.local["second"] == 320
+    one.run()
+    # Three chunks of full attention; of each group of windows two chunks or three.
+    stores(one, daemon, before + 7)
+    tokens += one.outputs["first"]
+    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    other.add("again", tokens[:390], 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.external["again"] == 384
+    assert other.outputs["again"] == tokens[390:394]
+
+
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +402,64 @@ def test_stores_end_before_another_connector_loads_into_their_blocks(
     other.add("again", first, 4)
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert (other.outputs["again"], other.external["again"]) == (answer_of(first, 4), 192)
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_blocks_that_another_connector_failed_to_load_are_not_stored(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
+) -> None:
+    """The load runs within the step, whose stores vLLM has planned before it hears of the
+    failure."""
+
+    def around(ours: dict[str, Any]) -> dict[str, Any]:
+        both = beside("LoadingConnector", ours_first=False)(ours)
+        return both | {"kv_load_failure_policy": policy}
+
+    one, other = model(around, pipelined=pipelined), model()
+    tokens, before = prompt(90, 200), daemon.counter("stored_blocks_total")
+    one.generate("connects", prompt(9, 5), 2)
+    for layer in one.tensors:
+        one._cells(layer)[:] = 7
+    PLAN.tokens["a"] = 192
+    with monkeypatch.context() as lax:
+        lax.setattr(PLAN, "fails", True)
+        # A real model computes with blocks that were not loaded.
+        lax.setattr(one, "_check", lambda *_: None)
+        one.add("a", tokens, 4)
+        one.add("shares", tokens, 4)
+        one.step()
+        if not pipelined:
+            # The model of the harness knows of no sample that the scheduler drops.
+            one.tokens |= {"a": list(tokens), "shares": list(tokens)}
+        one.step()
+    one.run()
+    one.generate("next", prompt(91, 100), 2)
+    stores(one, daemon, before + 3)
+    for engine in (one, other):
+        engine.drop_local()
+        engine.add("again", tokens, 4)
+        wait_for(lambda engine=engine: engine.step() or "again" in engine.finished, "the answer")
+        assert engine.outputs["again"] == answer_of(tokens, 4)
+
+
+def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """vLLM ends a request so if it finds a media name that was used for another content, and takes
+    its whole prompt for computed."""
+    one, other = (model(max_tokens_per_step=120) for _ in range(2))
+    tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
+    one.add("a", tokens, 4)
+    one.step()
+    one.scheduler.finish_requests("a", RequestStatus.FINISHED_ERROR)
+    one.run()
+    one.generate("next", prompt(96, 100), 2)
+    stores(one, daemon, before + 6)
+    other.add("again", tokens, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.external["again"] == 96
+    assert other.outputs["again"] == answer_of(tokens, 4)
 
 
 # ---------------------------------------------------------------------------------- in real engines

@@ -35,6 +35,7 @@ def side_of(
 ) -> DoorScheduler:
     monkeypatch.setattr(scheduler, "IDLE_WAIT_S", wait_s)
     monkeypatch.setattr(scheduler.checks, "counts_media", lambda _: False)
+    monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=num_replicas),
         kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),

@@ -9,10 +9,10 @@ import pytest
 
 from hotkv_proto.blocks import Retention
 from hotkv_vllm.scheduler import hits
-from hotkv_vllm.scheduler.admission import WrittenBlocks
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.scheduler.loads import OtherLoads
 from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from tests.vllm.desks import blocks
 from tests.vllm.parts import TOKENS, Parts, request
 

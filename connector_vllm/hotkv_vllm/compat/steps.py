@@ -3,16 +3,17 @@
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
 `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks beside its tokens. `tell_offloading` writes the block ids that vLLM's
-offloading remembers.
+into a request's blocks beside its tokens. The last functions write what vLLM's offloading
+remembers of blocks and stores.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+from vllm.v1.request import RequestStatus
 
 from hotkv_vllm.compat import NULL_BLOCK
 
@@ -130,21 +131,90 @@ def shared_prefix_boundary(request: Any) -> int:
     return int(getattr(request, "shared_prefix_boundary", 0))
 
 
-def tell_offloading(offloading: Any, request: Any, blocks: Any) -> None:
-    """Tells vLLM's offloading what it overlooks when a request is given blocks.
+class WholeSet(set[int]):
+    """A set that is whole from the start: `add` and `update` change nothing."""
+
+    def add(self, element: int, /) -> None:
+        """Does nothing."""
+
+    def update(self, *others: Iterable[int]) -> None:
+        """Does nothing."""
+
+
+def tell_written(offloading: Any, written: Collection[int]) -> None:
+    """Tells vLLM's offloading, before it plans the stores of a step, which blocks the step writes.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
-    blocks: vLLM's `KVCacheBlocks` of the request.
+    written: the blocks that vLLM has newly allocated, and not those that it reuses.
 
-    Source: vLLM 0.32; 0.33 does both by itself.
-    - Its `update_state_after_alloc` notes the blocks only if it loads into them. So it did not end
-      the stores of blocks that another connector of a MultiConnector loads into.
-    - Its `_update_req_states` appends the blocks that a step lists. For the next turn of a session
-      with streamed input a step lists all blocks again, so that every later block would be stored
-      under the name of another.
+    Source: vLLM 0.32 and 0.33. They count the blocks of a new request's prefix hit as newly
+    allocated. So another request of the same prefix lost these blocks from its windows, and stored
+    a chunk of several blocks without them, or with its other blocks in their places. 0.32 does not
+    count blocks that another connector of a MultiConnector loads into.
     """
-    ids = {block for group in blocks.get_block_ids() for block in group}
-    offloading._current_batch_allocated_block_ids.update(ids - {NULL_BLOCK})
+    offloading._current_batch_allocated_block_ids = WholeSet(written)
+
+
+def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
+    """Ends the stores of all requests that have one of these blocks, which another connector of a
+    MultiConnector has failed to load. They store nothing more. Returns the keys of stores under
+    way; `fail_stores` must keep their rows from being used.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32. A load within a step fails after the stores of this step, and perhaps of the
+    next one, were planned.
+    """
+    keys: set[Any] = set()
+    for status in offloading._req_status.values():
+        if any(
+            not set(group.block_ids).isdisjoint(invalid_blocks) for group in status.group_states
+        ):
+            status.max_offload_tokens = 0
+            jobs = [offloading._jobs[number] for number in status.transfer_jobs]
+            keys.update(key for job in jobs if job.is_store for key in job.keys)
+    return keys
+
+
+def fail_stores(manager: Any, spoilt: set[Any]) -> None:
+    """Makes a store fail that ends with a key in `spoilt`: the primary tier then frees its rows,
+    and tiers below do not get them. Removes the keys of stores that have ended.
+
+    manager: vLLM's `TieringOffloadingManager`.
+    """
+    complete = manager.complete_store
+
+    def complete_store(keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        is_spoilt = not spoilt.isdisjoint(keys)
+        spoilt.difference_update(keys)
+        complete(keys, req_context, success and not is_spoilt)
+
+    manager.complete_store = complete_store
+
+
+def stop_at_computed(offloading: Any, request: Any) -> None:
+    """Keeps vLLM's offloading from storing blocks of a request that ends as an error before its
+    prompt is computed.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes the prompt of a finished request for
+    computed, unless the request was aborted.
+    """
+    status = offloading._req_status.get(request.request_id)
+    if status is not None and request.status is RequestStatus.FINISHED_ERROR:
+        limits = (status.max_offload_tokens, request.num_computed_tokens)
+        status.max_offload_tokens = min(limit for limit in limits if limit is not None)
+
+
+def forget_blocks(offloading: Any, request: Any) -> None:
+    """Makes vLLM's offloading forget the blocks of a session with streamed input whose next turn is
+    given blocks.
+
+    Source: vLLM 0.32; 0.33 does so by itself. Its `_update_req_states` appends the blocks that a
+    step lists. For the next turn of a session a step lists all blocks again, so that every later
+    block would be stored under the name of another.
+    """
     if getattr(request, "resumable", False):
         for group in offloading._req_status[request.request_id].group_states:
             group.block_ids.clear()

@@ -29,7 +29,7 @@ try:
         OffloadingConnector,
     )
 
-    from hotkv_vllm.compat import checks
+    from hotkv_vllm.compat import checks, steps
     from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
     from hotkv_vllm.offloading.scheduler import DoorScheduler
     from hotkv_vllm.offloading.tier import BY_CONNECTOR, HotKVTier, settings_of
@@ -69,6 +69,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
             )
         elif tiers := self._tiers():
             self._door = DoorScheduler(vllm_config, kv_cache_config, settings, tiers[0], edge)
+            steps.fail_stores(self.scheduler.manager, self._door.spoilt)
 
     def _tiers(self) -> list[HotKVTier]:
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
@@ -146,6 +147,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         timed_step = 0 if self._door is None else self._door.begin_step(scheduler_output)
+        if self._door is not None:
+            self._door.tell_written(scheduler_output, self.scheduler)
         theirs = super().build_connector_meta(scheduler_output)
         if self._door is None:
             return theirs
@@ -157,6 +160,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         if self._door is not None:
             ours = meta if isinstance(meta, DoorReport) else DoorReport()
             self._door.update(ours, connector_output.finished_recving or ())
+            if connector_output.invalid_block_ids:
+                self._door.load_failed(connector_output.invalid_block_ids, self.scheduler)
         super().update_connector_output(connector_output)
 
     def request_finished(
@@ -164,6 +169,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._door is not None:
             self._door.finished(request)
+            self._door.stop_at_computed(request, self.scheduler)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
@@ -171,6 +177,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._door is not None:
             self._door.finished(request)
+            self._door.stop_at_computed(request, self.scheduler)
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:

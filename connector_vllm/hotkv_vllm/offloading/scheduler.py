@@ -26,6 +26,7 @@ from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, steps
+from hotkv_vllm.compat.kv_groups import group_block_tokens
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
@@ -38,6 +39,7 @@ from hotkv_vllm.offloading.tier import HotKVTier
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 
 IDLE_WAIT_S = 0.01
 """Longest wait for promotions in a step in which the engine has nothing to compute. Without it vLLM
@@ -72,11 +74,14 @@ class DoorScheduler:
         self._reset: CacheReset | None = None
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
+        self._written = WrittenBlocks(group_block_tokens(vllm_config, kv_cache_config))
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
         self._was_emptied = True
         self._said_unclean = False
         self.wants_formats = True
+        self.spoilt: set[Any] = set()
+        """Keys of stores under way whose blocks hold wrong KV."""
         tier.makes_wait = self._makes_wait
         tier.model_names = checks.model_names(vllm_config)
         transfer = vllm_config.kv_transfer_config
@@ -163,6 +168,7 @@ class DoorScheduler:
     @hook(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
         """Records vLLM's own hit and the answer that vLLM's offloading gave."""
+        self._written.matched(request.request_id, device_hit_tokens)
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return
@@ -205,13 +211,33 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading about the request's blocks (`steps.tell_offloading`)."""
-        steps.tell_offloading(offloading, request, blocks)
+        """Records the blocks that a request was given."""
+        steps.forget_blocks(offloading, request)
+        self._written.allocated(request, blocks)
+
+    @hook(_share_nothing, of="door")
+    def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
+        """Tells vLLM's offloading which blocks the step writes (`steps.tell_written`)."""
+        self._written.step(scheduler_output)
+        steps.tell_written(offloading, self._written.of_step())
+        self._written.take()
+
+    @hook(_share_nothing, of="door")
+    def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
+        """Keeps KV that was computed from these blocks, which another connector failed to load,
+        out of the primary tier and the server."""
+        self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
+
+    @hook(_share_nothing, of="door")
+    def stop_at_computed(self, request: Any, offloading: Any) -> None:
+        """Keeps blocks that a request did not compute from being stored."""
+        steps.stop_at_computed(offloading, request)
 
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
         """Ends a request that has finished or was aborted."""
         self._admitted.discard(request.request_id)
+        self._written.ended(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None and self._reports is not None:
             self._reports.ended(state)
@@ -345,6 +371,8 @@ class DoorScheduler:
         self._weights.suspect()
         self._tier.is_held = self._space is not None
         self._was_emptied = is_device_empty
+        # vLLM has forgotten all stores.
+        self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
         # Blocks on the device are from before the reset.
