@@ -174,12 +174,15 @@ class Connection:
         request = _wire.register_memory(self._memory.layout, self._memory.order)
         request.request_id = next(self._request_ids)
         self.outbox.put(request)
+        notices: list[_answers.Response] = []
         for response in self.responses:
             if response.request_id == request.request_id:
                 self.order_kind, self.order_message = _answers.result(
                     response, "register_memory", self._config.key_space.hash_bytes
                 )
                 break
+            notices.append(response)
+        self.responses = itertools.chain(notices, self.responses)
 
     def submit(
         self, request: _wire.Request, pending: Pending, after: After | None

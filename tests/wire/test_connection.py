@@ -22,12 +22,13 @@ from hotkv_client import GroupHashes, LinkState, Role, Session, SessionConfig, c
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.testing import OddServer
-from hotkv_client.types import After, Evicted, TransferResult, TransferStatus
+from hotkv_client.types import After, EngineMemory, Evicted, TransferResult, TransferStatus
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
@@ -403,6 +404,27 @@ def test_a_server_that_reads_nothing_loses_the_session(
         assert lost.wait(60) and made.outbox.qsize() <= 52
         reads.set()
     session.close()
+
+
+def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str) -> None:
+    told = answer("drain_notice", 0, is_filled=False)
+    done = answer("memory_registered", 1, is_filled=False)
+    states: list[LinkState] = []
+    is_draining = threading.Event()
+
+    def hear(state: LinkState, reason: str) -> None:
+        states.append(state)
+        if state is LinkState.DRAINING:
+            is_draining.set()
+
+    config = SessionConfig(target, "e", Role.WORKER, SPACE, on_state=hear)
+    session = Session(config, EngineMemory(Layout(0, 1, (), ()), {}))
+    says = Server(lambda number: [told.SerializeToString(), done.SerializeToString()])
+    with OddServer(target, says):
+        session.start()
+        assert is_draining.wait(60)
+    session.close()
+    assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
 
 def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
