@@ -17,6 +17,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -258,6 +259,14 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
         monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_, form=form: form)
         seen.add(key_space.packing(one, kv, groups, "cuda"))
     assert len(seen) == (2 if kv_dtype == "fp8" else 1)
+
+
+def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin may replace the class with which vLLM computes an architecture."""
+    own = factors(config)
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model(config.model_config.architecture, "plugin.models:Other")
+    assert factors(config) != own
 
 
 def test_settings_of_adapters_do_not_split_the_base_model(config: Any) -> None:

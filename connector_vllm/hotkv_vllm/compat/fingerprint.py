@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from vllm import envs
+from vllm.model_executor.models.registry import ModelRegistry
 
 from hotkv_vllm import versions
 
@@ -211,6 +212,8 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in _fields(vllm_config).items() if value is not None}
     if draft_model(vllm_config) is not None:
         parts["speculative_config"] = vllm_config.speculative_config
+    if model_class := plugin_class(vllm_config.model_config):
+        parts["model_class"] = model_class
     return parts | {"layers": dict(layer_specs), "environment": environment()}
 
 
@@ -230,6 +233,19 @@ def draft_model(vllm_config: Any) -> Any | None:
         if speculative is None or speculative.method in _WITHOUT_OWN_KV
         else speculative.draft_model_config
     )
+
+
+def plugin_class(model: Any) -> str:
+    """Returns the class that a plugin has registered for the model's architecture; empty if vLLM's
+    own class computes the model.
+
+    Source: `_ModelRegistry.register_model` in vLLM 0.32, which also replaces vLLM's own classes.
+    """
+    found = ModelRegistry.models.get(getattr(model, "architecture", ""))
+    loaded = getattr(found, "model_cls", None)
+    module = getattr(found, "module_name", "") if loaded is None else loaded.__module__
+    name = getattr(found, "class_name", "") if loaded is None else loaded.__qualname__
+    return "" if not module or module.startswith("vllm.") else f"{module}:{name}"
 
 
 def environment() -> dict[str, str]:
