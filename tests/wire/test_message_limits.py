@@ -73,4 +73,10 @@ def test_a_message_with_too_many_parts_keeps_its_number(request_id: int) -> None
     parse = interceptor._lenient(session_pb2.ConnectRequest.FromString)
     assert parse(bomb.SerializeToString()).request_id == request_id
     bomb.ClearField("request_id")
-    assert parse(bomb.SerializeToString()).request_id == -1
+    for data in (bomb.SerializeToString(), b"\x60\x01" * interceptor.MAX_PARTS + b"\x08"):
+        assert parse(data).request_id == -1
+
+
+def test_a_number_that_is_cut_off_is_unknown() -> None:
+    assert interceptor.request_id(KIND, b"\x08\xff") == -1
+    assert interceptor.request_id(KIND, b"") == -1

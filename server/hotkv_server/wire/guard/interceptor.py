@@ -102,25 +102,16 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def request_id(kind: Descriptor, data: bytes) -> int:
-    """Returns the field `request_id` of a message without parsing the message; -1 if it has none.
-    Raises IndexError if the message is incomplete."""
+    """Returns the field `request_id` of a message without parsing the message; -1 if the message
+    does not begin with this field, as clients write it."""
     field = kind.fields_by_name.get("request_id")
-    found, at = -1, 0
-    while field is not None and at < len(data):
-        tag, at = _varint(data, at)
-        match tag & 7:
-            case 0:
-                value, at = _varint(data, at)
-                if tag >> 3 == field.number:
-                    found = (value + (1 << 63)) % (1 << 64) - (1 << 63)
-            case 1:
-                at += 8
-            case 2:
-                size, at = _varint(data, at)
-                at += size
-            case 5:
-                at += 4
-    return found
+    if field is None or not data or data[0] != field.number << 3:
+        return -1
+    try:
+        value, _ = _varint(data, 1)
+    except IndexError:
+        return -1
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
