@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 MAX_UNSENT = 1 << 14
-"""Most requests in the outbox to which a request without an answer is added. Beyond this the server
-hangs, although its system still answers gRPC's pings: the stream ends, so that the engine's memory
-does not grow."""
+"""Most requests in the outbox, beside unanswered calls, to which a request without an answer is
+added. Beyond this the server hangs, although its system still answers gRPC's pings: the stream
+ends, so that the engine's memory does not grow."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
 DEVICE_GRACE_S = 1.0
@@ -219,7 +219,7 @@ class Connection:
         If the server has left MAX_UNSENT requests unread, drops the request and ends the stream."""
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
-        elif self.outbox.qsize() < MAX_UNSENT:
+        elif self.outbox.qsize() - len(self._pending) < MAX_UNSENT:
             self.outbox.put(request)
         elif not self._is_given_up:
             self._is_given_up = True
