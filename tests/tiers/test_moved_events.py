@@ -216,6 +216,19 @@ async def test_a_flush_clears_the_pool_and_tells_of_no_block_of_this_node(
         assert ear.read() == [KeySpaceCleared(1)]
 
 
+async def test_a_key_space_that_makes_room_for_another_stays_in_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = SharedNode(MemoryStore(places=False), 10.0)
+    async with heard(one, of_pool=True) as ear:
+        await one.share(BLOCKS)
+        ear.read()
+        monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
+        key_space = one.core.key_spaces[1].key_space
+        await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
+        assert not one.core.space.index.num_entries and not ear.read()
+
+
 def test_an_event_says_what_is_known_of_its_block() -> None:
     """By then the number of a block's parent may be another block's."""
     one = Setup(0.0)

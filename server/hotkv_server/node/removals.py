@@ -154,6 +154,14 @@ class Removals:
 
         May also flush blocks that other sessions store during the call.
         """
+        num_blocks = await self._empty(key_space_id)
+        for one in self._capabilities:
+            one.key_space_flushed(key_space_id)
+        log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
+        return num_blocks
+
+    async def _empty(self, key_space_id: int) -> int:
+        """Removes all blocks of a key space from host memory. Returns their number."""
         self._run_effects(0)
         num_stored, num_blocks = self._core.counters.stored_blocks, 0
         async for counts, has_more in slices(self._core.flush(key_space_id)):
@@ -161,9 +169,6 @@ class Removals:
             # Removals are reported before any session can store the blocks again.
             is_clear = not has_more and self._core.counters.stored_blocks == num_stored
             self._run_effects(key_space_id if is_clear else 0)
-        for one in self._capabilities:
-            one.key_space_flushed(key_space_id)
-        log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
@@ -209,7 +214,7 @@ class Removals:
             if not number:
                 return
             if self._core.catalog.has_blocks(number):
-                await self.flush(number)
+                await self._empty(number)
             if not self._forget(number):
                 return
 
