@@ -68,6 +68,23 @@ async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
         assert all(await one.leased(list(range(310, 320))))
 
 
+async def test_blocks_wait_for_a_key_space_that_came_while_they_were_taken(
+    monkeypatch: Any,
+) -> None:
+    async with made() as one:
+        below, waiting = one.tiers.below, [0]
+        assert below is not None
+
+        def are_kept() -> bool:
+            waiting.append(len(below.lower.down.waiting))
+            return waiting[-2:] != [len(BLOCKS), 0] or waiting.count(len(BLOCKS)) > 1
+
+        monkeypatch.setattr(below, "_keep_key_spaces", are_kept)
+        one.put(BLOCKS)
+        await one.until_down(len(BLOCKS))
+        assert waiting.count(len(BLOCKS)) > 1
+
+
 async def test_many_ask_at_once_and_each_block_is_read_once() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)

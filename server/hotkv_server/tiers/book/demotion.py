@@ -76,16 +76,17 @@ class Demotion:
             some = self.waiting.take(num_bytes)
             num_looked += len(some) + PART_BLOCKS
             some = some[np.sort(np.unique(some, return_index=True)[1])]
-            some = some[self.lacks(some) & ~np.isin(some, taken)]
+            same = taken[generations[taken] == known]
+            some = some[self.lacks(some) & ~np.isin(some, same)]
             if len(some):
-                some = some[self.gate.admit(self._offered(some, taken), now_s)]
+                some = some[self.gate.admit(self._offered(some, same), now_s)]
             num_bytes -= int(index.slot_bytes(some).sum())
             taken = np.concatenate((taken, some))
             known = np.concatenate((known, generations[some]))
             yield
         # Between two parts a block may be evicted and its entry number reused.
-        same: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
-        return same
+        ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
+        return ready
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
         """Returns the description of blocks for the gate. `taken`: blocks that were admitted

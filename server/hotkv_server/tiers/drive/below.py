@@ -103,6 +103,10 @@ class TierBelow:
                 continue
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
+            if not self._keep_key_spaces():
+                # A key space has come since, and blocks of it may be among these.
+                down.waiting.add(entries)
+                continue
             moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:
                 tasks.spawn(self._write(move, tell))
