@@ -146,7 +146,7 @@ def test_whether_an_engine_may_have_loaded_older_files(
 
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
-@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer"])
+@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer", "of_a_plugin"])
 def test_weights_from_elsewhere_are_not_named_by_the_models_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, place: str
 ) -> None:
@@ -163,12 +163,8 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
 
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     """A new way may take weights from elsewhere than the model's files."""
-    from_files = {
-        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors"),
-        *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
-    }
-    known = from_files | {"dummy"} | set(model_weights.FROM_ELSEWHERE)
-    assert set(get_args(model_loader.LoadFormats)) == known
+    elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
+    assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
 
 
 def test_commits_name_weights_and_branches_do_not() -> None:

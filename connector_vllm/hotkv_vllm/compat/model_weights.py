@@ -52,9 +52,14 @@ SIDE_FILES = (
     "video_preprocessor_config.json",
 )
 
-FROM_ELSEWHERE = ("ipc_cache", "modelexpress", "tensorizer")
-"""Values of `LoadConfig.load_format` with which vLLM reads weights from a process, a service or a
-file beside the model, which may be of another version than the model's files."""
+FROM_FILES = frozenset(
+    (
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors"),
+        *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
+    )
+)
+"""Values of `LoadConfig.load_format` with which vLLM reads the model's files. With others, also of
+plugins, it may read a process, a service or a file beside the model, of another version."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
@@ -227,13 +232,13 @@ def _weights_path(model: Any) -> Path:
 
 
 def _model_identity(model: Any, load: Any) -> str:
-    if load.load_format in FROM_ELSEWHERE:
-        raise Unsupported(
-            f"load_format {load.load_format} takes weights from elsewhere than the model's files; "
-            "set hotkv.weights_identity"
-        )
     if load.load_format == "dummy":
         return f"dummy:{digest(model.hf_config)}:{model.seed}"
+    if load.load_format not in FROM_FILES:
+        raise Unsupported(
+            f"load_format {load.load_format} may take weights from elsewhere than the model's "
+            "files; set hotkv.weights_identity"
+        )
     path = _weights_path(model)
     if not path.exists():
         return _hub_identity(str(model.model), model.revision)
