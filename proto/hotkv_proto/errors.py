@@ -88,7 +88,7 @@ class HotKVError(Exception):
 
 class NoAnswerError(HotKVError):
     """The server could not be reached, or did not answer in time; it may have executed the call.
-    `reason` is INTERNAL, because a server never sends this reason."""
+    `reason` is INTERNAL, because no reason of the protocol fits; `reason_name` is NO_ANSWER."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.INTERNAL, message)

@@ -541,7 +541,12 @@ class DevicePool:
             request = scheduler.requests.get(request_id)
             if request in scheduler.running:
                 scheduler.running.remove(request)
-                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                try:
+                    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                except Exception:
+                    # A request in no queue would never end.
+                    scheduler.running.append(request)
+                    raise
 
     def was_preempted(self, request_id: str) -> bool:
         """Returns True if the request of a resident engine was preempted since vLLM planned its

@@ -213,7 +213,7 @@ class ResidentRequests:
 
     def _is_cramped(self, one: Resident) -> bool:
         """Returns True if the request runs and its next block has no room. A request that has lost
-        bytes must run on, so that vLLM preempts it."""
+        bytes is not held: it is preempted before the step."""
         return (
             one.opened is not None
             and not one.is_lost
