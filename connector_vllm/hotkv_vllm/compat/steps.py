@@ -157,7 +157,8 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
     """Ends the stores of all requests that have one of these blocks, which another connector of a
-    MultiConnector has failed to load. They store nothing more. Returns the keys of stores under
+    MultiConnector has failed to load. They store no further whole chunks; vLLM may still store the
+    partial last block of a model with a single recurrent group. Returns the keys of stores under
     way; `fail_stores` must keep their rows from being used.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
