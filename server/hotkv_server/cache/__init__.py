@@ -1,2 +1,3 @@
-"""The core of the cache: decisions and the books behind them. No clock, no I/O, no threads, no
-torch, no protobuf; callers pass the time in as `now_s`."""
+"""The core of the cache: it decides which blocks are stored, evicted, pinned and found, and holds
+all state that these decisions need. Pure: no clock, no I/O, no threads, no torch, no protobuf.
+Callers pass the current time as `now_s`."""

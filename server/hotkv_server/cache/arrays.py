@@ -29,7 +29,7 @@ def first_occurrences(hashes: Words) -> NDArray[np.int64]:
 
 
 def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Removes repeated entries; each entry stays at its first place."""
+    """Returns `entries` without repetitions; each entry stays at its first place."""
     ordered = np.sort(entries)
     if not np.any(ordered[1:] == ordered[:-1]):
         return entries
@@ -37,7 +37,7 @@ def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Removes the entries that are in `gone`. Neither array may list an entry twice."""
+    """Returns `entries` without the entries in `gone`. Neither array may list an entry twice."""
     if not len(gone):
         return entries
     if len(gone) == len(entries) and np.array_equal(gone, entries):

@@ -1,8 +1,8 @@
 """The core: sessions, key spaces, leases and transfers over a space of slots (places for blocks).
 
-Every method is a decision: it checks its arguments, changes the books and returns a result. Notices
-of evicted blocks wait until `take_effects` returns them. A call that raises has changed nothing. No
-clock, no I/O, no locks: a single owner calls it and passes `now_s`.
+Every method of `CacheCore` is a decision: it checks its arguments, changes the state and returns a
+result. Notices of evicted blocks wait until `take_effects` returns them. A call that raises has
+changed nothing. No clock, no I/O, no locks: a single owner calls the core and passes `now_s`.
 
 Always true: after a store has ended, the next lookup finds its blocks. A pinned slot is never
 evicted; if its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps
@@ -48,19 +48,20 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Work of one part (step of a long operation), in blocks: `_portions` adds leases to a part until
-the part has this much work."""
+"""Amount of work, in blocks, that one part of a long operation may do. `_portions` adds leases to a
+part until the part has this much work."""
 LEASE_BLOCKS = 1 << 10
-"""Fixed work of ending a lease, as a number of blocks. The number of blocks that the lease lists is
-added."""
+"""Cost of ending a lease without its blocks, expressed in blocks. `_portions` adds the number of
+blocks that the lease lists."""
 BLOCKS = 1 << 12
-"""Most blocks that one part evicts, flushes or pins."""
+"""Most blocks that one part of a long operation evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
-"""Entry numbers that one part scans."""
+"""Number of entry numbers that one part of a long operation scans."""
 
 
 class CacheCore(CacheBooks):
-    """A node's cache: the books and the operations on them. See the module for its rules."""
+    """A node's cache: its state (inherited from `CacheBooks`) and the operations on it. The module
+    docstring lists the rules that all methods keep."""
 
     def __init__(
         self,
@@ -142,8 +143,9 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Records that the engine used these blocks from its device cache. Retains the blocks as
-        `retention` asks."""
+        """Records that the engine used these blocks from its own device cache, so that the policy
+        evicts them later. Pins the blocks for `retention.ttl_s` seconds if `retention.pin` is
+        set."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
     # Leases
@@ -151,20 +153,21 @@ class CacheCore(CacheBooks):
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
     ) -> LeaseGrant:
-        """Pins the named blocks that are ready. Repeating the call returns the same grant. Raises
-        DUPLICATE_ID if `lease_id` is in use for another call."""
+        """Acquires a read lease: pins the named blocks that are ready. Repeating the call returns
+        the same grant. Raises DUPLICATE_ID if `lease_id` is in use for another call."""
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the slot offsets of the blocks of a read lease. The offsets stay valid while the
-        lease lasts. The result has an array per group in the order of the call; -1 for a block that
-        is not pinned or not verified."""
+        """Returns the arena offsets of the blocks of a read lease: an array for each group, in the
+        order of the `acquire` call; -1 for a block that is not pinned or not verified. The offsets
+        stay valid while the lease lasts."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
-        """Makes room, in parts, in host memory for blocks that are about to be promoted from a
-        lower tier. Evicts no block that `runs` (consecutive blocks of a group each) name."""
+        """Frees slots in host memory for blocks that are about to be promoted from a lower tier.
+        The generator yields after each part of the work. `runs`: the blocks to promote, consecutive
+        blocks of a group each; a block named here is not evicted."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -176,11 +179,12 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> Parts[Reservation]:
-        """Makes room, in parts, then reserves slots for blocks that are neither ready nor in
-        flight, as far as there is room.
+        """Reserves slots for the blocks of `runs` that are neither ready nor being stored, as far
+        as room can be made. The generator first evicts blocks to make room and yields after each
+        part; it returns the reservation.
 
-        The first call under a lease id decides which blocks the lease owns; later calls join it. A
-        call that joins and names other blocks is refused. Blocks are reserved before
+        The first call under a lease id decides which blocks the lease owns; later calls join the
+        lease. A call that joins and names other blocks is refused. Blocks are reserved before
         representations (compact forms of keys, for sparse attention), whatever the order of the
         runs (consecutive blocks of a group). A representation is reserved only if its block is
         ready or reserved under this lease.
@@ -197,8 +201,8 @@ class CacheCore(CacheBooks):
         return self._reservations.reserve(session, lease_id, asked, now_s, retention)
 
     def release(self, session_number: int, lease_id: str) -> bool:
-        """Ends a lease; if copies are running under the lease, it ends when the copies end. Returns
-        False if the lease does not exist."""
+        """Ends a lease before it expires. If copies are running under the lease, it ends when the
+        copies end. Returns False if the engine has no lease with this id."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:
@@ -208,8 +212,7 @@ class CacheCore(CacheBooks):
         return True
 
     def end_lease(self, lease: Lease) -> None:
-        """Ends a lease that is in the book. If copies are running under the lease, it ends when the
-        copies end."""
+        """Ends a live lease. If copies are running under the lease, it ends when the copies end."""
         if isinstance(lease, ReadLease):
             self._read_leases.end(lease)
         else:
@@ -243,11 +246,11 @@ class CacheCore(CacheBooks):
         now_s: float,
         options: StoreOptions = NO_OPTIONS,
     ) -> Parts[list[SlotRun]]:
-        """Makes room, in parts, then starts a store and reserves its blocks. Returns the slots to
-        copy to.
+        """Starts a store and reserves slots for its blocks. Returns the slots to copy to. The
+        generator first evicts blocks to make room and yields after each part.
 
-        If `options` names a residency, two kinds of blocks are pinned for it: those that are ready
-        and verified now, and those that this store makes ready.
+        If `options` names a residency, two kinds of blocks are pinned for it: blocks that are ready
+        and verified now, and blocks that this store makes ready.
         """
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id
@@ -274,25 +277,26 @@ class CacheCore(CacheBooks):
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store after its copy has finished. Publishes the blocks that have every shard
-        written. Returns BlockResult values, an array per run.
+        """Ends a store after its copy has finished. Blocks that now have every shard written become
+        ready. Returns `BlockResult` values, an array for each run of `begin_store`.
 
         A representation (compact form of a block's keys, for sparse attention) whose block is not
         ready by now is dropped; the representation's result is ABORTED.
 
-        sums: sums of the copied bytes, for check values; an array per run in the order of
+        sums: sums of the copied bytes, for check values; an array for each run in the order of
             `begin_store`. May be empty.
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
-    # Long work in parts. Each generator does a part per step; any other method may be called
-    # between two steps. A part runs for milliseconds, however large the cache is. Entries and
-    # leases that have changed since the first step are skipped, unless the generator says
-    # otherwise.
+    # Long operations. Each generator does a part of the work in each step and then yields; any
+    # other method may be called between two steps. A part takes milliseconds, however large the
+    # cache is. Entries and leases that have changed since the first step are skipped, unless the
+    # generator says otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends expired leases and retention pins, and the grace period in which clients of an
-        earlier server may read the arena. A lease with running copies ends when the copies end."""
+        """Ends the leases and retention pins that have expired. Also ends the grace period (the
+        time in which clients of an earlier server may read the arena) once it is over. A lease with
+        running copies ends when the copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -305,21 +309,23 @@ class CacheCore(CacheBooks):
             yield
 
     def end_leases(self, session_number: int) -> Iterator[None]:
-        """Ends the leases of a session that is about to be closed and acquires no new leases."""
+        """Ends all leases of a session. The session is about to be closed and acquires no new
+        leases."""
         for part in _portions(self.leases.of_session(session_number)):
             self._end(part)
             yield
 
     def end_pins(self, session_number: int) -> Iterator[None]:
-        """Releases the pins of a session that is about to be closed and starts no new work."""
+        """Releases all pins that `Pinner` objects (residencies, for example) hold for a session.
+        The session is about to be closed and starts no new work."""
         for pinner in self.pinners:
             yield from pinner.end(self.sessions.record(session_number))
 
     def use(
         self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
     ) -> Iterator[None]:
-        """Does the work of `touch` for one list, in parts: the first part records the use, each
-        later part pins some of the blocks if `retention` asks for pins."""
+        """Does the work of `touch` for one list, part by part. The first part records the use. If
+        `retention` asks for pins, each later part pins some of the blocks."""
         self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
         for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
             yield
@@ -330,8 +336,8 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts the named blocks that are not pinned. Yields the numbers of dropped and kept
-        blocks of each part."""
+        """Evicts the named blocks that are not pinned. Yields for each part how many blocks it
+        evicted and how many it left because they were pinned or reserved."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -339,9 +345,9 @@ class CacheCore(CacheBooks):
     def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """Predicts `evict`, or `evict_all` if `hashes` is None, without a change. Yields for each
-        part the numbers of blocks that would be dropped and kept, and the bytes that would become
-        free."""
+        """Predicts the result of `evict` without a change; of `evict_all` if `hashes` is None.
+        Yields for each part three numbers: blocks that would be evicted, blocks that would stay,
+        and bytes that would become free."""
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
         else:
@@ -360,7 +366,8 @@ class CacheCore(CacheBooks):
     def _named_parts(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[Entries]:
-        """Yields the entries of the named blocks that are still in the index, in parts."""
+        """Yields the entries of the named blocks part by part. Skips an entry that was removed from
+        the index since the first step, even if its number was reused."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]
@@ -375,8 +382,9 @@ class CacheCore(CacheBooks):
             ]
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
-        """Evicts all blocks of a key space (0: of all) that exist at the first step and are not
-        pinned. Yields the numbers of dropped and kept blocks of each part.
+        """Evicts the blocks of a key space (0: of all key spaces) that are ready at the first step
+        and not pinned. Yields for each part how many blocks it evicted and how many it left because
+        they were pinned.
 
         May also evict a block that is stored while the eviction runs.
         """
@@ -387,13 +395,13 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:
-        """Forgets all blocks of a key space that exist at the first step. Yields how many of them
-        were ready, for each part.
+        """Removes all blocks of a key space that exist at the first step. Yields for each part how
+        many of the removed blocks were ready.
 
         After the last step, a lookup no longer finds these blocks. The write leases are aborted
         first. A block that is reserved at the first step may become ready only until its lease is
-        aborted, and is then forgotten with the others. A block that is stored while the flush runs
-        may be forgotten too.
+        aborted, and is then removed with the others. A block that is stored while the flush runs
+        may be removed too.
         """
         self.key_space(key_space_id)
         writing = [
@@ -424,15 +432,17 @@ class CacheCore(CacheBooks):
                 yield len(entries)
 
     def _named(self, key_space_id: int, group_index: int, hashes: table.Words) -> Entries:
-        """Returns the entries of blocks by their hashes, ready or reserved, each once."""
+        """Returns the entries of the blocks with these hashes that are ready or reserved, each
+        entry once."""
         record, most = self.catalog.record(key_space_id), self.config.max_blocks_per_call
         check_named(record, [group_index], len(hashes), most, only_blocks=True)
         words = self.space.index.find(key_space_id, group_index, hashes)
         return np.unique(words[words != 0] & ~table.RESERVED_FLAG)
 
     def _ready_blocks(self, key_space_id: int) -> Iterator[Entries]:
-        """Yields blocks of a key space (0: of all) that are ready when they are yielded: all blocks
-        that are ready at the first step, and some that are stored later."""
+        """Yields, in parts, blocks of a key space (0: of all key spaces). A block is ready at the
+        moment it is yielded. The parts include every block that was ready at the first step, unless
+        it was removed since, and some blocks that were stored later."""
         for start in range(0, self.space.index.num_numbers, SCANNED_ENTRIES):
             found = self.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
             for at in range(0, max(1, len(found)), BLOCKS):
@@ -455,7 +465,8 @@ class CacheCore(CacheBooks):
         return ready
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """Ends those leases that have not ended yet. Returns how many it ended."""
+        """Ends the given leases, except those that have ended already. Returns how many it
+        ended."""
         live = [
             lease
             for lease in leases
@@ -476,16 +487,16 @@ class CacheCore(CacheBooks):
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies the pinners, and clients of an earlier server that read the arena, that the
-        bytes of these blocks contradict their check values: such a client may have read wrong
-        bytes."""
+        """Reports that the bytes of these blocks contradict their check values. The pinners are
+        notified. If clients of an earlier server may have read the blocks in the arena, their
+        validity words are revoked, so that they distrust what they read."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
             pinner.condemned(entries)
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the eviction notices since the last call. The node sends the notices to
+        """Returns the eviction notices that were added since the last call. The node sends them to
         sessions."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
@@ -510,15 +521,16 @@ class CacheCore(CacheBooks):
 
 
 def _check_copies(core: CacheCore) -> None:
-    """Raises AssertionError if leases miscount their copies."""
+    """Raises AssertionError if the `num_copies` of a lease is wrong, or if a released lease without
+    copies is still in the book."""
     for lease in core.leases.all():
         assert lease.num_copies == core.transfers.count(lease), "copies miscounted"
         assert not lease.released or lease.num_copies, "a released lease without copies was kept"
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns the number of pins of each entry [capacity + 1], without those of leases and
-    retentions."""
+    """Returns the number of pins on each entry [capacity + 1] that neither leases nor retentions
+    hold: pins of the grace period, of pinners and of tiers below."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:
@@ -540,7 +552,8 @@ def _check_kinds(core: CacheCore) -> None:
 
 
 def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
-    """Splits leases into parts (steps of a long operation) of about equal work."""
+    """Splits leases into parts of about equal work (LEASED_BLOCKS), so that ending the leases of a
+    part takes milliseconds."""
     first, weight = 0, 0
     for at, lease in enumerate(leases):
         weight += LEASE_BLOCKS + num_listed(lease)

@@ -1,4 +1,4 @@
-"""Histograms for values that are too frequent to store each: counts by upper bound, and the sum.
+"""Histograms: count values by upper bound, and sum them, instead of storing each value.
 
 Always true: counts and sum never fall. A value equal to a bound counts under that bound, as in
 Prometheus. Adding a value costs a search among few bounds and two additions. Not thread-safe: a
@@ -55,8 +55,8 @@ class Histogram:
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Returns each bound as text with the number of values at or below it; `+Inf` comes
-        last."""
+        """Returns pairs of a bound, as text, and the number of values at or below it. The last
+        bound is `+Inf`."""
         names = [*map(str, self.bounds), "+Inf"]
         sums = map(float, itertools.accumulate(self.counts))
         return list(zip(names, sums, strict=True))

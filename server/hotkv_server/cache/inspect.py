@@ -1,9 +1,8 @@
 """Read-only views of the core: frozen answers for operators and metrics.
 
 Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
-over all entries is answered in parts; an entry that is added, removed or used between two parts may
-count or not. Code outside the node reads the core through this module, not through the core's
-books.
+over all entries runs in parts; an entry that is added, removed or used between two parts may count
+or not. Code outside the node reads the core's state through this module.
 """
 
 import string
@@ -23,24 +22,25 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
 
-# The census: counts all entries, a part at a time.
+# The census counts all entries, a part of the entry numbers at a time.
 
 
 PART_ENTRIES = 1 << 17
-"""Entries that each part counts: a millisecond or two."""
+"""Entry numbers that each part of a census examines: a millisecond or two."""
 
 
 @dataclass(slots=True)
 class Census:
-    """Counts of entries. An entry that is inserted or removed during the census may count or not.
+    """Counts of all entries, which `census` makes in parts. An entry that is inserted or removed
+    meanwhile may count or not.
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
     representation_bytes: bytes of the slots of representations (compact forms of keys, for sparse
         attention) in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
-    blocks, representations: number of ready blocks and of ready representations, int64 by row of
-        the key space, see KEY_SPACE_ROWS.
+    blocks, representations: number of ready blocks and of ready representations of each key space,
+        int64 by the row of the key space (KEY_SPACE_ROWS).
     """
 
     num_blocks: int
@@ -52,8 +52,8 @@ class Census:
 
 
 def census(core: CacheCore) -> Iterator[Census]:
-    """Counts all entries. Yields the counts so far after each part; after the last part they are
-    complete."""
+    """Counts all entries in parts. Yields the same `Census` after each part; its counts are
+    complete after the last part."""
     index = core.space.index
     counted = Census(
         0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)
@@ -95,8 +95,8 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the core. `max_entries`: most blocks and representations (compact forms of keys)
-    together."""
+    """Limits of the core. `max_entries`: most entries, that is blocks and representations (compact
+    forms of keys) together."""
 
     max_entries: int
     max_blocks_per_call: int
@@ -104,8 +104,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Number of live objects. `held_bytes`: bytes of slots that are pinned because requests asked
-    to retain them, at most `held_budget_bytes`."""
+    """Numbers of live sessions, leases and transfers, and bytes that are retained.
+
+    held_bytes: bytes of slots that are pinned because requests asked to retain their blocks.
+    held_budget_bytes: most bytes that `held_bytes` may reach.
+    """
 
     num_sessions: int
     num_leases: int
@@ -116,7 +119,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFigures:
-    """Figures of a tier, in bytes, blocks and slabs.
+    """How a tier's storage is used, in bytes, blocks and slabs.
 
     capacity_bytes: bytes of the tier's storage that have memory.
     full_capacity_bytes: bytes of the tier's storage once all of it has memory.
@@ -156,10 +159,11 @@ class KeySpaceFigures:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """State of a block.
+    """The current state of a block.
 
     hash_words: uint32 [8].
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
+    depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if never used.
     representation_bytes: slot size of the block's representation (compact form of its keys, for
         sparse attention); 0 without a representation.
@@ -181,13 +185,13 @@ class BlockFigures:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of a prompt in a group.
+    """The blocks of a prompt in one group, and what the cache knows of each.
 
     hashes: uint32 words [n, 8].
-    words: the index's word for each hash [n]: the entry number, 0 if the hash has no entry; the
-        high bit is set while the entry is reserved.
-    causes: `Cause` of each block's removal [n], as far as it is remembered.
-    below: whether each block lies in a tier below [n].
+    words: an entry word for each hash [n]: the entry number, with the high bit set while the entry
+        is reserved; 0 if the hash has no entry.
+    causes: `Cause` of each block's last removal [n], as far as it is remembered.
+    below: whether each block is ready in a tier below host memory [n].
     """
 
     hashes: Words
@@ -202,7 +206,7 @@ def limits(core: CacheCore) -> Limits:
 
 
 def counts(core: CacheCore) -> Counts:
-    """Returns the numbers of live objects."""
+    """Returns the numbers of live sessions, leases and transfers."""
     return Counts(
         len(core.sessions),
         len(core.leases),
@@ -218,22 +222,23 @@ def counters(core: CacheCore) -> dict[str, int]:
 
 
 def policy_figures(core: CacheCore) -> dict[str, float]:
-    """Returns the values that the eviction policy has adapted, by metric name."""
+    """Returns the values that the eviction policy has adapted to the traffic, by metric name."""
     return core.space.policy.figures()
 
 
 def eviction_ages(core: CacheCore) -> Histogram:
-    """Returns the seconds between a block's last use and its eviction from the arena."""
+    """Returns a histogram of the time between a block's last use and its eviction from the arena,
+    in seconds."""
     return core.space.removal.ages_s
 
 
 def census_parts(core: CacheCore) -> int:
-    """Returns how many parts a census has at this moment."""
+    """Returns the number of parts in which `census` would count the current entries."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
 
 
 def tier(core: CacheCore, counted: Census) -> RoomFigures:
-    """Returns the figures of the host tier."""
+    """Returns the figures of the host tier. `counted`: a complete census."""
     pool = core.space.pool
     return RoomFigures(
         pool.capacity_bytes,
@@ -273,8 +278,11 @@ def lower_tier(core: CacheCore) -> RoomFigures | None:
 
 
 def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpaceFigures]:
-    """Returns the known key spaces in order of number. `most`: returns only so many, those with
-    most blocks; 0 returns all."""
+    """Returns the known key spaces in order of their numbers.
+
+    counted: a complete census.
+    most: returns only this many key spaces, those with the most blocks; 0 returns all.
+    """
     records = core.key_spaces
     numbers = np.fromiter(records, np.int64, len(records))
     if most:
@@ -293,7 +301,8 @@ def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpace
 
 
 def leases_of_engines(core: CacheCore) -> dict[str, int]:
-    """Returns how many leases each engine has. Leaves out engines without a lease."""
+    """Returns the number of leases of each engine, by engine id. Leaves out engines without a
+    lease."""
     held: dict[str, int] = {}
     for lease in core.leases.all():
         held[lease.engine_id] = held.get(lease.engine_id, 0) + 1
@@ -317,7 +326,7 @@ class HashPrefix:
             raise ValueError("it has other characters than hexadecimal digits")
 
     def among(self, words: table.Words) -> BoolMask:
-        """Returns which hashes [n, 8] begin with the digits."""
+        """Returns which of the hashes `words` [n, 8] begin with the digits."""
         digits = self.digits + "0" * (len(self.digits) % 2)
         wanted = np.frombuffer(bytes.fromhex(digits), np.uint8)
         mask = np.full(len(wanted), 0xFF, np.uint8)
@@ -331,9 +340,9 @@ class HashPrefix:
 def find_blocks(
     core: CacheCore, start: int, most: int, key_space_id: int, prefix: HashPrefix | None = None
 ) -> Iterator[list[int]]:
-    """Finds the entries of blocks in order of their numbers, from `start` on. Yields the entries
-    found so far after each part; the last list has `most` entries, or all matching entries if these
-    are fewer.
+    """Finds the entries of blocks in order of their numbers, beginning with the number `start`.
+    Yields after each part the list of all entries found so far; the last list has `most` entries,
+    or all matching entries if these are fewer.
 
     key_space_id: 0 for all key spaces.
     prefix: finds only blocks whose hash begins with `prefix`.
@@ -355,7 +364,7 @@ def find_blocks(
 
 
 def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
-    """Returns figures of the given blocks that are still in the index."""
+    """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
     used_s = core.space.policy.last_used_s(there)
@@ -369,7 +378,7 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
     record = index.table.records[entry].copy()
     number, group = int(record[table.W_KEY_SPACE]), int(record[table.W_GROUP_STATE] & 0xFFFF)
     parent = index.table.records[int(record[table.W_PARENT])].copy()
-    # The parent's number may belong to another entry by now.
+    # The parent's entry number may have been reused: check that the entry is one block less deep.
     follows = (
         record[table.W_PARENT]
         and parent[table.W_GROUP_STATE] >> 16
@@ -406,8 +415,8 @@ def prompt_blocks(
 
 
 def story(index: BlockIndex, entry: int) -> str:
-    """Returns a line about the current state of an entry number, even if it is free or out of
-    range."""
+    """Returns one line of text with the current state of an entry, for logs. Accepts any entry
+    number, even of a free entry or out of range."""
     if not 0 < entry <= index.capacity:
         return f"entry={entry} is none of the {index.capacity}"
     record = index.table.records[entry]
@@ -423,16 +432,17 @@ def story(index: BlockIndex, entry: int) -> str:
     )
 
 
-# The map of the arena: for each part the slot size it is lent to, its fill and its last use.
+# The map of the arena shows for each part of it the slot size it is lent to, how full it is, and
+# when it was last used.
 #
-# Always true: a map has at most MAX_CELLS cells, however large the arena. A cell is a run of slabs;
-# all cells but the last have the same length. The scan over all entries runs in parts; an entry
-# that is added, removed or used between two parts may count or not.
+# Always true: a map has at most MAX_CELLS cells, however large the arena. A cell is a range of
+# adjacent slabs; all cells but the last have the same length. The scan over all entries runs in
+# parts; an entry that is added, removed or used between two parts may count or not.
 
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Entries that each part examines: about a millisecond."""
+"""Entry numbers that each part of the scan examines: about a millisecond."""
 F64s = NDArray[np.float64]
 
 
@@ -441,11 +451,11 @@ class ArenaMap:
     """A map of host memory: the arena is cut into n cells of equal size, in order from its start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: slot size of the cell's first lent slab; FREE if no slab is lent, ABSENT if no slab
-        has memory.
+    slot_bytes: slot size of the cell's first lent slab. FREE if no slab is lent to a slot size,
+        ABSENT if no slab has memory.
     used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
-    idle_s: seconds since the last use of the cell's ready blocks: expm1 of the mean of
-        log1p(seconds), weighted by bytes. NaN if the cell has no ready block.
+    idle_s: seconds since the last use of the cell's ready blocks, averaged on a logarithmic scale:
+        expm1 of the mean of log1p(seconds), weighted by bytes. NaN if the cell has no ready block.
     """
 
     slab_bytes: int
@@ -457,7 +467,7 @@ class ArenaMap:
 
 
 def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
-    """Builds the map of host memory. Yields None after each part and the map at the end.
+    """Builds the map of host memory in parts. Yields None after each part, and the map last.
 
     now_s: the current time of the core's clock.
     """
@@ -490,7 +500,8 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Returns the entries [n] of a part that have slots, and which of them are ready blocks."""
+    """Returns the entries [n] with slots in the part of the scan that begins at `start`, and which
+    of them are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -503,8 +514,8 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
-    """Splits the slots of entries by slab. Returns rows of the entries [m], slabs [m], and the
-    bytes of the slot in that slab [m]."""
+    """Cuts the slots of entries into pieces, one for each slab that a slot touches. Returns for
+    each piece [m] the position of its entry in `entries`, its slab and its bytes."""
     slab_bytes = space.pool.slab_bytes
     starts = space.index.offsets(entries)
     ends = starts + space.index.slot_bytes(entries)
@@ -518,7 +529,8 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """Returns the slot size of each cell's first lent slab; FREE or ABSENT if no slab is lent."""
+    """Returns for each cell the slot size of its first lent slab. If no slab of the cell is lent:
+    FREE, or ABSENT if no slab has memory."""
     num_cells = -(-len(owner) // slabs_per_cell)
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner

@@ -1,7 +1,8 @@
 """Readers: clients that read the blocks of their residencies directly in the mapped arena.
 
-`ReaderWords` writes the validity words, by which a reader checks whether its blocks are still
-pinned. `Grace` retains blocks for a time after a restart, for readers of the earlier server.
+`ReaderWords` writes the validity words: numbers in shared memory by which a reader checks whether
+its blocks are still pinned. After a restart, `Grace` pins blocks for a time for readers of the
+earlier server.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +16,13 @@ from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
-# Words: a reader checks its session's word to see whether its residencies still hold
-# (`hotkv_proto.words`).
+# Validity words: a reader checks the word of its session to see whether its residencies are still
+# valid (`hotkv_proto.words`). An odd word says that they are.
 #
-# Always true: a session's word becomes odd with its first residency, and even when a residency ends
-# other than by its engine's call. A word never has the same odd value twice. A word of an earlier
-# server's session keeps its value and is not reused until that server's readers must have stopped.
-# Before anything that a reader may still read is unpinned, the reader's word changes.
+# Always true: a session's word becomes odd with its first residency. It becomes even if a residency
+# ends for another reason than its engine's call. A word never has the same odd value twice. A word
+# of an earlier server's session keeps its value and is not reused until that server's readers must
+# have stopped. Before a block that a reader may still read is unpinned, the reader's word changes.
 
 
 Uint64s = NDArray[np.uint64]
@@ -33,21 +34,26 @@ Marks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ReaderMemory:
-    """Memory that outlives the server. `words`: the validity words, which readers map. `marks`: the
-    entries that readers may read, for the next server."""
+    """Memory for readers that outlives the server, as arrays over mapped files.
+
+    words: the validity words, which readers map too.
+    marks: 1 for each entry that a reader may read, by entry number; the next server retains these
+        entries.
+    """
 
     words: Uint64s
     marks: Marks
 
 
 def no_readers(capacity: int) -> ReaderMemory:
-    """Returns memory for a core whose arena has no readers. `capacity`: number of entries."""
+    """Returns private memory for a core that has no readers. `capacity`: number of entries."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
 class ReaderWords:
-    """Writes the validity words, one for each session that has residencies. By the word, a client
-    checks whether the blocks that it reads are still pinned.
+    """Writes the validity words, one for each session that has residencies. After a client has read
+    blocks in the arena, it checks that its session's word is unchanged: the blocks were then still
+    pinned.
 
     generation: number that this server gives to the residencies that it opens; higher than the
         number of any earlier server.
@@ -88,7 +94,8 @@ class ReaderWords:
             )
 
     def of_session(self, session_number: int) -> tuple[int, int]:
-        """Returns the index and value of a session's word. Assigns a word first if necessary."""
+        """Returns the index and the current value of a session's validity word. Assigns a word to
+        the session if it has none."""
         if session_number not in self._of_session:
             index = self._of_session[session_number] = self._free.pop()
             self._words[index] += np.uint64(1)
@@ -96,23 +103,23 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Makes a session's word even, so that clients do not trust blocks that they have read
-        under it. Does nothing if the session has no word."""
+        """Makes a session's validity word even and frees it. The client then distrusts what it
+        reads under the old value. Does nothing if the session has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)
             self._free.append(index)
 
     def revoke_earlier(self) -> None:
-        """Revokes the words of earlier servers' sessions and frees them for reuse."""
+        """Makes the validity words of earlier servers' sessions even, and frees them for reuse."""
         self._words[GENERATION] = self.generation
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()
         self._earlier = self._earlier[:0]
 
     def check_invariants(self, in_sessions: set[int]) -> None:
-        """Raises AssertionError if words disagree. `in_sessions`: sessions that have
-        residencies."""
+        """Raises AssertionError if a word is lost, assigned twice or has a wrong value.
+        `in_sessions`: numbers of the sessions that have residencies."""
         assert in_sessions <= set(self._of_session), "a session with residencies has no word"
         in_use = [*self._of_session.values(), *self._earlier.tolist()]
         assert sorted([*in_use, *self._free]) == list(range(1, MAX_SESSION_WORD + 1)), (
@@ -128,20 +135,22 @@ class ReaderWords:
         )
 
 
-# Grace: for a time, blocks that readers of the previous server may still read stay unchanged.
+# The grace: for some seconds after a restart, blocks that readers of the previous server may still
+# read stay unchanged.
 #
 # The old server's marks name the entries that its residencies pinned; `restore` restores these
 # entries and passes them to `begin`. Always true: until the grace ends, `Grace` holds one pin on
-# such an entry and marks it, so that the next server finds it too. When the grace ends, the words
-# change first and the entries are unpinned after. If an entry can't be retained, the words change
-# before its slot is used.
+# each such entry and marks it, so that the next server finds it too. When the grace ends, the
+# validity words change first, and the entries are unpinned after. If an entry can't be retained,
+# the words change before its slot is used.
 
 
 PART_ENTRIES = 1 << 16
 
 
 class Grace:
-    """Retains the entries that readers of an earlier server may read.
+    """Pins the entries that readers of an earlier server may read, until the grace (time after a
+    restart) ends.
 
     entries: the entries that this object pins.
     until_s: when the grace ends, in seconds of `now_s`; inf until the end is known.
@@ -163,11 +172,11 @@ class Grace:
 
     @property
     def is_on(self) -> bool:
-        """True while entries are retained, or readers of an earlier server may read."""
+        """True while this object pins entries, or readers of an earlier server may read."""
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] are retained."""
+        """Returns which of the entries [n] this object pins."""
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
@@ -182,14 +191,14 @@ class Grace:
 
     def revoke(self) -> None:
         """Revokes the validity words of earlier servers' readers, if there are such readers. The
-        readers then no longer trust the bytes that they read."""
+        readers then distrust the bytes that they have read."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Ends the grace (time after a restart in which entries are retained for readers of an
-        earlier server), in parts, if it is over. `is_read`: tells which entries [n] this server's
-        own readers may read; these entries stay marked."""
+        """Ends the grace (time after a restart in which entries stay pinned for readers of an
+        earlier server) if it is over. Yields after each part of the work. `is_read`: returns which
+        entries [n] this server's own readers may read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

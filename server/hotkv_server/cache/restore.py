@@ -1,4 +1,5 @@
-"""Restoring: a new core imports the entries of an old block table, however the old server ended.
+"""Restoring: a new core imports the entries of an old block table, whether the old server stopped
+or was killed.
 
 Always true: ready entries return, each under its key and in its slot. So do detached entries
 (flushed while pinned) that clients may still read in the arena. A record that contradicts the key
@@ -6,9 +7,9 @@ spaces, the arena or another entry is dropped, never repaired. A restore reads t
 old table and ignores its buckets. The new table is another file, so a killed restore has changed
 nothing. Restoring reads no slot: every entry returns unverified.
 
-A record's state word says whether to trust the record. A server marks a record ready after it has
-written the rest, and clears the mark before it reuses the slot. So after a kill every ready entry
-is whole.
+The state in a record says whether the record can be trusted. A server marks a record ready after it
+has written the rest of the record and the block's bytes, and clears the mark before it reuses the
+slot. So after a kill every ready entry is whole.
 """
 
 from collections import deque
@@ -30,18 +31,24 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS = 64
-"""Number of parts in which restored blocks become ready, those used longest ago first."""
+"""Number of parts in which restored blocks become ready, so that the policy learns the order of
+their last uses. The blocks used longest ago come first."""
 
 
 # Entries that readers of the arena may still read, because residencies of the old server pinned
-# them. Either all of them are retained for the time of the grace (`Grace`), or the readers' words
-# are revoked before any slot is used. Blocks that were flushed while pinned return as detached
-# entries: lookups can't find them, and they keep their slots.
+# them. Either all of them are pinned for the time of the grace (`Grace`), or the readers' validity
+# words are revoked before any slot is used. Blocks that were flushed while pinned return as
+# detached entries: lookups can't find them, and they keep their slots.
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
-    """Returns the row numbers of the records whose blocks clients of the old server may still read
-    in the arena; empty if the old server had no such readers."""
+    """Returns the positions in the old table of the records whose blocks clients of the old server
+    may still read in the arena; empty if there are no such clients.
+
+    states: the states of all records.
+    marks: by old entry number, 1 for entries that clients may read. None if the old table has no
+        marks.
+    """
     if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
     return np.flatnonzero(
@@ -53,13 +60,20 @@ def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -
 def link_detached(
     core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> None:
-    """Makes detached entries for records and writes their numbers into `new_of`, which stays 0 for
-    a record that does not fit into the index."""
+    """Adds detached entries (flushed while pinned) for records of the old table.
+
+    old: all records of the old table [n, 18].
+    rows: positions of the records in `old`.
+    numbers: the number of each record's key space in this core.
+    new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
+        record that does not fit into the index.
+    """
     index = core.space.index
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # A key may occur several times; each is in the table only for a moment.
+        # A key may occur several times: each entry is in the table only for a moment, until
+        # `detach`.
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         depths = old[here, table.W_DEPTH].astype(np.int64)
@@ -73,11 +87,12 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Retains the entries that clients of the old server may still read. If some were dropped, or a
-    tenant is above its bound, revokes those clients' validity words and retains no entry. Returns
-    how many entries are retained, and whether clients lost entries.
+    """Pins the entries that clients of the old server may still read, until the grace ends. If some
+    of the entries were dropped, or a tenant is above its bound, revokes those clients' validity
+    words instead and pins no entry. Returns how many entries are pinned, and True if clients lost
+    entries.
 
-    entries: restored entry of each of the `kept_rows`; 0 for a record that was dropped.
+    entries: new entry number of each of the `kept_rows`; 0 for a record that was dropped.
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
@@ -92,7 +107,7 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
 
 
 class Restorable(Protocol):
-    """A space and the catalog of its key spaces: a core, or a tier below it."""
+    """A target of a restore: a core, or a tier below it (`BelowSpace`)."""
 
     @property
     def space(self) -> Space:
@@ -105,9 +120,9 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BelowSpace:
-    """The space of a tier below. `encoded_bytes`: function from a slot size to the place size that
-    an earlier server may have used for encoded blocks, see `place_sizes`; None if that server
-    encoded no blocks."""
+    """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
+    `encoded_bytes`: function from a slot size to the place size that an earlier server may have
+    used for encoded blocks, see `place_sizes`; None if that server encoded no blocks."""
 
     space: Space
     catalog: Catalog
@@ -116,7 +131,8 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Columns of old records: groups uint32 [n], and slot sizes and offsets in bytes, int64 [n]."""
+    """Groups, slot sizes and offsets of some old records: groups uint32 [n]; sizes and offsets in
+    bytes, int64 [n]."""
 
     groups: Entries
     sizes: Int64s
@@ -124,7 +140,8 @@ class Shapes:
 
     @staticmethod
     def of(old: Words, rows: Int64s) -> "Shapes":
-        """Returns the shapes of some records."""
+        """Returns the groups, sizes and offsets of the records at the positions `rows` of the old
+        table."""
         return Shapes(
             _groups(old, rows),
             old[rows, table.W_SIZE].astype(np.int64) * SLOT_ALIGN,
@@ -137,11 +154,11 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """Numbers of blocks and of representations (compact forms of keys) that returned, and of
-    dropped records by reason.
+    """The result of a restore: numbers of blocks and of representations (compact forms of keys)
+    that returned, and of dropped records by reason.
 
-    kept: number of retained entries that the old server's residencies had pinned.
-    lost_readers: True if such an entry could not be retained. Then no entry is retained, and the
+    kept: number of entries that the old server's residencies had pinned and that are pinned again.
+    lost_readers: True if such an entry could not be retained. Then no entry is pinned, and the
         readers' validity words were revoked.
     encoded: number of blocks that lie encoded in places smaller than their slot size.
     """
@@ -154,7 +171,7 @@ class Restored:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str, count: int) -> None:
-        """Counts dropped records for a reason."""
+        """Adds `count` to the number of records that were dropped for this reason."""
         if count:
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
@@ -167,7 +184,8 @@ def restore(
     now_s: float,
     marks: NDArray[np.uint8] | None = None,
 ) -> Restored:
-    """Fills an empty core from the records [n, 18] of an old table.
+    """Fills an empty core from the records [n, 18] of an old table. Returns what came back and what
+    was dropped.
 
     key_spaces: number in the old table to number in this core. The core's catalog knows these key
         spaces, with their representations in the old order.
@@ -211,7 +229,10 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
-    table. A block's seal (its check value) is compared at each later read of the block."""
+    table. Blocks are not compared with their seals (check values) here, but at each later read.
+
+    key_spaces: number in the old table to number in the core.
+    """
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
@@ -248,8 +269,8 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Returns for each entry the number of its key space in the new core; 0 if the core does not
-    have that key space."""
+    """Returns the key space number of each entry in the new core; 0 if the core does not have that
+    key space."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -264,8 +285,8 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Yields the pairs of key space and group that occur, each with its places in rising order.
-    Costs one sort, however many pairs there are."""
+    """Groups entries by key space and group. Yields each pair (key space, group) that occurs, with
+    the positions of its entries in rising order. Costs one sort, however many pairs there are."""
     if not len(numbers):
         return
     pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
@@ -282,9 +303,9 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records name a known group or representation, have a slot size that fits it,
-    and a slot inside the arena at a valid offset for that size. A size fits if it equals the
-    group's slot size, or a smaller size from `encoded_bytes`."""
+    """Returns which records are possible: they name a known group or representation, have a slot
+    size that fits it, and a slot inside the arena at a valid offset for that size. A size fits if
+    it equals the group's slot size, or the smaller size that `encoded_bytes` returns for it."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
@@ -298,8 +319,9 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns which records share no byte with another record, and no slab with a slot of another
-    run. If records overlap, all of them are dropped, because any of them may be wrong."""
+    """Returns which records share no byte of the arena with another record, and no slab with a slot
+    of another run (adjacent slabs that hold slots of one size). If records overlap, all of them are
+    dropped, because any of them may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -326,9 +348,14 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
 def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
-    """Makes reserved entries for records and writes their numbers into `new_of`, which stays 0 for
-    a record that does not fit or whose key is in the index already. Returns how many of the
-    entries have places that are smaller than the slot size of their group."""
+    """Adds reserved entries to the index for the records at the positions `rows` of the old table.
+    Returns how many of the entries lie in places that are smaller than the slot size of their
+    group.
+
+    numbers: the number of each record's key space in the core.
+    new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
+        record that does not fit or whose key is in the index already.
+    """
     index, groups, num_smaller = core.space.index, _groups(old, rows), 0
     for number, group, places in _by_kind(numbers, groups):
         here = rows[places]
@@ -359,8 +386,12 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes blocks ready, then the representations whose block returned. Drops all other
-    representations."""
+    """Makes restored blocks ready, then the representations (compact forms of keys) whose block
+    returned. Drops all other representations.
+
+    came: positions in `old` of the records that have a new entry.
+    new_of: new entry number by position in `old`.
+    """
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
         :, 0
@@ -398,8 +429,12 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations have a block that returned, has their key and links back to
-    them. `links`: the records that the representations name."""
+    """Returns which representations (compact forms of keys) may return: their block returned, has
+    their key, and links back to them.
+
+    kinds: positions in `old` of the representations.
+    links: positions in `old` of the blocks that they name.
+    """
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [
         core.catalog.record(number).block_group(group)

@@ -1,5 +1,5 @@
-"""Interfaces through which the core calls capabilities: `Pinner` pins entries, `Below` stores
-blocks in the tiers below.
+"""Interfaces through which the core calls capabilities. A `Pinner` pins entries. A `Below` stores
+blocks in the tiers below host memory.
 
 The core calls each registered object in turn and depends only on these interfaces.
 """
@@ -21,44 +21,47 @@ if TYPE_CHECKING:
     from hotkv_server.cache.room.space import Space
 
 
-# Pinners: objects that pin entries in the arena for reasons other than leases, retentions and
-# moves.
+# Pinners: objects that pin entries in the arena. Leases, retentions and moves between tiers pin
+# entries too, but without a `Pinner`.
 #
 # Always true: a pinned entry keeps its slot and is not evicted until its last pin is released. A
 # pinner reports its pins in `pins`, so that the core can verify the sum of all pins.
 
 
 class StorePins(Protocol):
-    """Pins the blocks of one store as they become ready. Positions rise in each call. Blocks that
-    the pinner does not want are skipped."""
+    """Pins the blocks of one store when they become ready. Skips blocks that its `Pinner` does not
+    need. The positions of a call are in rising order."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
-        """Pins blocks that are ready and verified. `positions` [n] count from the start of the
-        chain."""
+        """Pins blocks that are ready and verified. `positions` [n]: the number of blocks before
+        each block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations (compact forms of keys, for sparse attention) of the group's
-        blocks at these positions, as far as the blocks have any. `positions` [n] count from the
-        start of the chain."""
+        """Pins the representations (compact forms of keys, for sparse attention) of the blocks of
+        this group at `positions`. Skips a block without a representation. `positions` [n]: the
+        number of blocks before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):
     """Pins entries in the arena, for example for residencies."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
-        """Returns an object that pins the blocks of a store of this session; None if the store
-        needs no pins. Raises HotKVError if the session may not use this id."""
+        """Returns the object that pins the blocks of one store of this session; None if the store
+        names no residency of this pinner. Raises HotKVError if the session may not use
+        `residency_id`."""
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Releases, in parts, all pins of a session that is about to be closed. The session starts
-        no new work."""
+        """Releases all pins of a session, which is about to be closed and starts no new work.
+        Yields after each part of the work."""
 
     def condemned(self, entries: Entries) -> None:
-        """Receives blocks that contradict their check values and are about to be dropped."""
+        """Notifies the pinner that these blocks contradict their check values and are about to be
+        dropped."""
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Returns which of the entries [n] a client may read directly in the arena because this
-        pinner pins them. These entries stay marked for the next server."""
+        pinner pins them. Such an entry stays marked (`ReaderMemory.marks`), so that the next server
+        retains it."""
 
     def pins(self) -> Int64s:
         """Returns for each entry the number of pins that this object holds on it [capacity + 1].
@@ -69,7 +72,7 @@ class Pinner(Protocol):
         capacity."""
 
 
-# Tiers below host memory. A tier reports to the core where its blocks lie.
+# Tiers below host memory: the disk and the shared stores.
 #
 # Always true: a flushed block can't be found afterwards, even if it lies in a tier below or is
 # being moved.
@@ -84,7 +87,8 @@ class Below(Protocol):
 
     @property
     def is_moving(self) -> bool:
-        """Whether a block is being moved, so that a tier may read or write its slot."""
+        """True while a block is being moved between tiers, so that a tier may read or write the
+        block's slot."""
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
         """Registers a key space."""
@@ -93,37 +97,38 @@ class Below(Protocol):
         """Forgets a key space that has no blocks in any tier."""
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space lies below or is being moved."""
+        """Returns True if a block of the key space lies in a tier below or is being moved."""
 
     def offer_stored(self, entries: Entries) -> None:
-        """Offers blocks that were stored, in chain order."""
+        """Offers to the tiers below blocks that an engine has just stored, in chain order. The
+        tiers decide which of them to copy."""
 
     def offer_used(self, entries: Entries) -> None:
-        """Offers blocks that were used, in chain order. The tier may accept a block that it refused
-        earlier."""
+        """Offers to the tiers below blocks that were just used, in chain order. A tier may now
+        accept a block that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks for demotion. Returns which of them [n] already lie in a tier below
-        host memory."""
+        """Offers ready blocks of host memory for demotion. Returns which of them [n] already lie in
+        a tier below host memory."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
-        """Returns which blocks of a list are ready in `space`."""
+        """Returns which blocks of a list are ready in `space`, as a mask."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
         """Stops moves of the key space while the context is open: no move begins, and a move
         already in flight makes no block ready."""
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Drops the blocks of a key space from `space`. Moves of the key space must be stopped.
-        Works in parts of `portion` entry numbers and yields the number of blocks dropped in
-        each."""
+        """Drops the blocks of a key space from `space`. The caller has stopped the moves of the key
+        space (`stopped`). Scans `portion` entry numbers in each part, and yields how many blocks
+        the part dropped."""
 
     def reserved(self) -> Entries:
-        """Returns the host entries that are reserved for blocks being promoted."""
+        """Returns the entries in host memory that are reserved for blocks being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns for each host entry the number of pins that this object holds on it [capacity +
-        1]."""
+        """Returns the number of pins that this object holds on each entry of host memory [capacity
+        + 1]."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the books of this object disagree. Takes time linear in the

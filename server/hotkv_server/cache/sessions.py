@@ -20,21 +20,22 @@ from hotkv_server.cache.values import (
 #
 # Always true: equal fingerprints have the same number. Equal kinds of representations in one key
 # space have the same group index. A number is never reused. Every registered key space can be
-# served: a block of each group fits the arena. A key space that has a session or a slot is known. A
-# tenant can register another key space as long as one of its key spaces has no session. The catalog
-# then forgets the key space without a session that was left longest ago, and prefers key spaces
-# without a block.
+# served: a block of each group fits the arena. The catalog never forgets a key space that has a
+# session or a slot. A tenant can always register another key space if one of its key spaces has no
+# session. To make room, the catalog then forgets the tenant's key space whose last session ended
+# longest ago; it prefers key spaces without a block.
 
 
 MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
 MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
-"""Most memory of all key spaces together."""
+"""Most memory that the key spaces of all tenants together may use (`weight_bytes`)."""
 FORGET_S = 600.0
-"""How long the catalog retains a key space without a block after its last session."""
+"""How long the catalog still knows a key space that has neither a block nor a session."""
 _ENTRY_BYTES = 96
-"""Bytes of a string or a number in addition to its characters, here and in the state file."""
+"""Bytes that a string or a number uses in addition to its characters, in memory and in the state
+file."""
 
 
 def _invalid(message: str) -> HotKVError:
@@ -42,8 +43,8 @@ def _invalid(message: str) -> HotKVError:
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
-    """Returns the approximate bytes of memory of a key space with these kinds of representations
-    (compact forms of keys, for sparse attention)."""
+    """Returns the approximate bytes of memory that the catalog uses for a key space with these
+    kinds of representations (compact forms of keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -54,15 +55,16 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
 
 @dataclass(slots=True)
 class _Holding:
-    """Number and weight of a tenant's key spaces in the catalog."""
+    """A tenant's key spaces in the catalog: their number, and the bytes of memory that the catalog
+    uses for them."""
 
     count: int = 0
     weight_bytes: int = 0
 
 
 class Catalog:
-    """Records of key spaces by number, from 1 on. `revision`: rises when a key space or a kind of
-    representation (compact form of keys) is added or forgotten."""
+    """The known key spaces, each a `KeySpaceRecord` with a number from 1 on. `revision`: rises when
+    a key space or a kind of representation (compact form of keys) is added or forgotten."""
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
@@ -82,9 +84,9 @@ class Catalog:
         return f"Catalog({len(self.records)} key spaces)"
 
     def share_out(self, num_tenants: int) -> None:
-        """Gives each of `num_tenants` tenants an equal share of the catalog. 0: without tenants,
-        there is a single share. A tenant over its share keeps its key spaces; it can register
-        further key spaces after enough of its key spaces are forgotten."""
+        """Limits each of `num_tenants` tenants to an equal share of the catalog; 0: no tenants are
+        configured, so all key spaces use one share. A tenant above its share keeps its key spaces,
+        but can't register more until enough of its key spaces are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
@@ -92,7 +94,7 @@ class Catalog:
 
     @property
     def weight_bytes(self) -> int:
-        """Approximate bytes of memory of all key spaces."""
+        """Approximate bytes of memory that the catalog uses for all key spaces."""
         return sum(holding.weight_bytes for holding in self._holdings.values())
 
     def record(self, number: int) -> KeySpaceRecord:
@@ -142,26 +144,28 @@ class Catalog:
         return key_space.fingerprint in self._numbers
 
     def number(self, fingerprint: bytes) -> int:
-        """Returns the number of a key space; 0 if it is not registered."""
+        """Returns the number of the key space with this fingerprint; 0 if it is not registered."""
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Adds a session to the key space's count."""
+        """Counts one more session of the key space."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Removes a session from the key space's count."""
+        """Counts one session of the key space less. Records the time `now_s` if it was the last
+        session."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """Returns the key space to forget before this key space can be registered; 0 if there is
-        room, or if no key space may be forgotten.
+        """Returns the number of the key space that must be forgotten before `key_space` can be
+        registered. Returns 0 if there is room already, or if no key space may be forgotten.
 
-        Raises HotKVError if the key space can't be registered at all.
+        Raises HotKVError if the key space can't be registered whatever is forgotten, for example
+        because a block does not fit the arena.
         """
         self._check(key_space, kinds)
         if self._has_room(key_space, kinds):
@@ -179,8 +183,8 @@ class Catalog:
         )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Yields key spaces that have no block and have had no session for FORGET_S. The catalog
-        must not change during the iteration."""
+        """Yields the numbers of key spaces that have no block and have had no session for FORGET_S.
+        The catalog must not change during the iteration."""
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
                 return
@@ -188,14 +192,14 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if a slot of host memory or a tier below has data of the key space."""
+        """Returns True if the key space has a slot in host memory or a block in a tier below."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )
 
     def forget(self, number: int) -> bool:
         """Removes a key space. Returns False, with nothing changed, if the key space has a session
-        or slots."""
+        or a block, or is unknown."""
         if number not in self._left_s or self.has_blocks(number):
             return False
         record = self.records.pop(number)
@@ -303,8 +307,8 @@ class Catalog:
             )
 
     def check_invariants(self, in_sessions: list[int]) -> None:
-        """Raises AssertionError if the books disagree. `in_sessions`: the key space of each
-        session."""
+        """Raises AssertionError if the catalog's counts, numbers and rows disagree. `in_sessions`:
+        the number of the key space of each live session."""
         assert self._sessions == {
             number: in_sessions.count(number) for number in set(in_sessions)
         }, "sessions of key spaces miscounted"
@@ -319,7 +323,8 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if rows, or the tenants' shares of the catalog, are miscounted."""
+    """Raises AssertionError if two key spaces share a row (KEY_SPACE_ROWS), or if the totals of a
+    tenant's key spaces are wrong."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )
@@ -348,8 +353,11 @@ def check_named(
     *,
     only_blocks: bool = False,
 ) -> None:
-    """Raises HotKVError unless the key space has these groups and a call may name so many blocks.
+    """Raises HotKVError unless the key space has all these groups and a call may name `num_blocks`
+    blocks.
 
+    groups: indices of the groups that the call names.
+    most_blocks: the most blocks that a call may name.
     only_blocks: if True, refuses groups of representations (compact forms of keys) too.
     """
     for group_index in groups:
@@ -373,7 +381,8 @@ def check_named(
 
 
 class SessionBook:
-    """Live sessions by number. `draining`: True while new work is refused."""
+    """Live sessions by number. `draining`: True while the server refuses new sessions, leases and
+    transfers."""
 
     def __init__(self, catalog: Catalog, tenants: TenantBook) -> None:
         self.records: dict[int, SessionRecord] = {}
@@ -426,8 +435,8 @@ class SessionBook:
         return self.records[number]
 
     def owner(self, session: SessionRecord) -> str:
-        """Returns the owner to which a session's use of shared bounds counts: its tenant, or its
-        engine if no tenants are configured."""
+        """Returns the owner for whom a session's leases and transfers count in shared bounds
+        (`FairBound`): its tenant, or its engine if no tenants are configured."""
         return (
             self._catalog.record(session.key_space_id).key_space.tenant
             if self._tenants.is_used
@@ -435,6 +444,7 @@ class SessionBook:
         )
 
     def check_takes_new(self, refusal: str) -> None:
-        """Raises DRAINING with the text `refusal` while the server drains."""
+        """Raises DRAINING while the server drains. `refusal`: ends the error's message, for example
+        "takes no new sessions"."""
         if self.draining:
             raise HotKVError(Reason.DRAINING, f"the server is draining and {refusal}")

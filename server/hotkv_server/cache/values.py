@@ -18,8 +18,8 @@ KEY_SPACE_ROWS = 1 << 13
 """Rows of the arrays that are indexed by key space; a power of two. The row of a key space is its
 number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces share a row."""
 FIRST_MOVE = 1 << 31
-"""First number for moves between tiers. A reserved entry carries the number of its owner: a lease's
-number is below this, a move's is this or higher."""
+"""First number for moves of blocks between tiers. A reserved entry stores the number of its owner:
+a lease's number is below FIRST_MOVE, a move's number is FIRST_MOVE or higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
@@ -30,8 +30,8 @@ HOST_TIER, DISK_TIER = "host", "disk"
 
 
 class Medium(enum.Enum):
-    """Where a block lies. CPU is host memory; the others are tiers below it. `events.wire` maps
-    these to vLLM's names."""
+    """The kind of storage that holds a block. CPU is host memory; DISK and REMOTE are tiers below
+    it. `events.wire` maps the members to vLLM's names."""
 
     CPU = "CPU"
     DISK = "DISK"
@@ -42,7 +42,8 @@ class Medium(enum.Enum):
 class TenantShare:
     """A tenant's share of the arena.
 
-    guaranteed_bytes: stores of other tenants do not evict this tenant's blocks below this total.
+    guaranteed_bytes: while the tenant holds no more than this, stores of other tenants do not evict
+        its blocks.
     burst_bytes: above this, the tenant's stores evict only its own blocks. 0: no limit.
     """
 
@@ -69,8 +70,8 @@ class CoreConfig:
         arena.
     check_stride: stride of check values, see `integrity.check_values`; 0 turns check values off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
-    is_backed: False if the arena has no memory yet; `Space.grow` then reports how much of the arena
-        has memory.
+    is_backed: True if the whole arena has memory at the start. If False, `Space.grow` later reports
+        how much of the arena has memory.
     """
 
     arena_bytes: int
@@ -94,8 +95,8 @@ class CoreConfig:
 class HashList:
     """Block hashes of a group in chain order, as uint32 words [n, 8].
 
-    depths: for each block, the number of blocks before it in its sequence; None if the list begins
-        at the root and has no gaps, or if they are not known.
+    depths: for each block, the number of blocks before it in its sequence. None if the list begins
+        with the first block of a sequence and has no gaps, or if the depths are not known.
     """
 
     group_index: int
@@ -129,10 +130,10 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """The blocks that a transfer copies for a run.
+    """Where the blocks of a run lie that a transfer copies.
 
     positions: positions of the copied blocks in the run (consecutive blocks of a group), int64 [m].
-    offsets: the blocks' slot offsets, int64 [m].
+    offsets: offsets of the blocks' slots in the arena, in bytes, int64 [m].
     entries: the blocks' entry numbers, uint32 [m].
     """
 
@@ -144,10 +145,11 @@ class SlotRun:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Answer to `reserve`. Runs (consecutive blocks of a group) are in the order of the call.
+    """The result of `CacheCore.reserve`. Runs (consecutive blocks of a group) are in the order of
+    the call.
 
-    results: BlockResult values of each run, uint8 [n].
-    entries: entry numbers of each run, uint32 [n]; 0 for a block without an entry.
+    results: for each run, its blocks' `BlockResult` values, uint8 [n].
+    entries: for each run, its blocks' entry numbers, uint32 [n]; 0 for a block without an entry.
     ttl_s: remaining lifetime of the lease.
     """
 
@@ -157,8 +159,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: the block is not among the last removals, which are
-    remembered."""
+    """Why a block was removed. NONE: the reason is not known, because only the causes of the last
+    removals are remembered."""
 
     NONE = 0
     ROOM = 1
@@ -177,8 +179,8 @@ class Cause(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Blocks that were removed. The node reports the blocks to the sessions of the key space.
-    `hashes`: uint32 words [n, 8]."""
+    """Blocks of one group that were evicted or flushed. The node reports them to the sessions of
+    the key space. `hashes`: uint32 words [n, 8]."""
 
     key_space_id: int
     group_index: int
@@ -187,7 +189,7 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One live session.
+    """A live session.
 
     number: the session's public number; only the node knows its secret id.
     representations: group index of each kind of representation (compact form of keys, for sparse
@@ -204,13 +206,15 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Events since the start. Counts are in blocks unless the name says otherwise.
+    """Numbers of events since the start. They count blocks unless the name says otherwise.
 
-    lookup_blocks, lookup_hit_blocks: blocks that lookups named, and those of them that were ready.
-    acquired_blocks, missed_blocks: blocks that calls for read leases named, and that were pinned,
-        or not pinned.
-    stored_blocks, present_blocks, no_space_blocks, in_flight_blocks: blocks that stores and
-        reservations named, by result (`BlockResult`).
+    lookup_blocks: blocks that lookups named.
+    lookup_hit_blocks: blocks that lookups named and that were ready.
+    acquired_blocks: blocks that calls for read leases named and that were pinned.
+    missed_blocks: blocks that calls for read leases named and that were not pinned.
+    stored_blocks: blocks that became ready after a store.
+    present_blocks, no_space_blocks, in_flight_blocks: blocks that stores and reservations named, by
+        their `BlockResult` (PRESENT, NO_SPACE, IN_FLIGHT).
     aborted_blocks: blocks that were reserved, and removed before they became ready.
     held_blocks: blocks that were pinned because a request asked to retain them.
     condemned_blocks: blocks that were dropped because their bytes contradicted their check value.
@@ -248,8 +252,8 @@ class KeySpaceRecord:
     representations: tuple[Representation, ...] = field(default=())
 
     def has(self, group_index: int) -> bool:
-        """Returns True if this is the index of a group or of a kind of representation (compact form
-        of keys)."""
+        """Returns True if the key space has a group, or a kind of representation (compact form of
+        keys), with this index."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
@@ -268,8 +272,8 @@ class KeySpaceRecord:
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group of the blocks to which this kind of representation (compact form of
-        keys) belongs. For the index of a group, returns the index itself."""
+        """Returns the group whose blocks the representations of this kind (compact forms of keys)
+        belong to. For the index of a group, returns the index itself."""
         return (
             group_index
             if group_index < MAX_GROUPS

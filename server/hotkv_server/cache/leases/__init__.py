@@ -1,1 +1,2 @@
-"""Leases, retentions, loads and stores: which owner holds which entries, and until when. Pure."""
+"""Leases, retention pins, loads and stores: which owner pins or reserves which entries, and until
+when. Pure: no clock, no I/O, no threads."""

@@ -1,7 +1,7 @@
-"""All books (objects with state) of the core, and how a use of ready blocks changes them.
+"""`CacheBooks`: all state of the core. `Uses`: how lookups and uses of ready blocks change it.
 
-`ReadLeases`, `Loads`, `Reservations` and `Stores` each change the books for a single kind of call.
-`CacheCore` checks that the books agree.
+`ReadLeases`, `Loads`, `Reservations` and `Stores` (modules `reading` and `writing`) each change the
+state for a single kind of call. `CacheCore` checks that all parts of the state agree.
 """
 
 from hotkv_proto import table
@@ -27,14 +27,16 @@ from hotkv_server.cache.values import (
 
 
 class CacheBooks:
-    """The books of a node's cache, which starts empty.
+    """The state of a node's cache, which starts empty. `CacheCore` adds the operations.
 
     client_memory: bounds the memory that clients' leases, transfers and sequences use.
+    below: the tiers below host memory.
+    pinners: capabilities that pin entries.
     words, marks, grace: state for clients that read the arena directly. `words` are the numbers by
-        which such a client checks whether its blocks are still pinned, `marks` the entries that
-        clients may read; `grace` retains entries for clients of an earlier server.
+        which such a client checks whether its blocks are still pinned; `marks` are the entries that
+        clients may read; `grace` pins entries for clients of an earlier server.
 
-    `readers`: memory that those clients read; None if there are no such clients.
+    `readers`: the shared memory of `words` and `marks`; None if no client reads the arena.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class CacheBooks:
 
 # Lookups and uses of ready blocks.
 #
-# Owns no state: the policy and the retention pins do. Always true: a lookup changes only counters.
-# A use counts for the eviction policy, and pins the blocks if the request asks for it.
+# This section owns no state: it changes the eviction policy and the retention pins. Always true: a
+# lookup changes only counters. A use counts for the eviction policy, and pins the blocks if the
+# request asks for it.
 
 
 class Uses:
@@ -84,8 +87,9 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask per list. The answer is a hint: it comes from the
-        table as readers see it."""
+        """Returns which blocks are ready, a mask for each list. The answer is a hint, because it
+        compares only 32 bits of each hash (`BlockIndex.probe`), as clients that map the table
+        do."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),
@@ -111,8 +115,8 @@ class Uses:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Records a use of the named blocks that are ready. Raises INVALID_FIELD for
-        representations (compact forms of keys)."""
+        """Records a use of the named blocks that are ready, and pins them if `retention` asks for
+        it. Raises INVALID_FIELD if `groups` names representations (compact forms of keys)."""
         books = self._books
         check_named(
             books.catalog.record(session.key_space_id),
@@ -125,19 +129,21 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins the named blocks that are ready until `until_s`, as far as the budget allows."""
+        """Pins the named blocks that are ready until the time `until_s`, as far as the budget for
+        retention pins allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Records a use of ready entries, in chain order, and pins them for as long as `retention`
-        asks."""
+        """Records a use of ready entries, given in chain order. Pins them for `retention.ttl_s`
+        seconds if `retention.pin` is set."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)
         self.retain(entries, retention, now_s)
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Pins ready entries for as long as `retention` asks, as far as the budget allows."""
+        """Pins ready entries for `retention.ttl_s` seconds if `retention.pin` is set, as far as the
+        budget for retention pins allows."""
         if retention.pin:
             self._pin(entries, now_s + retention.ttl_s)
 

@@ -1,5 +1,5 @@
-"""Read and write leases, and the transfers that use them. This module holds the books; `reading`
-and `writing` change them."""
+"""`LeaseBook` and `TransferBook`: all live read leases, write leases and transfers. The modules
+`reading` and `writing` add and end them."""
 
 import math
 from collections import Counter
@@ -26,24 +26,25 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.integrity.check_values import Sums
 
-# Read and write leases: which owner holds which entries, and until when.
+# Read leases pin ready entries; write leases own reserved entries.
 #
 # Always true: every lease has an owning engine, the session that acquired it, and an expiry. A
-# lease with running copies does not end, however late it is. An entry that a read lease pins is
-# unpinned exactly once. An entry that a write lease reserves is published or dropped exactly once.
-# A lease records which blocks its first call named, so that its id is refused for other blocks.
-# Leases count for their `owner` by number and by `weight` in bytes, see `FairBound`.
+# lease with running copies does not end before the copies end, even if it has expired. An entry
+# that a read lease pins is unpinned exactly once. An entry that a write lease reserves is published
+# or dropped exactly once. A lease records which blocks its first call named, so that a call with
+# the same id and other blocks is refused. An owner's leases count against two bounds (`FairBound`):
+# one of their number, one of their `weight`, the bytes of memory that they use.
 
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
-"""Memory in bytes: LEASE_BYTES for a lease without its lists, LIST_BYTES for each list of
-blocks."""
+"""Memory in bytes: LEASE_BYTES for a lease without its lists of blocks, LIST_BYTES in addition for
+each list."""
 
 
 def content_of(groups: Sequence[HashList]) -> int:
-    """Returns a 64-bit hash of the groups and hashes that a call names, in their order. Two
-    different calls collide with probability 2⁻⁶⁴."""
+    """Returns a 64-bit hash of the groups and block hashes that a call names, in their order. Two
+    different calls have the same value with probability 2⁻⁶⁴."""
     return hash(tuple((g.group_index, g.hashes.tobytes()) for g in groups))
 
 
@@ -51,8 +52,14 @@ def content_of(groups: Sequence[HashList]) -> int:
 class ReadLease:
     """A lease that pins ready entries, so that an engine can load them.
 
-    groups: for each group of the call, (group index, entry number of each hash; 0 if not pinned).
-    content: `content_of` the call that acquired it.
+    owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
+        it.
+    groups: for each group of the `acquire` call, its index and the entry number of each hash; 0 if
+        the block is not pinned.
+    content: `content_of` the blocks that the `acquire` call named; a repeated call must name the
+        same.
+    pinned_bytes: bytes of the pinned slots.
+    weight: bytes of memory that the lease counts for (`read_weight`).
     """
 
     engine_id: str
@@ -67,7 +74,8 @@ class ReadLease:
     pinned_bytes: int
     weight: int
     admitted: bool = False
-    """True once a load has started under the lease: the engine has admitted its request."""
+    """True once a load has begun under the lease. It shows that the engine's scheduler has admitted
+    the request that the lease is for."""
     num_copies: int = 0
     released: bool = False
     has_expired: bool = False
@@ -89,7 +97,10 @@ class WriteLease:
     """A lease that owns reserved entries until each is published (made ready) or dropped. The first
     call under the lease decides which blocks the lease owns, for all ranks.
 
+    owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
+        it.
     listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
+    weight: bytes of memory that the lease counts for (`write_weight`).
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
     parts: for each copy that has ended, the entries that the copy has written, and the sum of the
@@ -114,28 +125,29 @@ class WriteLease:
     has_expired: bool = False
 
     def names(self, keys: Keys) -> bool:
-        """Returns True if the first call named all these blocks."""
+        """Returns True if the first call under the lease named all blocks with these keys."""
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records the sums [n] of the bytes that a copy has written to entries [n]; each entry
-        listed once."""
+        """Records what a copy has written: for each of the entries [n] the sum of its bytes [n].
+        `entries` lists each entry once."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Records the sums [n] of the bytes that a copy has written to entries [n]. Returns the
-        sums over all copies for the entries that are `complete` (mask [n])."""
+        """Records what a copy has written, as `add_sums` does. Then returns the sums over all
+        copies of those entries for which `complete` (mask [n]) is True."""
         if not self.parts and complete.all():
-            # The usual case, one shard: no later copy needs these sums.
+            # The usual case: there is a single shard, so no later copy needs these sums.
             return sums
         self.add_sums(entries, sums)
         return self.sums_of(entries[complete])
 
     def sums_of(self, entries: Entries) -> Sums:
-        """Returns the sums [n] over all copies of entries [n]."""
+        """Returns for each of the entries [n] the sum of the bytes that all copies have written to
+        it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
             at = (
@@ -155,7 +167,7 @@ Lease = ReadLease | WriteLease
 
 
 def num_listed(lease: Lease) -> int:
-    """Returns how many blocks the call for a lease named."""
+    """Returns how many blocks the call that acquired the lease named."""
     return (
         sum(len(entries) for _, entries in lease.groups)
         if isinstance(lease, ReadLease)
@@ -164,26 +176,28 @@ def num_listed(lease: Lease) -> int:
 
 
 def read_weight(num_lists: int, num_blocks: int) -> int:
-    """Returns the approximate bytes of memory of a read lease on so many blocks, found or not."""
+    """Returns the approximate bytes of memory of a read lease whose call names `num_blocks` blocks
+    in `num_lists` lists, whether or not the blocks are found."""
     return LEASE_BYTES + LIST_BYTES * num_lists + 4 * num_blocks
 
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
-    """Returns the approximate bytes of memory that a write lease on so many blocks uses at most: a
-    key and an entry number per block, and an entry number and a sum per block and shard."""
+    """Returns the most bytes of memory, approximately, that a write lease uses: a key and an entry
+    number for each block, and an entry number and a sum for each block and shard."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 
 def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
-    """Returns the lifetime of a lease that was requested with `ttl_s`; 0 requests the default.
-    Raises INVALID_FIELD if `ttl_s` is negative."""
+    """Returns the lifetime of a lease, in seconds, for a call that asks for `ttl_s`: the default
+    for 0, and at most `config.max_lease_ttl_s`. Raises INVALID_FIELD if `ttl_s` is negative."""
     if ttl_s < 0:
         raise HotKVError(Reason.INVALID_FIELD, "ttl_ms is negative; give 0 for the default")
     return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
 
 
 class LeaseBook:
-    """All live leases, by engine and id, by session, and by number."""
+    """All live leases. Finds them by engine and lease id, by session, and by number. `bound` limits
+    the leases of each owner by number, `memory` by bytes."""
 
     def __init__(self, max_leases: int, memory: BoundShare) -> None:
         self.bound = FairBound(max_leases)
@@ -191,10 +205,10 @@ class LeaseBook:
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._by_number: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
-        # Number of engines that have a lease with this id.
+        # By lease id: the number of engines that have a lease with this id.
         self._num_with_id: Counter[str] = Counter()
         self._next_number = 1
-        # No lease expires before this.
+        # No lease expires before this time.
         self._next_end_s = math.inf
 
     def __len__(self) -> int:
@@ -243,8 +257,9 @@ class LeaseBook:
         return self._by_key.get((engine_id, lease_id))
 
     def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
-        """Returns the lease that a call joins; None if the id is new. Raises DUPLICATE_ID if the
-        engine uses the id under another key space."""
+        """Returns the lease that a call with this id repeats or joins; None if the id is new.
+        Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it under another
+        key space."""
         if not lease_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "lease_id is empty; choose an id that is unique in the engine"
@@ -258,7 +273,9 @@ class LeaseBook:
         return lease
 
     def live(self, session: SessionRecord, lease_id: str) -> Lease:
-        """Returns the lease that a call uses. Raises FOREIGN_LEASE or UNKNOWN_LEASE."""
+        """Returns the engine's lease with this id. Raises FOREIGN_LEASE if the lease belongs to
+        another engine or key space, UNKNOWN_LEASE if it does not exist, was released or has
+        expired."""
         lease = self.get(session.engine_id, lease_id)
         if lease is not None and lease.key_space_id != session.key_space_id:
             raise HotKVError(
@@ -290,7 +307,7 @@ class LeaseBook:
         return lease
 
     def check_count(self, owner: str) -> None:
-        """Raises OVERLOADED unless the owner may have one more lease."""
+        """Raises OVERLOADED if the owner already has as many leases as it may have."""
         if not self.bound.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -298,8 +315,8 @@ class LeaseBook:
             )
 
     def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have one more lease of this weight, in bytes of
-        memory. `field`: the call's field that the error names."""
+        """Raises OVERLOADED if one more lease of `weight` bytes of memory would exceed the owner's
+        limit. `field`: the call's field that the error names."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
@@ -313,17 +330,18 @@ class LeaseBook:
         return list(self._by_session.get(session_number, {}).values())
 
     def expired(self, now_s: float) -> list[Lease]:
-        """Returns the leases that have expired, released or not."""
+        """Returns the leases whose expiry time has passed. They may include released leases, which
+        stay in the book while copies run under them."""
         if now_s < self._next_end_s:
             return []
-        # Late leases count too: a lease with running copies stays in the book.
+        # Expired leases count too: an expired lease with running copies stays in the book.
         self._next_end_s = min(
             (lease.expires_s for lease in self._by_key.values()), default=math.inf
         )
         return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Raises AssertionError if the book's indexes or counts disagree."""
         everything = list(self._by_key.items())
         assert all(
             key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease
@@ -348,15 +366,15 @@ class LeaseBook:
         self.memory.check(listed)
 
 
-# Transfers in flight: the lease that each uses, and the entries that a store writes.
+# Transfers in flight: the lease that each transfer uses, and the entries that a store writes.
 #
 # Always true: a session never uses a transfer id twice at the same time. Every transfer counts in
-# its lease's `num_copies`, and for its owner, see `FairBound`.
+# its lease's `num_copies`, and for its owner in a `FairBound`.
 
 
 @dataclass(slots=True)
 class LoadTransfer:
-    """A load under a read lease."""
+    """A load in flight under a read lease."""
 
     session_number: int
     owner: str
@@ -367,13 +385,14 @@ class LoadTransfer:
 
 @dataclass(slots=True)
 class StoreTransfer:
-    """A store of one shard (a rank's part) of some blocks.
+    """A store in flight: copies one shard (a rank's part) of some blocks.
 
-    lease: None if no block was reserved.
+    lease: None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
-    groups, entries, positions, results, depths: for each run (consecutive blocks of a group) of the
-        call its group, the entries that the store writes, their positions in the run, the results
-        so far, and the number of blocks before the run in its sequence.
+    groups, entries, positions, results, depths: lists with one element for each run (consecutive
+        blocks of a group) of the call: its group, the entries that the store writes, the positions
+        of their blocks in the run, the `BlockResult` values so far, and the number of blocks before
+        the run in its sequence.
     """
 
     session_number: int
@@ -396,7 +415,7 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run (consecutive blocks of a group), in the order of the call."""
+        """Adds the next run (consecutive blocks of a group) of the call."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)
@@ -408,7 +427,7 @@ Transfer = LoadTransfer | StoreTransfer
 
 
 class TransferBook:
-    """All transfers in flight."""
+    """All transfers in flight. `bound` limits the number of each owner's transfers."""
 
     def __init__(self) -> None:
         self.bound = FairBound(MAX_TRANSFERS)
@@ -421,7 +440,8 @@ class TransferBook:
         return f"TransferBook({len(self._transfers)} transfers)"
 
     def check_new(self, session_number: int, transfer_id: str, owner: str) -> None:
-        """Raises HotKVError unless the owner may start a transfer with this id."""
+        """Raises HotKVError if a session may not start a transfer with this id: the id is empty or
+        in flight, or the owner has too many transfers."""
         if not transfer_id:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -457,11 +477,12 @@ class TransferBook:
         return sum(t.lease is lease for t in self._transfers.values())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Raises AssertionError if the owners' counts of transfers are wrong."""
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Returns the entries of this lease whose shard is being copied."""
+        """Returns the entries of this lease for which a store of the shard `shard_index` is in
+        flight."""
         busy = [
             entries
             for t in self._transfers.values()

@@ -1,4 +1,5 @@
-"""Reading: leases that pin blocks, and loads under them."""
+"""`ReadLeases` acquires and ends leases that pin blocks; `Loads` begins and ends loads under
+them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +31,14 @@ from hotkv_server.cache.values import (
 
 # Read leases: pin ready blocks, return where they lie, and unpin them.
 #
-# Owns the count of bytes that each tenant pins without a load. Always true: each read lease that
-# lists an entry holds a pin on it. A pinned entry keeps its slot, whatever happens to its block.
-# Leases without a load pin no more than `unadmitted_share` of the bytes that their tenant surely
-# has (`TenantBook.surely_bytes`).
+# Owns one count: the bytes that each tenant pins under leases without a load. Always true: each
+# read lease that lists an entry holds a pin on it. A pinned entry keeps its slot, even if its block
+# is flushed. Under leases without a load, a tenant pins at most `unadmitted_share` of the bytes
+# that it could have if all other tenants used their guarantees (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:
-    """Changes the read leases in the lease book."""
+    """Acquires and ends read leases."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
@@ -52,9 +53,9 @@ class ReadLeases:
         ttl_s: float,
         now_s: float,
     ) -> LeaseGrant:
-        """Pins those of the named blocks that are ready, up to the tenant's budget for leases under
-        which no load has begun. Repeating the call returns the same grant. Raises DUPLICATE_ID if
-        `lease_id` is in use for another call."""
+        """Acquires a read lease: pins the named blocks that are ready, until the tenant has used up
+        its budget for leases without a load. Repeating the call returns the same grant. Raises
+        DUPLICATE_ID if `lease_id` is in use for another call."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -105,8 +106,9 @@ class ReadLeases:
     def _within_budget(
         self, record: KeySpaceRecord, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Returns the entries to pin, an array per list, and their bytes. An entry is 0 if the
-        block is not ready or exceeds the tenant's budget."""
+        """Chooses the entries to pin. Returns for each list its group index and an array of
+        entries, and the bytes of all chosen entries. The array has 0 for a block that is not ready
+        or exceeds the tenant's budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -128,8 +130,8 @@ class ReadLeases:
         return pinned, total
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
-        """Counts the hits and misses of a list, and records a use of its pinned blocks. `entries`:
-        0 for a miss."""
+        """Counts hits and misses of one list of a lease, and records a use of its pinned blocks.
+        `entries`: the entry of each block; 0 for a block that is not pinned."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
@@ -142,8 +144,9 @@ class ReadLeases:
             counters.missed_representations += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the slot offsets of the blocks of a read lease, an array per group in the order
-        of the call; -1 for a block that is not pinned or not verified."""
+        """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
+        group, in the order of the `acquire` call; -1 for a block that is not pinned or not
+        verified."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise HotKVError(
@@ -157,14 +160,14 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Records that a load under the lease begins: the lease's bytes no longer count against the
-        budget for leases under which no load has begun."""
+        """Records that a load begins under the lease. From the first load on, the lease's bytes no
+        longer count against the budget for leases without a load."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)
 
     def end(self, lease: ReadLease) -> None:
-        """Ends a lease that is in the book. If copies are running under the lease, the lease ends
+        """Ends a live lease and releases its pins. If copies are running under the lease, it ends
         when the copies end."""
         lease.released = True
         if lease.num_copies:
@@ -185,7 +188,8 @@ class ReadLeases:
         """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in
         the capacity.
 
-        others: pins by entry number [capacity + 1] of other holders than leases and retention pins.
+        others: number of pins on each entry [capacity + 1] that neither leases nor retention pins
+            hold.
         """
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()
@@ -207,7 +211,8 @@ class ReadLeases:
 
 
 def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
-    """Returns the grant of an existing lease with its remaining lifetime."""
+    """Returns the answer to a repeated `acquire` call: the pinned blocks of the lease and its
+    remaining lifetime."""
     return LeaseGrant(
         lease.lease_id,
         tuple(entries != 0 for _, entries in lease.groups),
@@ -215,10 +220,11 @@ def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
     )
 
 
-# Loads: copies out of slots that a read lease pins.
+# Loads copy blocks out of slots that a read lease pins.
 #
-# Owns no state: the transfer book has the loads, the lease book the leases. Always true: a load
-# names each block once. A lease that ends during a load keeps its pins until the load has ended.
+# This section owns no state: the transfer book has the loads, the lease book the leases. Always
+# true: a load names each block once. A lease that ends during a load keeps its pins until the load
+# has ended.
 
 
 class Loads:
@@ -233,8 +239,8 @@ class Loads:
     ) -> list[SlotRun]:
         """Starts a load under a read lease. Returns the slots to copy from.
 
-        Raises INVALID_FIELD if `runs` (blocks of a group each) name a block that the lease does not
-        pin, or name a block twice.
+        Raises INVALID_FIELD if `runs` names a block that the lease does not pin, or names a block
+        twice.
         """
         books, owner = self._books, self._books.sessions.owner(session)
         books.transfers.check_new(session.number, transfer_id, owner)
@@ -264,8 +270,8 @@ class Loads:
         return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """Ends a load after its copy has finished. Also ends the load's lease if the lease was
-        released."""
+        """Ends a load after its copy has finished. Also ends the load's lease if it was released
+        meanwhile and no other copy runs under it."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1
@@ -276,8 +282,11 @@ class Loads:
 
 
 def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """Returns the entries at the given positions of a lease's list. Raises INVALID_FIELD unless the
-    lease pins each of them."""
+    """Returns the entries at the positions of `run`. Raises INVALID_FIELD unless the lease pins
+    each of them.
+
+    pinned: the lease's entries for the group of `run`; None if the lease has no such group.
+    """
     if pinned is None:
         raise HotKVError(
             Reason.INVALID_FIELD,

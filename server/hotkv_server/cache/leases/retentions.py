@@ -1,4 +1,5 @@
-"""Retention pins: entries that requests asked to retain, pinned until a given time.
+"""Retention pins: pin entries until a given time, because requests asked to retain their blocks.
+Such a pin is called a hold here.
 
 Always true: an entry has at most one hold, which lasts until the latest time requested. A hold is
 exactly one pin. All held bytes together never exceed the budget, and a tenant's held bytes never
@@ -16,14 +17,15 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Entries that each part examines: a millisecond or two."""
+"""Entry numbers that each step of `expire` examines: a millisecond or two."""
 
 
 class RetentionPins:
-    """Tracks the holds (retention pins) of entries.
+    """Holds entries (pins them until a given time), within a budget.
 
     _until_s: by entry number, the end of the entry's hold, float64 seconds on the clock of `now_s`;
-        0 without a hold. No hold ends before `_next_end_s`.
+        0 without a hold.
+    _next_end_s: no hold ends before this time.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # As `_next_end_s`, for holds that began after `expire` did.
+        # As `_next_end_s`, but only for holds that began after the current run of `expire` did.
         self._next_new_end_s = np.inf
 
     @property
@@ -48,8 +50,8 @@ class RetentionPins:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that may be held: a share of the part of the arena that has memory. Only
-        grows."""
+        """Most bytes that may be held: a share of the part of the arena that has memory. Never
+        falls, because that part only grows."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:
@@ -59,8 +61,9 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds (pins) ready entries of a tenant until `until_s`, in order, as far as the budget
-        allows. Returns how many of the entries are held, including earlier holds."""
+        """Holds (pins) ready entries, all of one tenant, until `until_s`. Skips the last entries if
+        the budget is too small. Returns how many of the entries are held now, including entries
+        that were held before."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -91,7 +94,7 @@ class RetentionPins:
         )
 
     def _room_bytes(self, fresh: Entries) -> int:
-        """Returns the bytes that may still be held for the tenant of these entries."""
+        """Returns how many more bytes may be held for the tenant to which these entries belong."""
         room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
         if not self._tenants.is_used or not len(fresh):
             return room_bytes
@@ -100,8 +103,8 @@ class RetentionPins:
         return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends expired holds (retention pins). Each step of the iterator examines PART_ENTRIES
-        entries. Any other method may be called between two steps."""
+        """Ends the holds (retention pins) whose time is over. Each step of the iterator examines
+        PART_ENTRIES entry numbers. Any other method may be called between two steps."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -114,7 +117,8 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
-        """Ends the holds of these entries at once; skips entries that are not held."""
+        """Ends the holds (retention pins) of these entries at once. Skips entries that are not
+        held."""
         if self._num_held:
             self._end(each_once(entries[self._until_s[entries] > 0]))
 
@@ -138,7 +142,8 @@ class RetentionPins:
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if held entries, bytes and pins disagree. Takes time linear in the
+        capacity."""
         held = self.entries()
         assert len(held) == self._num_held, "held entries miscounted"
         assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (

@@ -1,4 +1,5 @@
-"""Writing: leases that reserve slots, and stores under them."""
+"""`Reservations` opens and ends leases that reserve slots; `Stores` begins and ends stores under
+them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,22 +39,23 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.integrity.check_values import Sums, sealed
 
-# Reservations: which blocks a write lease owns until each is published or dropped.
+# Reservations: a write lease owns the blocks that it reserves until each is published or dropped.
 #
-# Owns no state: the lease book has the write leases, the index the reserved entries. Always true:
-# the first call under a lease id decides which blocks it owns, for all shards. Every reserved entry
-# is owned by a single write lease. A block that is ready or in flight is never reserved again.
+# This section owns no state: the lease book has the write leases, the index the reserved entries.
+# Always true: the first call under a lease id decides which blocks the lease owns, for all shards.
+# Every reserved entry belongs to a single write lease or move. A block that is ready or in flight
+# is never reserved again.
 
 
 _END = object()
 NO_SPACE, RESERVED = np.uint8(BlockResult.NO_SPACE), np.uint8(BlockResult.RESERVED)
-"""`BlockResult` values as numpy numbers. Numpy is slower with members of an enum, in which it first
-looks for array attributes."""
+"""`BlockResult` values as numpy numbers. Numpy is slower with members of an enum, because it
+searches each for array attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """State of the blocks that a call names.
+    """The entries of the blocks that a call names, at the time they were looked up.
 
     words: for each run (consecutive blocks of a group), an entry word per block: the entry number,
         with the high bit set while the entry is reserved; 0 for a block without an entry.
@@ -67,12 +69,13 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call that passed its checks.
+    """A call that `make_room` has checked and made room for. `reserve` executes it.
 
+    runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run (consecutive blocks of a
         group), without representations (compact forms of keys).
-    named: state of the call's blocks. None if the call joins a lease, or if other calls ran since
-        the state was looked up.
+    named: the entries of the call's blocks. None if the call joins a lease, or if other calls ran
+        since the entries were looked up.
     ttl_s: lifetime of the call's lease.
     weight: bytes of memory that the call's new lease counts for (`write_weight`); valid if `named`
         is set.
@@ -87,7 +90,7 @@ class CheckedCall:
 
 class Reservations:
     """Opens and ends write leases: makes room for the blocks to store, reserves their slots, and
-    frees the slots that stay empty."""
+    frees the slots that are not written."""
 
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
@@ -104,9 +107,10 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
-        """Makes room, in parts, for a `reserve`, which must follow right after the last part.
-        Evicts no block that `runs` (consecutive blocks of a group each) name. Makes no room if the
-        lease exists: its blocks are reserved already.
+        """Checks a call, then makes room for its blocks; yields after each part of the work. The
+        caller calls `reserve` with the result right after the last part. Never evicts a block that
+        `runs` (consecutive blocks of a group each) names. Makes no room if the lease exists: its
+        blocks are reserved already.
 
         If `reserve` would raise, raises before it evicts anything.
 
@@ -135,8 +139,9 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room, in parts, for any call that adds these blocks. Returns the blocks' state;
-        None if other calls ran in between.
+        """Makes room for the blocks of `runs` that have no entry; yields after each part of the
+        work. Returns the entries of the named blocks; None if other calls may have run between two
+        parts.
 
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
@@ -174,7 +179,8 @@ class Reservations:
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # If a block was evicted in between, its pinned representation was not freed.
+                # If a block in `staying` was evicted between two parts, its representation may be
+                # detached and pinned here: free its slot now.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -183,7 +189,8 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up the blocks that the runs name."""
+        """Looks up the entries of the blocks that the runs (consecutive blocks of a group each)
+        name."""
         space = self._books.space
         listed: list[Entries] = []
         kept: list[Entries] = []
@@ -210,9 +217,9 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Reservation:
-        """Reserves slots for the blocks of a call that passed its checks, as far as there is room.
-        Call this method right after `make_room`. `has_promise`: True if the room was reserved for a
-        residency."""
+        """Reserves slots for the blocks of a call that `make_room` has checked, as far as there is
+        room. The caller calls it right after the last part of `make_room`. `has_promise`: True if
+        the room was reserved for a residency."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -243,7 +250,8 @@ class Reservations:
         )
 
     def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
-        """Raises HotKVError unless a call may name these runs."""
+        """Raises HotKVError if a call may not name these runs: an unknown group, too many blocks,
+        or a bad depth."""
         check_named(
             record,
             [run.group_index for run in runs],
@@ -258,8 +266,8 @@ class Reservations:
             )
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
-        """Returns the lease that a call joins; None if the call is the first under its id. Raises
-        HotKVError unless the call is allowed."""
+        """Returns the lease that a call joins; None if the call is the first with this lease id.
+        Raises HotKVError if the call may not open or join the lease."""
         books = self._books
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
@@ -300,7 +308,7 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a lease that is not in the book yet. Raises OVERLOADED."""
+        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.listed)
@@ -318,8 +326,8 @@ class Reservations:
         )
 
     def _check_weight(self, session: SessionRecord, record: KeySpaceRecord, listed: Keys) -> int:
-        """Returns the weight of a new lease. Raises OVERLOADED if the owner's leases leave too
-        little room."""
+        """Returns the bytes of memory that a new lease counts for. Raises OVERLOADED if the owner's
+        leases would then use too much memory."""
         weight = write_weight(len(listed), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -327,8 +335,9 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run; NO_SPACE for blocks without an entry. Records a
-        use of the ready blocks, and clears the reserved flag in `words`."""
+        """Returns the BlockResult values of a run (consecutive blocks of a group): PRESENT,
+        IN_FLIGHT, RESERVED under this lease, or NO_SPACE for a block without an entry. Records a
+        use of the ready blocks. Clears the flag of reserved entries in `words`."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -359,15 +368,15 @@ class Reservations:
         now_s: float,
         has_promise: bool,
     ) -> None:
-        """Reserves the missing blocks of run `at`, as far as there is room, and writes them into
-        `words` and `results`."""
+        """Reserves slots for the blocks of run `at` that have no entry, as far as there is room.
+        Writes the new entry numbers into `words` and the outcome into `results`."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):
             return
         wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
-            # A hash listed twice is reserved once; its second place is in flight.
+            # A hash that the run lists twice is reserved once; its second place gets IN_FLIGHT.
             results[absent] = BlockResult.IN_FLIGHT
             results[wanted] = BlockResult.NO_SPACE
         is_block = run.group_index < MAX_GROUPS
@@ -375,7 +384,7 @@ class Reservations:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
         if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
-            # Several runs have counted on the same free slab or entry number.
+            # `make_room` may have counted the same free slab or entry number for several runs.
             finished(self.room_for(record.number, runs, has_promise=has_promise))
         entries = space.insert(
             record.number,
@@ -404,8 +413,9 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Returns the positions in `wanted` whose block is ready or reserved under this lease. Sets
-        the result to IN_FLIGHT if another lease writes the block."""
+        """Selects the representations (compact forms of keys) that may be reserved. Returns the
+        positions in `wanted` whose block is ready or reserved under this lease. Sets the result to
+        IN_FLIGHT if another lease writes the block."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -417,7 +427,7 @@ class Reservations:
         return representable
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written."""
+        """Removes reserved entries that will not be written, and frees their slots."""
         if not len(entries):
             return
         space = self._books.space
@@ -425,8 +435,8 @@ class Reservations:
         space.removal.drop(entries, cause)
 
     def end(self, lease: WriteLease) -> None:
-        """Ends a lease that is in the book. If copies are running under the lease, it ends when the
-        copies end."""
+        """Ends a live lease and drops its entries that are still reserved. If copies are running
+        under the lease, it ends when the copies end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -450,20 +460,22 @@ class Reservations:
         )
 
 
-# Stores: copies into slots that a write lease reserved, and publishing of whole blocks.
+# Stores copy blocks into slots that a write lease reserved, and publish each block when it is
+# whole.
 #
-# Owns no state: the transfer book has the stores, the lease book the leases. Always true: a block
-# becomes ready only when every shard is written. A representation becomes ready only if its block
-# is ready by then. No two copies write the same shard of the same block. An aborted entry keeps its
-# slot until no copy can touch it.
+# This section owns no state: the transfer book has the stores, the lease book the leases. Always
+# true: a block becomes ready only when every shard is written. A representation becomes ready only
+# if its block is ready by then. No two copies write the same shard of the same block. An aborted
+# entry keeps its slot until no copy can touch it.
 
 
 ABORTED_MARK = 1 << 31
-"""Set in the shard mask of a reserved entry that will not be published."""
+"""Bit in the mask of written shards of a reserved entry: the entry is aborted and will never become
+ready."""
 
 
 class Stores:
-    """Begins and ends stores."""
+    """Begins and ends stores, and publishes the blocks that they complete."""
 
     def __init__(self, books: CacheBooks, reservations: Reservations, uses: Uses) -> None:
         self._books = books
@@ -471,7 +483,7 @@ class Stores:
         self._uses = uses
 
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
-        """Raises HotKVError unless a session may start this store."""
+        """Raises HotKVError if the session may not start this store."""
         books = self._books
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
@@ -493,10 +505,10 @@ class Stores:
         retention: Retention = NO_RETENTION,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """Starts a store and reserves its blocks in free slots; makes no room. Returns the slots to
-        copy to."""
+        """Starts a store: reserves its blocks in slots that are free already. Returns the slots to
+        copy to. `asked`: the result of `Reservations.make_room`."""
         if asked.named is None:
-            # Other calls may have run since the check that came before the room was made.
+            # `make_room` ran in several parts, so other calls may have run since the first check.
             self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
@@ -533,14 +545,14 @@ class Stores:
     def _pin_present(
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
-        """Pins the blocks of a store that are ready already. Skips a block whose bytes have not
-        been compared with its check value."""
+        """Pins, for the residency of a store, the named blocks that are ready already. Skips blocks
+        that are not verified."""
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
             if run.group_index >= MAX_GROUPS or not len(present):
                 continue
-            # Looked up again: a later run may have evicted some of them.
+            # Look the blocks up again: reserving a later run may have evicted some of them.
             words = index.find(key_space_id, run.group_index, run.hashes[present])
             good = table.is_ready(words)
             good[good] = ~index.unverified[words[good]]
@@ -551,8 +563,8 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Sets `results` of reserved blocks to ABORTED if aborted, or to WRITTEN if this shard is
-        written."""
+        """Corrects `results` of reserved blocks that this store need not copy: ABORTED if the entry
+        is aborted, WRITTEN if this shard of it is written already."""
         masks = self._books.space.index.mark_written(words[positions], 0)
         results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
         results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
@@ -565,9 +577,12 @@ class Stores:
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store after its copy has finished. Publishes the blocks that have every shard
+        """Ends a store after its copy has finished. Publishes the blocks that now have every shard
         written, then their representations (compact forms of keys, for sparse attention). Returns
-        BlockResult values, an array per run of the call."""
+        `BlockResult` values, an array for each run of the call.
+
+        sums: sums of the copied bytes, for check values; an array for each run. May be empty.
+        """
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease
@@ -592,8 +607,9 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> None:
-        """Marks the blocks that a run has written, publishes the whole blocks, and sets the
-        results."""
+        """Ends run `at` of a store. If the copy succeeded, marks its shard of each block as written
+        and publishes the blocks that are now complete; otherwise marks the entries as aborted. Sets
+        the results. `whole`: the mask of all shards."""
         index = self._books.space.index
         entries, positions, results = (
             transfer.entries[at],
@@ -634,7 +650,7 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready that have every shard written."""
+        """Makes blocks ready of which every shard is written."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -646,8 +662,8 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes representations of a kind ready if their blocks are ready; marks the rest as
-        aborted. Returns which are ready."""
+        """Makes representations (compact forms of keys), all of one kind, ready if their blocks are
+        ready; marks the others as aborted. Returns which became ready, as a mask."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -661,14 +677,15 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks all reserved and written entries of a lease as aborted: these entries never become
-        ready."""
+        """Marks all entries that a lease still reserves as aborted: they never become ready. Drops
+        them once no copy can touch them."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Drops aborted entries once no copy can touch them. Ends the lease once it is released, or
-        once every shard was seen and no entry is outstanding."""
+        """Cleans a lease up once no copy runs under it. Drops its aborted entries. Ends the lease
+        if it was released, or if a store of every shard has ended and no entry is still
+        reserved."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -680,8 +697,7 @@ class Stores:
             self._reservations.end(lease)
 
     def _whole(self, lease: WriteLease) -> int:
-        """Returns the mask in which all shards of the lease's blocks are set: bit n stands for
-        shard n."""
+        """Returns the mask of all shards of the lease's blocks: bit n stands for shard n."""
         return (1 << self._books.catalog.record(lease.key_space_id).key_space.num_shards) - 1
 
 
@@ -689,7 +705,11 @@ def _skip_busy(
     busy: Entries, words: Entries, positions: Int64s, results: NDArray[np.uint8]
 ) -> Int64s:
     """Returns the positions that remain to be copied: each block once, without blocks that another
-    copy writes. Sets the `results` of the skipped positions to IN_FLIGHT."""
+    copy is writing. Sets the `results` of the skipped positions to IN_FLIGHT.
+
+    busy: entries that another copy, or an earlier run of this store, writes.
+    words: the entry number of each block of the run.
+    """
     entries = words[positions]
     again = np.ones(len(entries), np.bool_)
     again[np.unique(entries, return_index=True)[1]] = False

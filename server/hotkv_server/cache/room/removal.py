@@ -1,5 +1,5 @@
-"""The books of a tier, and removal of entries from them: eviction, flush, drop, and emptying slabs
-for another slot size.
+"""`Books` is the state of a tier. `Removal` removes entries from it: by eviction, flush or drop.
+`Rebalancer` empties slabs of one slot size for another slot size.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
 same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
@@ -25,12 +25,13 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, EvictionNotice, 
 
 T = TypeVar("T")
 Parts = Generator[None, None, T]
-"""Long work in parts: the generator yields between its parts and returns its result. Any other
-method may be called between two parts."""
+"""Type of a generator that does long work in parts: it yields after each part, and returns its
+result at the end. Any other method may be called between two parts."""
 
 
 def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
-    """Runs all parts and returns the result. `between`: called between two parts."""
+    """Runs all parts of some long work at once and returns its result. `between`: called after each
+    part."""
     while True:
         try:
             next(parts)
@@ -43,11 +44,12 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 PART_ENTRIES = 1 << 16
 """Entry numbers that each part of long work examines: a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
-"""Entries that each part of long work removes."""
+"""Most entries that each part of long work removes."""
 
 
 class Books:
-    """Index, pool, tenants, policy and representations (compact forms of keys) of a tier.
+    """The state of a tier: index, pool of slots, tenants, eviction policy and representations
+    (compact forms of keys, for sparse attention).
 
     used_bytes: bytes of the slots in use, by number of the key space.
     """
@@ -66,8 +68,8 @@ class Books:
         return f"Books({self.index!r}, {self.pool!r})"
 
     def free_slots(self, parts: list[Words]) -> None:
-        """Frees the slots of removed records, given in parts with the same key space and slot
-        size."""
+        """Frees the slots of removed entries, given by the records that they had. Each array has
+        records of one key space and slot size (`BlockIndex.parts`)."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
@@ -75,32 +77,35 @@ class Books:
             self.pool.free(slot_bytes, offsets)
 
     def count(self, key_space_id: int, more_bytes: int) -> None:
-        """Counts bytes as in use for a key space and its tenant, or as free if negative."""
+        """Adds `more_bytes` to the used bytes of a key space and of its tenant; subtracts if
+        negative."""
         self.used_bytes[key_space_id] += more_bytes
         self.tenants.count(key_space_id, more_bytes)
 
     def free_numbers(self) -> int:
-        """Returns how many more entries can be inserted."""
+        """Returns how many more entries the index can have."""
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """Returns the tenant of each entry [n]."""
+        """Returns the tenant number of each entry [n]."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of each entry [n]; a representation (compact form of a block's keys) is
-        as hot as its block."""
+        """Returns the heat of each entry [n]: entries with the lowest heat are evicted first. A
+        representation (compact form of a block's keys) has the heat of its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """Yields all entries that are not free, a part at a time."""
+        """Yields all entries that are not free, in arrays: those among the next PART_ENTRIES entry
+        numbers at a time."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
                 np.uint32
             )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if two books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if index, pool, policy and counts of bytes disagree. Takes time
+        linear in the capacity."""
         self.index.check_invariants()
         self.pool.check_invariants()
         self.policy.check_invariants()
@@ -127,19 +132,20 @@ class Books:
 
 # Removing entries: eviction, flush and drop, with the notices that they cause.
 #
-# Owns the pending notices, and the keys that were removed last. Always true: a pinned or reserved
-# entry is never evicted. Every evicted or flushed block has a notice; a dropped block has none. A
-# pinned block that is flushed can't be found any more, and keeps its slot until it is reaped.
+# Owns the notices that were not returned yet, and the keys that were removed last. Always true: a
+# pinned or reserved entry is never evicted. Every evicted or flushed block has a notice; a dropped
+# block has none. A pinned block that is flushed becomes detached: lookups can't find it, and it
+# keeps its slot until `reap`.
 
 
 class Removal:
     """Removes entries of a tier.
 
     effects: eviction notices that `take_effects` has not returned yet.
-    now_s: the current time, about: the core sets it when a session opens and when leases expire.
-        0 before that.
-    ages_s: seconds between an evicted block's last use and its eviction. Not counted while `now_s`
-        is 0.
+    now_s: approximately the current time: the core sets it when a session opens and when leases
+        expire. 0 before that.
+    ages_s: histogram of the seconds between an evicted block's last use and its eviction. Not
+        counted while `now_s` is 0.
     """
 
     def __init__(self, books: Books) -> None:
@@ -156,7 +162,7 @@ class Removal:
         return f"Removal({self.evicted_blocks} evicted, {len(self.effects)} notices not taken)"
 
     def take_effects(self) -> list[EvictionNotice]:
-        """Returns the notices since the last call."""
+        """Returns the eviction notices that were added since the last call."""
         effects, self.effects = self.effects, []
         return effects
 
@@ -165,21 +171,24 @@ class Removal:
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts the given entries that are ready and not pinned. Returns how many it evicted.
+        """Evicts those of the given entries that are ready and not pinned. Returns how many it
+        evicted.
 
-        Blocks are evicted with a notice, representations (compact forms of keys) without.
+        An evicted block has a notice; an evicted representation (compact form of a block's keys)
+        has none.
         """
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
-        # Some of the representations were removed with their blocks.
+        # `evict_blocks` has removed representations together with their blocks: evict the others.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
         self._representations.drop(rest)
         return count + len(rest)
 
     def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts blocks that the caller knows to be evictable. Returns how many it evicted."""
+        """Evicts blocks with a notice. The caller has checked that they are ready and not pinned.
+        Returns how many it evicted."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s:
@@ -194,8 +203,8 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks, with a notice. Pinned blocks keep their slots until `reap` frees
-        the slots."""
+        """Removes ready blocks with a notice, pinned blocks too. A pinned block becomes detached:
+        it keeps its slot until `reap` frees the slot."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -206,8 +215,8 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, without a notice. Remembers the
-        entries' keys if `cause` is given."""
+        """Removes reserved entries that will not be written, without a notice. `cause`: if not
+        NONE, `causes` returns it for the entries' keys from now on."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)
@@ -215,14 +224,15 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved entries that are pinned, without a notice. The entries keep their slots
-        until `reap` frees the slots."""
+        """Detaches reserved, pinned entries, without a notice: lookups and stores no longer find
+        them, but a tier may still write to their slots. The slots stay in use until `reap` frees
+        them."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of the given entries that are detached (flushed while pinned) and not
-        pinned any more."""
+        """Frees the slots of those of the given entries that are detached (flushed while pinned)
+        and no longer pinned."""
         if not len(entries):
             return
         detached = (
@@ -230,7 +240,7 @@ class Removal:
         )
         if detached.any():
             gone = np.unique(entries[detached & (self.index.pins[entries] == 0)])
-            # Small parts: copies of few records stay in the processor's cache.
+            # Work in small parts, so that the copied records stay in the processor's cache.
             for start in range(0, len(gone), EVICTED_PER_PART):
                 part = gone[start : start + EVICTED_PER_PART]
                 rows = self.index.table.records[part]
@@ -238,16 +248,18 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
-        """Returns the `Cause` of the last removal of each key [n], as far as it is remembered."""
+        """Returns for each block [n] the `Cause` of its last removal, as far as it is
+        remembered."""
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
-        """Records why keys that are not in this index were removed; `causes` returns it."""
+        """Remembers `cause` as the reason why blocks with these keys were removed, though they had
+        no entry in this index. `causes` returns it."""
         self._removed.add(keys, cause)
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
-        """Adds a notice for each part (records of the same key space and group) and remembers the
-        keys."""
+        """Adds an eviction notice for each array in `parts`, which has records of one key space and
+        group. Remembers the cause for the keys of all records."""
         for rows in parts:
             key_space_id = int(rows[0, table.W_KEY_SPACE])
             group_index = int(rows[0, table.W_GROUP_STATE]) & 0xFFFF
@@ -261,20 +273,22 @@ class Removal:
 
 
 WINDOWS_PER_PART = 64
-"""Windows (groups of adjacent slabs) that each part of the work chooses."""
+"""Most windows (ranges of adjacent slabs) that each part of `choose_windows` chooses."""
 HOT_SHARE = 0.25
-"""Largest share of blocks in an emptied slab that may be hotter than the coldest blocks of the slot
-size that gets it. At 0, a few hot blocks in every slab would protect all slabs. An evicted hot
-block is soon stored again, beside other blocks."""
+"""Largest share of the blocks in an emptied slab that may be hotter than the coldest blocks of the
+slot size that gets the slab. At 0, a few hot blocks in every slab would protect all slabs. An
+evicted hot block is soon stored again, beside other blocks."""
 
 
-# Which slabs to empty for a slot size: arithmetic over arrays with a value per slab. A window is as
-# many neighbouring slabs as a run of that size needs. The cost of a window is the highest cost of
-# its slabs. A slab that can't be emptied costs inf; a free slab costs -inf.
+# The following functions choose the slabs to empty for a slot size. They compute with arrays that
+# have a value for each slab. A window is as many adjacent slabs as a run of that size needs. The
+# cost of a window is the highest cost of its slabs. A slab that can't be emptied costs inf; a free
+# slab costs -inf.
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window of `length` slabs [len(cost) - length + 1]."""
+    """Returns the highest cost in each window of `length` adjacent slabs [len(cost) - length +
+    1]."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)
@@ -291,10 +305,12 @@ def choose_windows(
     *,
     skips_free: bool = False,
 ) -> Parts[int]:
-    """Marks the cheapest windows in `chosen`, one after another, until the i-th costs `limits[i]`
-    or more. Sets the `cost` of their slabs to inf. Returns how many windows it marked.
+    """Chooses the windows (ranges of `length` adjacent slabs) to empty, the cheapest first. Stops
+    before a window number i that costs `limits[i]` or more. Marks the slabs of chosen windows in
+    `chosen` and sets their `cost` to inf. Yields after each part; returns how many windows were
+    chosen.
 
-    skips_free: ignores windows whose slabs are all free.
+    skips_free: ignores windows in which all slabs are free already.
     """
     if length == 1 and not skips_free:
         order = np.argsort(cost, kind="stable")[: len(limits)]
@@ -320,13 +336,15 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns for each window in turn the cost below which it is emptied, float64 [runs that
-    `num_slots` slots need]. Above that cost it is better to evict blocks of the receiving size.
+    """Returns the limits for `choose_windows`, float64 [runs that `num_slots` slots need]: the i-th
+    window is emptied only if it costs less than limit i. Above that cost it is better to evict
+    blocks of the receiving slot size.
 
     own: heat of the coldest blocks of the receiving size, rising. Each emptied window spares some
         of these blocks from eviction. If the windows before have spared the first i blocks, the
         limit of the next window is the heat of block i. The limit is inf if `own` has too few
         blocks to make room: emptying any slab is better than a refusal.
+    slots_per_run: slots of the receiving size that each window has room for.
     """
     spared = np.arange(0, num_slots, slots_per_run)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
@@ -335,8 +353,8 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Returns for each slab how many of the counted blocks lie in it, wholly or in part. Block i
-    lies in slabs `first[i]` to `last[i]`."""
+    """Returns for each slab how many of the blocks for which `counted` is True lie in it, wholly or
+    in part. Block i lies in the slabs from `first[i]` to `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
@@ -349,13 +367,14 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Empties slabs of a slot size for another size. Holds no state between two calls.
+    """Empties slabs of other slot sizes, so that a slot size that needs room gets them. Holds no
+    state between two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
-    receiving size would evict, or if that size can't evict enough. A run (adjacent slabs that were
-    lent together) is emptied as a whole, so each of its slabs costs the heat of the run's hottest
-    block; a representation is as hot as its block.
+    receiving size would otherwise evict, or if that size can't evict enough. A run (adjacent slabs
+    that were lent together) is emptied as a whole, so each of its slabs costs the heat of the run's
+    hottest block. A representation has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -376,12 +395,12 @@ class Rebalancer:
         *,
         is_enough: Callable[[], bool] | None = None,
     ) -> Parts[None]:
-        """Empties slabs of other sizes, in parts, until `num_slots` slots of this size are free, or
-        no slab is worth emptying.
+        """Empties slabs of other sizes until `num_slots` slots of this size are free, or no slab is
+        worth emptying. Yields after each part of the work.
 
-        taker: the tenant that needs the slots.
-        payers: whose blocks may be evicted, tried in this order.
-        is_enough: if given, the work ends when `is_enough` returns True, and not when the slots are
+        taker: number of the tenant that needs the slots.
+        payers: which blocks may be evicted; tried in this order.
+        is_enough: if given, the work ends when `is_enough` returns True, not when the slots are
             free.
         """
 
@@ -392,16 +411,16 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # First for whole runs, which lose least at their ends. Then for the shortest runs,
-            # because pinned blocks may leave only short gaps. At last lengthens gaps, which may
-            # lack a slab for a slot.
+            # First make room for whole runs, which lose least at their ends. Then for the shortest
+            # runs, because pinned blocks may leave only short gaps. At last lengthen gaps that may
+            # lack one slab for a slot.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)
             ]  # fmt: skip
             for run, skips_free in ways:
-                # Repeated: emptying the chosen slabs also empties others of their runs, and the
-                # next choice costs less.
+                # Repeat: a chosen slab is emptied with its whole run, so the next choice costs
+                # less.
                 while not is_enough():
                     taking = self._take(slot_bytes, num_slots, run, taker, paying, skips_free)
                     if not (yield from taking):
@@ -411,11 +430,12 @@ class Rebalancer:
         self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
-        """Empties slabs that are lent to other sizes. Returns how many entries were evicted.
+        """Empties slabs that are lent to other sizes. Yields after each part; returns how many
+        entries were evicted.
 
-        First chooses slabs that are wholly colder than the size's own coldest blocks, then slabs
-        with at most `HOT_SHARE` hotter blocks. Free slabs count as chosen unless `skips_free`.
-        `run`: number of slabs and of slots of the run to make room for.
+        First chooses slabs that are wholly colder than the coldest blocks of this size, then slabs
+        with at most `HOT_SHARE` hotter blocks. `run`: number of slabs and of slots of the run to
+        make room for. `skips_free`: if False, free slabs count as chosen.
         """
         if skips_free:
             num_slots = max(1, num_slots - self._pool.available_slots(slot_bytes))
@@ -433,8 +453,8 @@ class Rebalancer:
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
         """Returns a function that tells which entries may be evicted for the tenant `taker`. If
-        other tenants' guarantees limit their number, these are the coldest. Valid for entries that
-        exist at the time of the call."""
+        guarantees limit how many entries other tenants may lose, the function accepts their coldest
+        entries. It is valid for entries that exist now."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -455,11 +475,11 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Returns the cost of each slab, and the heat of the `num_slots` coldest blocks of this
-        size, rising.
+        """Returns the cost of emptying each slab, and the heat of the `num_slots` coldest blocks of
+        this size in rising order. Yields after each part.
 
         A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
-        this size.
+        this size. `may_go`: tells which entries may be evicted.
         """
         cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
         for live in self._books.walk():
@@ -483,8 +503,11 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Combines the values of all slabs of a run (adjacent slabs that were lent together) with
-        the ufunc `put_together`. Returns for each slab the combined value of its run."""
+        """Combines the values of all slabs of a run (adjacent slabs that were lent together).
+        Returns for each slab the combined value of its run.
+
+        put_together: the ufunc that combines two values, for example np.maximum.
+        """
         heads = self._pool.slab_head()
         of_runs = of_slabs.copy()
         is_later = heads != np.arange(len(heads))
@@ -492,9 +515,9 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets the cost of slabs that other sizes are promised (`SlabFloors`) to inf: of each other
-        size its most costly slabs, as many as that size's floor needs, and as many free slabs as
-        that size is short of."""
+        """Sets the `cost` of slabs that are reserved for slots promised to other sizes
+        (`SlabFloors`) to inf. For each other size these are the most costly of its slabs, as many
+        as its promised slots need, and as many free slabs as it lacks."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:
@@ -508,7 +531,8 @@ class Rebalancer:
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
         """Returns for each slab the number of its blocks that are at least as hot as `own_heat`;
-        inf if that exceeds `HOT_SHARE` of its blocks or its `cost` is inf."""
+        inf if that is more than `HOT_SHARE` of its blocks, or if its `cost` is inf. Yields after
+        each part."""
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():
@@ -520,8 +544,8 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts the entries of the runs (adjacent slabs that were lent together) to which the
-        chosen slabs belong, slab by slab. Returns how many it evicted."""
+        """Evicts the entries in all runs (adjacent slabs that were lent together) that contain a
+        chosen slab, slab by slab. Yields after each part; returns how many entries it evicted."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -539,8 +563,8 @@ class Rebalancer:
         going = np.concatenate(found)[np.argsort(np.concatenate(slabs), kind="stable")]
         count = 0
         for start in range(0, len(going), EVICTED_PER_PART):
-            # Between two parts an entry number may be reused. If its new entry lies in a chosen
-            # slab it is evicted too; otherwise it is skipped.
+            # Between two parts an entry number may be reused. The new entry is evicted too if it
+            # lies in a chosen slab, and skipped otherwise.
             part = going[start : start + EVICTED_PER_PART]
             part = part[may_go(part)]
             count += self._removal.evict(part[lies_there(part)])
@@ -549,11 +573,11 @@ class Rebalancer:
         return count
 
     def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
-        """Returns the first and last slab in which each entry lies."""
+        """Returns the first and the last slab that each entry's slot touches."""
         offsets = self.index.offsets(entries)
         ends = offsets + self.index.slot_bytes(entries) - 1
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Returns the heat of entries; inf for entries that may not be evicted."""
+        """Returns the heat of entries; inf for an entry for which `may_go` is False."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

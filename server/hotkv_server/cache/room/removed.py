@@ -1,4 +1,4 @@
-"""Remembers the keys that were removed last, and why each was removed.
+"""Remembers why blocks were removed: the keys of the last removals, each with its cause.
 
 Always true: a key that was removed several times has the cause of its last removal. Keys beyond the
 last REMEMBERED_KEYS removals may be forgotten.
@@ -11,31 +11,31 @@ from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import Cause
 
 REMEMBERED_KEYS = 1 << 16
-"""Removed keys that are remembered."""
+"""Number of removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""Number of removals after which the next call of `causes` rebuilds the sorted copy."""
+"""Most removals since the sorted copy of the keys was made. After more removals, the next call of
+`causes` makes a new copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)
 LOWER = np.uint64((REMEMBERED_KEYS << CAUSE_BITS) - 1)
-"""Bits of a key that are not compared, because the sorted copy stores place and cause in them. So
-about 2 of 1e9 keys that were not removed are mistaken for removed keys."""
+"""The low bits of a key, which are not compared: the sorted copy stores position and cause in them.
+So about 2 of 1e9 keys that were not removed are mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
 """Values of `Cause`."""
 
 
 class RemovedKeys:
-    """The keys that were removed last, in a ring."""
+    """The keys that were removed last, each with the cause of its removal, in a ring buffer."""
 
     def __init__(self) -> None:
-        # `_next` is the place of the oldest key. The keys and causes of the ring's free places
-        # are 0.
+        # The ring. The oldest key is at position `_next`; unused positions hold 0 in both arrays.
         self._keys: Keys = np.zeros(REMEMBERED_KEYS, np.uint64)
         self._causes: Causes = np.zeros(REMEMBERED_KEYS, np.uint8)
         self._next = 0
-        # A sorted copy, `_num_fresh` removals old. Each report of a request searches it, and
-        # sorting all keys takes milliseconds.
+        # A sorted copy of the ring, as it was `_num_fresh` removals ago. `causes` is called for
+        # each reported request and searches the copy, because sorting all keys takes milliseconds.
         self._sorted = _sorted(self._keys, self._causes)
         self._num_fresh = 0
 
@@ -43,7 +43,7 @@ class RemovedKeys:
         return f"RemovedKeys({int(np.count_nonzero(self._causes))} of {REMEMBERED_KEYS})"
 
     def add(self, keys: Keys, cause: Cause) -> None:
-        """Remembers keys that were removed."""
+        """Remembers keys that were removed for this cause."""
         last = keys[-REMEMBERED_KEYS:]
         at = self._next
         self._next = (at + len(last)) % REMEMBERED_KEYS
@@ -55,8 +55,8 @@ class RemovedKeys:
         self._causes[: len(last) - fitting] = cause
 
     def causes(self, keys: Keys) -> Causes:
-        """Returns why each key [n] was removed; `Cause.NONE` for a key that is not remembered. May
-        remember up to MAX_FRESH older keys than REMEMBERED_KEYS."""
+        """Returns the `Cause` of the last removal of each key [n]; `Cause.NONE` for a key that is
+        not remembered. Up to MAX_FRESH keys that the ring has lost may still be found."""
         if self._num_fresh > MAX_FRESH:
             # From the oldest to the newest.
             self._sorted = _sorted(
@@ -73,14 +73,15 @@ class RemovedKeys:
 
 def _sorted(keys: Keys, causes: Causes) -> Keys:
     """Packs the upper bits of each key, its position in `keys` and its cause into 64 bits. Returns
-    them sorted; of equal keys, the one that was removed last comes last."""
+    the packed values sorted. Of equal keys, the key with the highest position comes last: it was
+    removed last."""
     places = np.arange(len(keys), dtype=np.uint64)
     return np.sort((keys & ~LOWER) | places << np.uint64(CAUSE_BITS) | causes)
 
 
 def _found(keys: Keys, packed: Keys) -> Causes:
     """Returns the cause of the last removal of each key [n]; `Cause.NONE` for a key that is not in
-    `packed` (the result of `_sorted`, not empty)."""
+    `packed`. `packed`: the result of `_sorted`, not empty."""
     last = packed[np.searchsorted(packed, keys | LOWER, side="right") - 1]
     causes = np.where((last ^ keys) & ~LOWER == 0, last & CAUSE, 0)
     return causes.astype(np.uint8)

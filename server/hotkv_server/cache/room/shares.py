@@ -1,5 +1,5 @@
-"""Shares: counts how much of a bounded resource each owner holds, how much of the arena each tenant
-holds, and how much is pinned for long."""
+"""Shares of bounded resources. `FairBound` divides a number of units among owners, `TenantBook`
+counts how much of the arena each tenant uses, and `PinBudget` how much of it is pinned for long."""
 
 import enum
 from collections.abc import Iterable, Mapping
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
 
-# Fair bounds: a bound on a shared resource that no single owner can use up.
+# A `FairBound` limits a shared resource so that no single owner can use it up.
 #
-# Always true: all owners together hold no more than the capacity. After an acquisition, the owner
-# holds no more than the floor, or no more than is left for other owners. So a single owner gets
-# half, and n owners that want everything get 1/(n + 1) each; there is always room for another
-# owner. An owner is a tenant, or an engine if no tenants are configured.
+# Always true: all owners together hold no more than the capacity. After an owner has acquired
+# units, it holds no more than the floor (`FLOOR_SHARE`), or no more than is left free for other
+# owners. So a single owner gets at most half, and n owners that want everything get 1/(n + 1) each;
+# there is always room for another owner. An owner is a tenant, or an engine if no tenants are
+# configured.
 
 
 FLOOR_SHARE = 64
@@ -24,8 +25,8 @@ other owners hold."""
 
 
 class FairBound:
-    """Counts the units of a bounded resource that each owner holds. `room` returns how many more an
-    owner may acquire."""
+    """Counts the units of a bounded resource that each owner has acquired. `room` returns how many
+    more units an owner may acquire."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -37,22 +38,22 @@ class FairBound:
         return f"FairBound({self.total}/{self.capacity} held by {len(self._held)} owners)"
 
     def held(self, owner: str) -> int:
-        """Returns how many units an owner holds."""
+        """Returns how many units the owner has acquired."""
         return self._held.get(owner, 0)
 
     def room(self, owner: str) -> int:
-        """Returns how many more units an owner may acquire in a call."""
+        """Returns how many more units the owner may acquire in one call."""
         held, free = self._held.get(owner, 0), self.capacity - self.total
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
     def take(self, owner: str, count: int) -> None:
-        """Adds `count` to the owner's units. The caller has checked `room`."""
+        """Acquires `count` units for the owner. The caller has checked `room` before."""
         if count:
             self._held[owner] = self._held.get(owner, 0) + count
             self.total += count
 
     def give(self, owner: str, count: int) -> None:
-        """Subtracts `count` from the owner's units."""
+        """Releases `count` of the owner's units."""
         left = self._held.get(owner, 0) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count
@@ -61,7 +62,8 @@ class FairBound:
             del self._held[owner]
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the reason why the owner gets no more, as text for people."""
+        """Returns the text for people that says why the owner may not acquire more. `what`: the
+        name of the units, in the plural."""
         return (
             f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
             f"of {self.capacity} are free; "
@@ -69,15 +71,16 @@ class FairBound:
         )
 
     def check(self, held: dict[str, int]) -> None:
-        """Raises AssertionError unless the owners hold exactly `held`."""
+        """Raises AssertionError unless each owner has acquired exactly the units in `held`."""
         assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
             "what owners hold is miscounted"
         )
 
 
 class BoundShare(FairBound):
-    """Bounds one of several kinds of objects that share a `FairBound`. Each object of this kind
-    uses `unit` units of the shared bound."""
+    """Bounds one of several kinds of objects that use a common `FairBound`, for example leases,
+    which share a bound of memory. Each object of this kind uses `unit` units of the common
+    bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)
@@ -88,41 +91,45 @@ class BoundShare(FairBound):
         return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
-        """Returns how many more objects an owner may acquire in a call."""
+        """Returns how many more objects the owner may acquire in one call."""
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Adds `count` objects to the owner's objects, here and in the shared bound."""
+        """Acquires `count` objects for the owner, here and in the common bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """Subtracts `count` objects from the owner's objects, here and in the shared bound."""
+        """Releases `count` of the owner's objects, here and in the common bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the reason why the owner gets no more objects, as text for people."""
+        """Returns the text for people that says why the owner may not acquire more objects. `what`:
+        the name of the objects, in the plural."""
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 
-# Tenants: what each holds of the arena, and whose blocks may be evicted for it.
+# Tenants: how many bytes of the arena each uses, and whose blocks may be evicted for it. Bytes are
+# bytes of slots in any state (reserved, ready or detached), of blocks and representations.
 #
-# Always true: a tenant with a burst bound never holds more than the bound. If the bound was
-# lowered, the excess only shrinks. A block is evicted for another tenant only while the tenant that
-# owns it holds more than its guarantee, with one exception.
+# Always true: a tenant with a burst bound (the most bytes that it may use) never exceeds it. If the
+# bound was lowered, the excess only shrinks. A block is evicted for another tenant only while its
+# own tenant uses more than its guarantee, with one exception (below).
 #
-# A guarantee is also a claim: room for blocks within a tenant's guarantee comes first from tenants
-# that exceed theirs. The exception: if every slab has a guaranteed block, so that a slot size can't
-# get a slab, slabs are emptied all the same. A tenant that loses blocks this way is below its
-# guarantee, and its claim gets the room back from tenants above theirs. Bytes are bytes of slots in
-# any state (reserved, ready or detached), of blocks and representations.
+# A guarantee is also a claim: if a tenant needs room for blocks within its guarantee, blocks of
+# tenants above their guarantees are evicted first. The exception: if every slab has a guaranteed
+# block, so that a slot size can't get a slab, slabs are emptied all the same. A tenant that loses
+# blocks this way is below its guarantee, so its claim gets the room back later.
 
 
 class Payers(enum.Enum):
-    """Whose blocks may be evicted for a tenant's new blocks. OTHERS: blocks of other tenants, down
-    to their guarantees. ALL: also the tenant's own blocks. ANYBODY: blocks of any tenant, without
-    regard to guarantees."""
+    """Which blocks may be evicted to make room for a tenant's new blocks.
+
+    OTHERS: blocks of other tenants, down to their guarantees.
+    ALL: also the tenant's own blocks.
+    ANYBODY: blocks of any tenant, without regard to guarantees.
+    """
 
     OTHERS = enum.auto()
     ALL = enum.auto()
@@ -133,11 +140,13 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Bytes by tenant and by key space.
+    """Counts the bytes of slots that each tenant and each key space uses, and knows the tenants'
+    shares. Methods take a tenant as a number: its position in the book.
 
-    is_used: False if no shares are configured; a single tenant then holds everything.
+    is_used: False if no shares are configured; then the whole arena counts as one tenant's.
     capacity_bytes: bytes of the arena that have memory.
     arena_bytes: bytes of the whole arena.
+    used: bytes that each tenant uses, by tenant number.
     """
 
     def __init__(self, shares: Mapping[str, TenantShare], arena_bytes: int) -> None:
@@ -155,7 +164,8 @@ class TenantBook:
         return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
 
     def _checked(self, shares: Iterable[TenantShare]) -> tuple[Int64s, Int64s]:
-        """Returns guarantees and bounds. Raises INVALID_FIELD."""
+        """Returns the guarantees and the burst bounds of the shares, in bytes. Raises INVALID_FIELD
+        if they are not possible."""
         listed = list(shares)
         guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
         burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
@@ -173,8 +183,9 @@ class TenantBook:
         return guaranteed, burst
 
     def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
-        """Raises INVALID_FIELD if `share_out` would refuse these shares: guarantees larger than the
-        arena, the first shares, or no shares at all. Changes nothing."""
+        """Raises INVALID_FIELD if `share_out` would refuse these shares: the guarantees exceed the
+        arena, a bound is below its guarantee, or the first share would be added or the last removed
+        (both need a restart). Changes nothing."""
         if bool(shares) != self.is_used:
             raise HotKVError(
                 Reason.INVALID_FIELD, "tenants: the first and the last one need a restart"
@@ -182,9 +193,9 @@ class TenantBook:
         self._checked(shares.values())
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Replaces the shares. A tenant that is not listed has no guarantee and no bound.
-        `over_bound` then returns the tenants that exceed their new bounds. Raises INVALID_FIELD,
-        and changes nothing, if `check_shares` would raise."""
+        """Replaces the shares of all tenants. A tenant that is not listed has no guarantee and no
+        bound. `over_bound` then returns the tenants that exceed their new bounds. Raises
+        INVALID_FIELD, and changes nothing, if `check_shares` would raise."""
         self.check_shares(shares)
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
@@ -193,8 +204,8 @@ class TenantBook:
         self._burst = np.maximum(burst, self.used)
 
     def add_key_space(self, number: int, tenant: str) -> None:
-        """Records the tenant of a key space. A tenant without a configured share has no guarantee
-        and no bound."""
+        """Records to which tenant a key space belongs. A tenant without a configured share has no
+        guarantee and no bound."""
         if not self.is_used:
             return
         if tenant not in self._names:
@@ -206,15 +217,17 @@ class TenantBook:
         self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
     def number(self, key_space_id: int) -> int:
-        """Returns the tenant of a key space, as its place in the book."""
+        """Returns the number of the tenant to which a key space belongs; 0 if no shares are
+        configured."""
         return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
     def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
-        """Returns the tenant of each key space number [n]."""
+        """Returns the tenant number of each key space id [n]."""
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
-        """Adds bytes to a key space and its tenant; subtracts if negative."""
+        """Adds `num_bytes` to the used bytes of a key space and of its tenant; subtracts if
+        negative."""
         self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
         if not self._bytes[key_space_id]:
             del self._bytes[key_space_id]
@@ -225,11 +238,11 @@ class TenantBook:
                 self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
 
     def bytes_of(self, key_space_id: int) -> int:
-        """Returns the bytes that a key space holds."""
+        """Returns the bytes of slots that a key space uses."""
         return self._bytes.get(key_space_id, 0)
 
     def usage(self) -> dict[str, tuple[int, TenantShare]]:
-        """Returns the bytes that each tenant holds, and its share."""
+        """Returns for each tenant, by name, the bytes that it uses and its share."""
         bounds = (0 if burst == _NO_BOUND else burst for burst in self._set_burst.tolist())
         shares = (
             TenantShare(guaranteed, burst)
@@ -238,25 +251,26 @@ class TenantBook:
         return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
 
     def burst_bytes(self, tenant: int) -> int:
-        """Returns the most bytes that the tenant may hold."""
+        """Returns the most bytes that the tenant may use at the moment. After its bound was
+        lowered, this is what the tenant still uses."""
         return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes the tenant may hold within its burst bound (the most bytes
-        that it may ever hold)."""
+        """Returns how many more bytes the tenant may use within its burst bound (the most bytes
+        that it may use)."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
-        """Returns the bytes that the tenant could have if all other tenants used their guarantees.
-        The tenant may pin no more than these bytes."""
+        """Returns the bytes that the tenant could have even if all other tenants used their
+        guarantees. Limits on a tenant's pins are shares of this."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Returns a sum of bytes over the other tenants: for each, its bytes in `taken` (by
-        tenant), or `share` of its guarantee if that is more."""
+        """Returns the bytes that must stay available for the other tenants: for each of them its
+        bytes in `taken` (by tenant number), or `share` of its guarantee if that is more."""
         others = {*range(len(self._guaranteed)), *taken} - {tenant}
         return sum(
             max(
@@ -267,9 +281,11 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns which entries with these owners [n] may each be evicted alone for tenant `taker`.
+        """Returns for each entry [n] whether it alone may be evicted for the tenant `taker`: it
+        belongs to the taker, or its tenant stays at or above its guarantee.
 
-        `sizes` [n]: bytes that each eviction frees.
+        owners: tenant number of each entry [n].
+        sizes: bytes that the eviction of each entry frees [n].
         """
         allowed: BoolMask = (owners == taker) | (
             self.used[owners] - sizes >= self._guaranteed[owners]
@@ -277,8 +293,12 @@ class TenantBook:
         return allowed
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns which of these entries may be evicted together for `taker`, in this order,
-        without taking an owner below its guarantee."""
+        """Returns which of the entries [n] may be evicted together for the tenant `taker`, in this
+        order, so that no other tenant falls below its guarantee.
+
+        owners: tenant number of each entry [n].
+        sizes: bytes that the eviction of each entry frees [n].
+        """
         allowed: BoolMask = owners == taker
         for owner in np.unique(owners[~allowed]).tolist():
             here = owners == owner
@@ -286,21 +306,22 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Returns True if the tenant would stay within its guarantee with `more_bytes` more. Blocks
-        of other tenants are then evicted first to make room for the tenant."""
+        """Returns True if the tenant `taker` would stay within its guarantee with `more_bytes`
+        more. Blocks of other tenants are then evicted first to make room for it."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the numbers of slots to make room for, step by step: first the slots within the
-        tenant's guarantee, if it has room for some, then all `count`."""
+        """Returns the totals of slots to make room for, in steps. If only some of the `count` slots
+        lie within the tenant's guarantee, there are two steps: those slots, then all `count`.
+        Otherwise there is one step."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[tuple[int, int]]:
-        """Returns the tenants that hold more than their burst bound (the most bytes that a tenant
-        may hold), with their excess in bytes. A tenant can exceed its bound only after a restart
+        """Returns the tenants that use more than their burst bound (the most bytes that a tenant
+        may use), each with its excess in bytes. A tenant can exceed its bound only after a restart
         with other settings, or after a change of the shares."""
         if not self.is_used:
             return []
@@ -308,12 +329,13 @@ class TenantBook:
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 
     def excess_bytes(self, tenant: int) -> int:
-        """Returns the bytes that a tenant holds above its burst bound (the most bytes that a tenant
-        may hold); negative if the tenant holds less."""
+        """Returns how many bytes the tenant uses above its burst bound (the most bytes that a
+        tenant may use); negative if it uses less."""
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
-        """Raises AssertionError if bytes are miscounted or a bound is broken."""
+        """Raises AssertionError if used bytes are miscounted or a tenant exceeds its bound.
+        `used_by_key_space`: the used bytes of each key space."""
         assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
         if not self.is_used:
             return
@@ -324,7 +346,8 @@ class TenantBook:
         assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"
 
 
-# The pin budget: bytes that residencies, holds and leases without a load may pin together.
+# The pin budget: how many bytes three kinds of long pins may hold together. The kinds are
+# residencies, holds (pins that requests asked for) and read leases without a load.
 #
 # Always true: once residencies have reserved or pinned anything, a part of the arena
 # (`STORE_SHARE`) stays free for stores, whatever the shares of the three kinds. Without
@@ -332,21 +355,23 @@ class TenantBook:
 
 
 STORE_SHARE = 16
-"""1/16 of the arena is neither promised nor pinned for long."""
+"""While residencies exist, 1/16 of the arena is neither reserved for them nor pinned for long, so
+that stores find room."""
 
 
 def most_pinned(capacity_bytes: int) -> int:
-    """Returns the most bytes of `capacity_bytes` that all three kinds of long pins (see
-    `PinBudget`) may hold together."""
+    """Returns how many of `capacity_bytes` residencies, holds and read leases without a load may
+    pin together (`PinBudget`)."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 
 class PinBudget:
-    """Pinned bytes by kind of pin. Each count is updated by the module that makes pins of its kind.
+    """Counts the bytes of long pins by kind. The module that makes pins of a kind updates the
+    count.
 
     resident_bytes: reserved for residencies or pinned by them.
-    held_bytes: pinned by requests' holds.
-    unadmitted_bytes: pinned by leases without a load.
+    held_bytes: pinned by holds (pins that requests asked for).
+    unadmitted_bytes: pinned by read leases under which no load has begun.
     """
 
     def __init__(self, tenants: TenantBook) -> None:
@@ -369,5 +394,5 @@ class PinBudget:
 
     @property
     def for_others(self) -> int:
-        """Bytes that holds (pins that requests asked for) and leases may still pin."""
+        """Bytes that holds (pins that requests asked for) and read leases may still pin."""
         return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

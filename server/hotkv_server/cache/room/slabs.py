@@ -1,12 +1,13 @@
-"""The elastic pool: an arena cut into slabs, lent to slot sizes in runs of contiguous slabs.
+"""The pool of slots: an arena cut into slabs (pieces of equal size), which are lent to slot sizes
+in runs of adjacent slabs.
 
 Owns which byte of the arena belongs to which slot. Slots lie side by side from the start of their
-run, so only the end of a run is lost: `run_slabs` chooses its length. If no gap is long enough, a
-gap lengthens the run before it or becomes a shorter run. Always true: a slot is either free or
-used. A run whose last slot is freed returns to the pool at once, and its slabs may be lent to any
-other size. Only slabs that have memory are lent (`back`). The pool never moves or evicts anything:
-an allocation that does not fit is granted short. `SlabFloors` says which slabs are reserved for a
-size.
+run, so only bytes at the end of a run are lost: `run_slabs` chooses a length that loses few. If no
+gap between runs is long enough, a gap lengthens the run before it or becomes a shorter run. Always
+true: a slot is either free or used. A run whose last slot is freed returns to the pool at once, and
+its slabs may be lent to any other size. Only slabs that have memory are lent (`SlabPool.back`). The
+pool never moves or evicts anything: an allocation that does not fit gets fewer slots than it asked
+for. `SlabFloors` reserves slabs for slot sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +20,18 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import BoolMask, Int64s
 
 CHUNK_SLOTS = 1 << 14
-"""Freed slots are appended to the last chunk up to this size; otherwise they start a new chunk."""
+"""Most slots in a chunk (array of offsets) of `FreeSlots` before freed slots start a new chunk."""
 FREE, ABSENT = -1, -2
-"""Values that replace a slot size in the table of owners. FREE: the slab is lent to no size.
-ABSENT: the slab has no memory yet."""
+"""Values that replace the slot size in the array that stores for each slab the slot size it is lent
+to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
 
 
 class FreeSlots:
-    """Free slots of one size, by offset.
+    """The free slots of one size, as a stack of offsets.
 
-    Always true: the slot that was added last is handed out first. Offsets are stored in chunks: a
-    single array of millions would be copied at every change.
+    Always true: the slot that was added last is handed out first. Offsets are stored in chunks
+    (arrays of at most about CHUNK_SLOTS), because a single array of millions would be copied at
+    every change.
     """
 
     __slots__ = ("_chunks", "_num")
@@ -45,7 +47,7 @@ class FreeSlots:
         return f"FreeSlots({self._num})"
 
     def add(self, offsets: Int64s) -> None:
-        """Adds slots; they are handed out before all others."""
+        """Adds slots that are handed out before all slots added so far."""
         if self._chunks and len(self._chunks[-1]) + len(offsets) <= CHUNK_SLOTS:
             self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
         elif len(offsets):
@@ -53,13 +55,14 @@ class FreeSlots:
         self._num += len(offsets)
 
     def add_below(self, offsets: Int64s) -> None:
-        """Adds slots; they are handed out after all others."""
+        """Adds slots that are handed out after all slots added so far."""
         if len(offsets):
             self._chunks.insert(0, offsets)
         self._num += len(offsets)
 
     def take(self, count: int) -> Int64s:
-        """Removes and returns the last `count` slots, or all if fewer, the last slot first."""
+        """Removes up to `count` slots from the top of the stack and returns their offsets; fewer
+        only if fewer are free. The top slot comes first."""
         taken: list[Int64s] = []
         missing = min(count, self._num)
         self._num -= missing
@@ -88,18 +91,18 @@ class FreeSlots:
 
 
 class SlabFloors:
-    """The number of slots of each size that were promised, for example to residencies: the floor of
-    the size. Keeps enough slabs available for the promised slots. A promise in bytes alone would be
-    weak, because a pinned slot blocks its slab for every other slot size.
+    """Reserves slabs for slots that were promised to a slot size, for example to a residency. The
+    floor of a size is the number of its promised slots. A promise in bytes alone would be weak,
+    because a pinned slot blocks its slab for every other slot size.
 
-    lent: returns the number of slabs that a size has.
-    num_free: returns the number of free slabs.
+    lent: function that returns the number of slabs lent to a size.
+    num_free: function that returns the number of free slabs.
 
     Always true between two calls of the core: if some sizes have fewer slabs than their floors
     need, that many slabs are free. A size gets free slabs only if enough stay free for the floors
     of other sizes. A size gives slabs to another size only down to its own floor. So a size has
-    room for all promised slots, once its evictable blocks are evicted. The slabs that a floor needs
-    are counted as if each slot had the shortest run: such runs can be lent wherever free slabs lie.
+    room for all promised slots, once its evictable blocks are evicted. The number of slabs that a
+    floor needs assumes the shortest runs, because those can be lent wherever free slabs lie.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class SlabFloors:
         return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
 
     def add(self, slot_bytes: int, num_slots: int) -> None:
-        """Promises `num_slots` more slots of an aligned size; fewer if negative."""
+        """Raises the floor of an aligned slot size by `num_slots` slots; lowers it if negative."""
         if not num_slots:
             return
         assert slot_bytes % SLOT_ALIGN == 0, "floors are of aligned sizes"
@@ -129,28 +132,33 @@ class SlabFloors:
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
-        """Returns the number of slabs that the size is short of."""
+        """Returns how many slabs the size lacks for its floor (the number of slots promised to
+        it)."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Returns the number of slabs that the size may give to other sizes."""
+        """Returns how many slabs the size could give to other sizes and still have its floor (the
+        number of slots promised to it)."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
-        """Returns the sizes with a floor."""
+        """Returns the slot sizes that have a floor (promised slots)."""
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Returns the number of free slabs that this size may not use."""
+        """Returns how many free slabs must stay free for the floors (promised slots) of other
+        sizes."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
     @property
     def shortfall(self) -> int:
-        """Number of slabs that must become free before all floors hold."""
+        """Number of further slabs that must become free before the promised slots of all sizes have
+        room."""
         return max(0, sum(map(self.missing, self._slots)) - self._num_free())
 
     def would_fit(self, more: Mapping[int, int]) -> bool:
-        """Returns True if all floors would hold with these additional slots by size."""
+        """Returns True if all promised slots would have room together with `more`: numbers of
+        additional slots by slot size. Changes nothing."""
         for size, count in more.items():
             self.add(size, count)
         fits = not self.shortfall
@@ -159,8 +167,8 @@ class SlabFloors:
         return fits
 
     def check(self, slots: Mapping[int, int]) -> None:
-        """Raises AssertionError unless exactly `slots` are promised, by size, and enough slabs are
-        available for them."""
+        """Raises AssertionError unless exactly `slots` (numbers by slot size) are promised, and
+        enough slabs are free or lent for them."""
         expected = {size: count for size, count in slots.items() if count}
         assert self._slots == expected, "slots of floors miscounted"
         assert not self.shortfall, "a floor does not hold"
@@ -178,14 +186,15 @@ class SlabClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """How the arena is divided among slot sizes, as far as it has memory. Lent bytes are used, idle
-    or tail.
+    """How the arena is divided among slot sizes, as far as it has memory. Each byte of a lent slab
+    is used, idle or tail.
 
-    lent_bytes: slabs that are lent to some slot size.
-    idle_bytes: free slots in lent slabs.
+    arena_bytes: bytes of slabs that have memory.
+    lent_bytes: bytes of slabs that are lent to a slot size.
+    idle_bytes: bytes of free slots in lent slabs.
     tail_bytes: bytes of lent slabs that no slot covers, because slot sizes don't divide slabs.
-    stranded_bytes: free slabs that are not contiguous enough for the widest known slot size; 0 if
-        no slot spans slabs.
+    stranded_bytes: bytes of free slabs in gaps that are too short for a slot of the widest known
+        size; 0 if no slot spans slabs.
     shares: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) for each
         size that has slabs.
     """
@@ -205,7 +214,7 @@ class PoolFigures:
     @property
     def imbalance_ratio(self) -> float:
         """Share of lent memory that is lent to the wrong slot sizes: ½ Σ |share of lent slabs -
-        share of used bytes| over slot sizes.
+        share of used bytes|, summed over slot sizes.
 
         0 if every size has slabs in proportion to its used bytes; always below 1.
         """
@@ -220,7 +229,7 @@ def figures_of(
 
     rows: the figures of each slot size.
     num_backed: number of slabs that have memory.
-    num_stranded: number of free slabs that the widest slot size can't use.
+    num_stranded: number of free slabs that a slot of the widest size can't use.
     """
     used = sum(row.num_used * row.slot_bytes for row in rows)
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
@@ -240,32 +249,37 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of a run (adjacent slabs that are lent together) that its slots should leave
-unused."""
+"""Largest share of a run (adjacent slabs that are lent together) that may lie unused behind its
+last slot."""
 LONGEST_END = 100
-"""Most slabs by which a run (slabs that are lent together) is longer than a single slot needs. More
-are not necessary: a run of 100 slabs that ends right after a slot loses less than a slab, which is
-MOST_LOST."""
+"""Most slabs that a run (adjacent slabs that are lent together) has in addition to the slabs that a
+single slot needs. More are not necessary: a run of 100 slabs loses less than one slab behind its
+last slot, which is the share MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
-"""Least and most runs (adjacent slabs that are lent together) that should fit into an arena. The
-least holds even if shorter runs lose more at their ends: a size must not take most of a small arena
-for its first block. The most keeps the gaps between runs of different sizes small beside the runs.
-It does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS slabs."""
+"""Bounds for the number of runs (adjacent slabs that are lent together) that fit into an arena,
+which limit the length of a run.
+
+At least 16, even if shorter runs lose more at their ends: a size must not take most of a small
+arena for its first block. At most 32, so that the gaps between runs of different sizes are small
+beside the runs. The second bound does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas
+of less than FEW_SLABS slabs.
+"""
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena of fewer slabs, runs (slabs that are lent together) are as short as their slot size
-allows, because a single hot block keeps its whole run from being emptied."""
+"""In an arena of fewer slabs, runs (adjacent slabs that are lent together) are as short as their
+slot size allows, because a single hot block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the number of slabs that one slot needs."""
+    """Returns how many slabs one slot needs: the length of the shortest run (adjacent slabs that
+    are lent together)."""
     return -(-slot_bytes // slab_bytes)
 
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
     """Returns the length, in slabs, of runs (adjacent slabs that are lent together) for a slot size
-    in an arena of `num_slabs`: the shortest length that loses at most MOST_LOST, or else the length
-    that loses least."""
+    in an arena of `num_slabs`. It is the shortest length that loses at most MOST_LOST behind the
+    last slot, or the length that loses least if no length does."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -281,9 +295,10 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 
 
 class _SlabClass:
-    """Slots of the same size.
+    """What the pool knows about one slot size: its slabs and its free slots.
 
-    run_slabs, slots_per_run: number of slabs and of slots in a run of full length.
+    run_slabs, slots_per_run: number of slabs and of slots in a run (adjacent slabs that are lent
+        together) of full length.
     num_slabs, num_slots: number of slabs and of slots in all runs of this size.
     """
 
@@ -304,7 +319,8 @@ class _SlabClass:
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
         self.free = FreeSlots()
         self.num_slabs = self.num_slots = 0
-        # Slots that could be lent, and the state of the pool for which that was counted.
+        # How many slots in free slabs could still be lent, and the state of the pool for which that
+        # was computed.
         self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
 
@@ -315,39 +331,45 @@ class _SlabClass:
         )
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns the number of slots in runs (slabs that are lent together) of these lengths.
-        `lengths`: lengths of the runs, in slabs."""
+        """Returns how many slots of this size runs (adjacent slabs that are lent together) of these
+        lengths have. `lengths`: in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
     def slots_of(self, heads: Int64s, lengths: Int64s) -> Int64s:
-        """Returns the offsets of the slots in runs (slabs that are lent together), run by run in
-        rising order."""
+        """Returns the offsets of all slots in some runs (adjacent slabs that are lent together),
+        run by run in rising order.
+
+        heads: first slab of each run.
+        lengths: length of each run, in slabs.
+        """
         runs, nth = spread(self.counts_of(lengths))
         offsets: Int64s = heads[runs] * self._slab_bytes + nth * self.slot_bytes
         return offsets
 
 
 def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Expands counts: for each of the `counts[i]` items at each place i, returns the place i and
-    the item's number within its place, int64 [counts.sum()]. (2, 1) gives (0, 0, 1), (0, 1, 0)."""
+    """Lists the items of places, of which place i has `counts[i]`. Returns for each item its place
+    and its number within the place, int64 [counts.sum()]. Counts (2, 1) give places (0, 0, 1) and
+    numbers (0, 1, 0)."""
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places, nth
 
 
 class SlabPool:
-    """Slots of any size in an arena. Offsets are in bytes from the arena's start, multiples of
-    SLOT_ALIGN.
+    """Allocates slots of any size in an arena. Offsets are in bytes from the arena's start,
+    multiples of SLOT_ALIGN.
 
     num_slabs: slabs of the whole arena.
     num_backed: slabs that have memory.
-    num_free_slabs: slabs with memory that are not lent.
+    num_free_slabs: slabs with memory that are not lent to a slot size.
+    floors: reserves slabs for promised slots.
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, *, is_backed: bool = True) -> None:
-        """Makes a pool. `is_backed`: whether all slabs have memory; otherwise slabs get memory
-        through `back` and `claim`."""
+        """Makes a pool without used slots. `is_backed`: True if all slabs have memory; if False,
+        slabs get memory through `back` and `claim`."""
         if slab_bytes <= 0 or slab_bytes % SLOT_ALIGN:
             raise ValueError(
                 f"slab_bytes is {slab_bytes}; it must be a positive multiple of {SLOT_ALIGN}"
@@ -358,8 +380,9 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # By slab: the slot size it is lent to, FREE or ABSENT; and the first slab of its run, or
-        # the slab itself. By the first slab of a run: its length and its used slots.
+        # _owner and _head, by slab: the slot size it is lent to, FREE or ABSENT; the first slab of
+        # its run, or the slab itself. _length and _used, by the first slab of a run: the run's
+        # number of slabs and of used slots.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)
@@ -397,7 +420,7 @@ class SlabPool:
         self._revision += 1
 
     def stats(self) -> list[SlabClassStats]:
-        """Returns a row for each slot size that has slabs."""
+        """Returns the figures of each slot size that has slabs."""
         return [c.stats() for _, c in sorted(self._classes.items()) if c.num_slabs]
 
     def figures(self) -> PoolFigures:
@@ -407,46 +430,46 @@ class SlabPool:
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def _free_runs(self) -> Int64s:
-        """Returns the lengths of the gaps (adjacent free slabs), with some zeros in between."""
+        """Returns the lengths of the gaps (ranges of adjacent free slabs). The array also has
+        zeros, which the caller ignores."""
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
         return np.diff(lent) - 1
 
     def capacity_slots(self, slot_bytes: int) -> int:
         """Returns how many slots of this size the whole arena could hold, once all of it has
-        memory. Does not make the size known: a size that is only checked does not count as the
-        widest in `figures`."""
+        memory. A size for which only this method was called is not known to the pool: it does not
+        count as the widest size in `figures`."""
         size = aligned(slot_bytes)
         c = self._classes.get(size) or _SlabClass(size, self.slab_bytes, self.num_slabs)
         num_runs, rest = divmod(self.num_slabs, c.run_slabs)
         return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns the number of slabs and of slots in a run of full length (adjacent slabs that are
-        lent together)."""
+        """Returns the number of slabs and of slots in a run (adjacent slabs that are lent together)
+        of full length for this slot size."""
         c = self._class(slot_bytes)
         return c.run_slabs, c.slots_per_run
 
     def is_shared(self, slot_bytes: int) -> bool:
-        """Returns True if slabs are lent to a size other than this."""
+        """Returns True if slabs are lent to another slot size than this."""
         return any(c.num_slabs and c.slot_bytes != slot_bytes for c in self._classes.values())
 
     def slab_of(self, offsets: Int64s) -> Int64s:
-        """Returns the number of each slot's first slab."""
+        """Returns the slab in which each offset lies."""
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Returns the slot size that each slab is lent to; FREE if the slab is not lent, ABSENT if
-        it has no memory. A
-        view: do not change it."""
+        """Returns the slot size that each slab is lent to; FREE if it is not lent, ABSENT if it has
+        no memory. The array is a view: do not change it."""
         return self._owner
 
     def slab_head(self) -> Int64s:
-        """Returns for each slab the first slab of its run (the slabs that were lent together); the
-        slab itself if it is not lent. A view: do not change it."""
+        """Returns for each slab the first slab of its run (adjacent slabs that are lent together);
+        the slab itself if it is not lent. The array is a view: do not change it."""
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
-        """Returns how many slots of this size `allocate` would grant."""
+        """Returns how many slots of this size `allocate` could return at the moment."""
         c = self._class(slot_bytes)
         usable = self._usable(c)
         if c.run_slabs == 1:
@@ -458,7 +481,8 @@ class SlabPool:
         return len(c.free) + c.room[0]
 
     def _usable(self, c: _SlabClass) -> int:
-        """Returns how many free slabs may be lent to a size."""
+        """Returns how many free slabs may be lent to a size: free slabs without those that are
+        reserved for other sizes (`SlabFloors`)."""
         return max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
 
     def lent_slabs(self, slot_bytes: int) -> int:
@@ -470,8 +494,8 @@ class SlabPool:
         return len(self._class(slot_bytes).free)
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
-        """Allocates up to `num_slots` slots; fewer if free slots and free slabs run out. Returns
-        their offsets."""
+        """Allocates up to `num_slots` slots and returns their offsets; fewer slots if no more free
+        slots and free slabs are left."""
         c = self._class(slot_bytes)
         if len(c.free) < num_slots:
             self._lend(c, num_slots - len(c.free))
@@ -504,7 +528,8 @@ class SlabPool:
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, heads: Int64s) -> None:
-        """Returns runs (slabs that were lent together) without a used slot to the pool."""
+        """Frees the slabs of runs (adjacent slabs that were lent together) that have no used slot.
+        `heads`: the first slab of each run."""
         lengths = self._length[heads]
         runs, nth = spread(lengths)
         slabs = heads[runs] + nth
@@ -524,10 +549,11 @@ class SlabPool:
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
         """Returns for each offset the first slab of the run (adjacent slabs that are lent together)
-        to which a slot at this offset may belong; -1 if this size has no slot there in any run.
+        to which a slot of this size at the offset could belong; -1 if no run could have a slot
+        there.
 
-        If a run could start at several slabs, the nearest is returned. Whole slots lie between two
-        such starts, so one long run and two short runs have the same slots.
+        If a run could start at several slabs, returns the nearest. Whole slots lie between two such
+        starts, so one long run and two short runs have the same slots.
         """
         size = aligned(slot_bytes)
         slabs = self.slab_of(offsets)
@@ -545,10 +571,10 @@ class SlabPool:
 
     def claim(self, slot_bytes: int, offsets: Int64s) -> None:
         """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
-        overlap.
+        overlap, are misaligned or lie outside the arena.
 
-        A run (slabs that were lent together) is rebuilt up to its last used slot. The run's slabs
-        count as having memory from here on; the caller prefaults them.
+        Rebuilds each run (adjacent slabs that were lent together) up to its last used slot. From
+        here on, the run's slabs count as having memory; the caller prefaults them.
         """
         if not len(offsets):
             return
@@ -571,7 +597,7 @@ class SlabPool:
         num_free = int((self._owner[slabs] == FREE).sum())
         self._owner[slabs], self._head[slabs] = c.slot_bytes, heads[runs]
         self._length[heads] = lengths
-        # Slabs without memory get it, and are lent with the others.
+        # The slabs of these runs that had no memory count as having memory now.
         self.num_backed += len(slabs) - num_free
         self.num_free_slabs += len(slabs) - num_free
         self._count_lent(c, len(slabs))
@@ -586,9 +612,9 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
-        """Lends free slabs to a slot size for `want_slots` more slots; fewer if slabs run out or
-        are promised to other sizes (`SlabFloors`). Uses gaps for runs of full length (`run_slabs`
-        adjacent slabs) first, then shorter gaps."""
+        """Lends free slabs to a slot size for `want_slots` more slots; for fewer if free slabs run
+        out or are reserved for other sizes (`SlabFloors`). Uses gaps that fit a run of full length
+        (`run_slabs` adjacent slabs) first, then shorter gaps."""
         usable = self._usable(c)
         plan = np.empty((min(usable, want_slots), 3), np.int64)
         num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)
@@ -609,7 +635,7 @@ class SlabPool:
         c.free.add_below(offsets[::-1])
 
     def _count_lent(self, c: _SlabClass, change: int) -> None:
-        """Counts slabs as lent, or as given back if `change` is negative."""
+        """Counts `change` more slabs as lent to the size, or fewer if `change` is negative."""
         c.num_slabs += change
         self.num_free_slabs -= change
         self._revision += 1
@@ -625,7 +651,7 @@ class SlabPool:
         return int(num_pieces), int(num_slots)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if counts, owners and free lists disagree."""
+        """Raises AssertionError if counts, runs and free slots disagree."""
         assert self.num_free_slabs == int((self._owner == FREE).sum()), "free slabs miscounted"
         assert self.num_backed == int((self._owner != ABSENT).sum()), "slabs with memory miscounted"
         slabs = np.arange(self.num_slabs)

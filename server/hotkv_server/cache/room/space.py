@@ -1,9 +1,9 @@
-"""All slots of a tier: making room, and reserving, publishing and using the entries that own them.
+"""`Space`: all slots of a tier and the entries that own them. `Room` makes room for new entries.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
-Evict on allocate: `make_room` makes room only when it is needed, right before the `insert` that
-needs it. Making room can take long, so it runs in parts. Representations are entries too, but they
-influence no decision: see `Representations`.
+Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
+needs the slots. Making room can take long, so it runs in parts. Representations are entries too,
+but they influence no decision: see `Representations`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,29 +20,29 @@ from hotkv_server.cache.room.slabs import SlabPool, aligned
 from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
 from hotkv_server.cache.values import BoolMask, Entries, Int64s, TenantShare
 
-# Making room: evicting until the requested slots are free.
+# Making room: evicting entries until the requested slots are free.
 #
-# Always true: a pinned or reserved entry is never evicted. Nothing is evicted while there is room,
+# Always true: a pinned or reserved entry is never evicted. Nothing is evicted while slots are free,
 # nor for slots that the growing arena provides within moments. A tenant with a burst bound makes
-# room within its own blocks. Blocks of the same slot size are evicted, coldest first, unless slabs
-# of other sizes are colder (`Rebalancer`). A representation is evicted alone only if a block needs
-# its room. Long work runs in parts. Other calls may use free slots between two parts, so the
-# missing slots are counted again.
+# room within its own blocks. The coldest blocks of the same slot size are evicted, unless slabs of
+# other sizes are colder (`Rebalancer`). A representation is evicted without its block only if a
+# block needs its room. Long work runs in parts. Other calls may use free slots between two parts,
+# so the missing slots are counted again.
 
 
 REBALANCE_SHARE = 64
-"""A slot size is compared with the others each time room for 1/64 of the arena was made for it;
-more often while it grows."""
+"""The slabs of a slot size are compared with those of other sizes each time 1/64 of the arena was
+freed for this size. While the size gains slabs, they are compared at each call."""
 
 
 class Room:
-    """Makes room in a tier.
+    """Makes room in a tier: frees slots of a size by evicting entries.
 
     coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
-        requests that were refused because the requests will fit after that second.
-    may_keep: False if this is a tier below host memory, or host memory with tiers below. The policy
-        then may not refuse room to new blocks, because tiers below get only blocks that were
-        stored here.
+        requests that were refused because they will fit then.
+    may_keep: True if the policy may refuse room to new blocks in order to keep others. False if
+        this is a tier below host memory, or host memory with tiers below it, because those tiers
+        get only blocks that were stored here.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -51,8 +51,8 @@ class Room:
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
-        # By slot size: bytes that room was made for since the size was compared with the others. A
-        # size that is missing here is due for a comparison, and so is a size that grows.
+        # By slot size: bytes that were freed for the size since its slabs were compared with those
+        # of other sizes (REBALANCE_SHARE). A size that is missing here is due for a comparison.
         self._pressure_bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -68,11 +68,11 @@ class Room:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for `count` slots of `size` bytes for the tenant `taker`, as far as entries
-        may be evicted for that tenant.
+        """Frees `count` slots of `size` bytes for the tenant with number `taker`, as far as entries
+        may be evicted for that tenant. Yields after each part of the work.
 
-        is_block: True if representations (compact forms of keys) of other blocks may be dropped to
-            make room.
+        is_block: True if the slots are for blocks. Representations (compact forms of keys) of other
+            blocks may then be dropped to make room.
         has_promise: True if the room was reserved for a residency; representations may be dropped
             for the residency too.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
@@ -98,17 +98,17 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def shares(self, size: int) -> bool:
-        """Returns True if a slot size shares the arena with other sizes or with representations
-        (compact forms of keys). Notifies the policy, which then may not refuse room to a new block
-        in order to retain other blocks."""
+        """Returns True if the arena also has slots of other sizes or representations (compact forms
+        of keys). Notifies the policy, which then may not refuse room to new blocks in order to keep
+        others."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs until `more` slots by size could be promised to (reserved for) a tenant, as
-        far as entries may be evicted for it. While the method runs, these slots count as promised,
-        so that no other call gets them."""
+        """Frees slabs until `more` slots (numbers by slot size) can be promised to the tenant
+        `taker`, as far as entries may be evicted for it. Yields after each part. While the
+        generator runs, these slots count as promised, so that no other call gets their slabs."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -116,7 +116,8 @@ class Room:
             for size in more:
                 missing_bytes = floors.missing(size) * self._pool.slab_bytes
                 if missing_bytes and floors.shortfall:
-                    # More slots than the free slabs of a shortfall could have.
+                    # This number of slots is never reached: the work ends when no floor is short of
+                    # slabs.
                     wanted = self._pool.free_slots(size) + missing_bytes // size + 1
                     payers = self._payers(taker, missing_bytes)
                     yield from self._rebalancer.take_until(
@@ -127,23 +128,24 @@ class Room:
                 floors.add(size, -count)
 
     def coming_slots(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots the growing arena provides within moments."""
+        """Returns how many of `count` slots of this size will fit without evictions in about a
+        second, when the growing arena has more memory."""
         if not self.coming_bytes:
             return 0
         missing = count - self._pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns `coming_slots` and counts these slots as refused: removes the slots' bytes from
-        `coming_bytes`."""
+        """Returns `coming_slots`, and subtracts these slots from `coming_bytes`: the caller refuses
+        them, and they will use that memory."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
 
     def within_bound(self, taker: int, size: int, count: int) -> int:
-        """Returns how many of `count` additional slots a tenant may take without exceeding its
-        burst bound (the most bytes that it may ever hold). Evicts the tenant's own coldest blocks
-        if `count` slots would exceed the bound."""
+        """Returns how many of `count` more slots the tenant `taker` may have within its burst bound
+        (the most bytes that it may use). If `count` slots would exceed the bound, evicts the
+        tenant's own coldest blocks first."""
         if not self._tenants.is_used:
             return count
         count = min(count, self._tenants.burst_bytes(taker) // size)
@@ -157,8 +159,9 @@ class Room:
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:
         """Evicts until `num_slots` slots of this size are free, or no more entries may be evicted
-        for the tenant."""
-        # Read before the evictions: evicting its own blocks must not give the tenant a new claim.
+        for the tenant `taker`."""
+        # Read this before the evictions: after them the tenant would seem to have room within its
+        # guarantee.
         payers = self._payers(taker, num_slots * slot_bytes)
         shared = self._pool.is_shared(slot_bytes)
         if shared:
@@ -170,7 +173,8 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Empties colder slabs of other sizes if this size is due for a comparison.
+        """Empties slabs of other sizes that are colder than this size's blocks, if this size is due
+        for a comparison (REBALANCE_SHARE).
 
         A comparison looks at every entry, so each comparison makes room for a share of the arena.
         """
@@ -187,8 +191,8 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns the tenants whose blocks are evicted first, and the tenants that follow if
-        evicting those blocks is not enough."""
+        """Returns which blocks may be evicted for the tenant `taker`, in the order in which to try:
+        each further element is for the case that evicting the blocks before is not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -202,8 +206,9 @@ class Room:
         taker: int,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Evicts the coldest blocks of a slot size (0: of any) that may be evicted for this tenant,
-        until `missing` returns 0."""
+        """Evicts the coldest blocks of a slot size (0: of any size) that may be evicted for the
+        tenant `taker`, until `missing` returns 0 or no more may be evicted. Yields after each
+        part."""
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
             if not self._tenants.is_used:
@@ -223,7 +228,8 @@ class Room:
                 yield
 
     def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
-        """Evicts up to `count` of the coldest blocks of any tenant. Returns how many it evicted."""
+        """Evicts up to `count` of the coldest blocks, whatever their tenant. Returns how many it
+        evicted."""
         policy = self._books.policy
 
         def may_go(entries: Entries) -> BoolMask:
@@ -242,8 +248,8 @@ class Room:
         may_pay: Callable[[Int64s], BoolMask],
         keep_at_s: float | None = None,
     ) -> int:
-        """Evicts up to `count` of the coldest blocks of tenants that `may_pay`, but takes no tenant
-        below its guarantee. Returns how many it evicted."""
+        """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts. Takes
+        no tenant other than the `taker` below its guarantee. Returns how many it evicted."""
         books, evicted = self._books, 0
 
         def evictable(entries: Entries) -> BoolMask:
@@ -256,7 +262,7 @@ class Room:
             victims = books.policy.victims(
                 slot_bytes, count - evicted, evictable, keep_at_s=keep_at_s
             )
-            # Each of them may be evicted alone, but perhaps not all together.
+            # Each victim may be evicted alone, but perhaps not all of them together.
             sizes = books.representations.bytes_with(victims)
             victims = victims[self._tenants.within(books.owners(victims), sizes, taker)]
             if not self._removal.evict_blocks(victims):
@@ -267,8 +273,9 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops representations (compact forms of keys, for sparse attention) of the coldest
-        blocks, of one slot size (0: of any), until `missing` returns 0. The blocks stay."""
+        """Drops the representations (compact forms of keys, for sparse attention) of the coldest
+        blocks until `missing` returns 0. The blocks stay. `slot_bytes`: drops only representations
+        of this slot size; 0: of any size."""
         books, representations = self._books, self._books.representations
         if not representations.declared or missing() <= 0:
             return
@@ -293,15 +300,16 @@ class Room:
             yield
 
 
-# Burst bounds: evicts until tenants are within bounds that were lowered, by new shares or by a
-# restart.
+# Burst bounds: evicts blocks of tenants that exceed their bounds. New shares, or a restart with
+# other settings, may have lowered the bounds.
 #
 # Always true: a tenant's coldest blocks are evicted first, no block in use, and no more than its
 # excess requires. Any other method may be called between two parts, so the excess is counted again.
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
-    """Evicts the blocks that tenants hold above their bounds, as far as they may be evicted."""
+    """Evicts blocks of tenants that exceed their burst bounds, until they no longer do or their
+    remaining blocks are pinned. Yields after each part."""
     for tenant, _ in books.tenants.over_bound():
         while (excess_bytes := books.tenants.excess_bytes(tenant)) > 0:
             if not (yield from _evict_excess(books, removal, tenant, excess_bytes)):
@@ -310,8 +318,8 @@ def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
 
 
 def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int) -> Parts[int]:
-    """Evicts the coldest blocks of a tenant, at most EVICTED_PER_PART. Returns how many it
-    evicted."""
+    """Evicts the coldest blocks of a tenant to free `excess_bytes`, at most EVICTED_PER_PART
+    blocks. Returns how many it evicted."""
     count = min(EVICTED_PER_PART, -(-excess_bytes // SLOT_ALIGN))
 
     def may_go(entries: Entries) -> BoolMask:
@@ -329,15 +337,17 @@ def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
 REFRESH_S = 1.0
-"""How much older a block's last use may be than the last use of any block after it."""
+"""A block's last use may be at most this much older than the last use of any block after it in its
+chain."""
 MAX_REFRESHED = 1 << 14
-"""Most blocks of a chain that count as used together with a later block."""
+"""Most blocks before a used block in its chain that count as used with it."""
 
 
 class Space:
-    """All slots of a tier and the entries that own them.
+    """All slots of a tier and the entries that own them: inserts, publishes and uses entries, and
+    makes room for them.
 
-    origins: by entry number [capacity + 1], the tier below that a ready entry was promoted from,
+    origins: by entry number [capacity + 1], the tier below from which a ready entry was promoted,
         numbered from 1, until its hit is credited to that tier. 0 for a block that an engine
         stored, or whose hit was credited.
 
@@ -366,18 +376,20 @@ class Space:
         return f"Space({self.index!r}, {self.pool!r})"
 
     def grow(self, num_bytes: int, coming_bytes: int) -> None:
-        """Marks the first `num_bytes` of the arena as having memory. About `coming_bytes` more get
-        memory within moments.
+        """Records that the first `num_bytes` of the arena have memory now, and that about
+        `coming_bytes` more get memory within moments.
 
-        Until the next call, requests for up to that many bytes are refused instead of evicting
-        blocks: soon both the old and the new blocks fit. Above that, blocks are evicted as usual.
+        Until the next call, requests for up to `coming_bytes` in total are refused instead of
+        evicting blocks, because both old and new blocks will fit soon. Further requests evict
+        blocks as usual.
         """
         self.pool.back(num_bytes)
         self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.room.coming_bytes = coming_bytes
 
     def may_keep(self, slot_bytes: int) -> bool:
-        """Returns True if the policy may hold blocks back and refuse room for slots of this size.
+        """Returns True if the policy may refuse room for slots of this size to new blocks, in order
+        to keep others.
 
         False while several slot sizes or representations (compact forms of keys) share the arena,
         since entries of the other sizes would be evicted instead. False if there are tiers below,
@@ -387,12 +399,12 @@ class Space:
         return self.room.may_keep and not has_others
 
     def has_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns True if so many slots of this size and entry numbers are free."""
+        """Returns True if `count` slots of this size, and as many entry numbers, are free."""
         free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if `make_room` need not be called for so many slots: the slots are free,
+        """Returns False if `make_room` need not be called for `count` slots: the slots are free,
         and no tenants are configured."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
@@ -410,13 +422,16 @@ class Space:
         *,
         has_promise: bool = False,
     ) -> Entries:
-        """Reserves slots for keys that are not in the index, in order, as many as find room.
-        Returns the entries of these keys.
+        """Reserves slots for keys that have no entry, in order, until there is no more room.
+        Returns the new entries, one for each of the first keys.
 
-        Call `make_room` before: `insert` evicts only if the tenant's burst bound (the most bytes
-        that it may hold) requires that. While the arena grows, fewer slots are reserved: see
-        `grow`. The caller passes the remaining keys to `decline`.
+        The caller has called `make_room` before. `insert` itself evicts only the tenant's own
+        blocks, if its burst bound (the most bytes that it may use) requires that. While the arena
+        grows, fewer slots are reserved: see `grow`. The caller passes the keys that got no slot to
+        `decline`.
 
+        depths: number of blocks before each block in its chain.
+        lease: number of the write lease or move that owns the entries.
         has_promise: True if the room was reserved for a residency; the room is then not refused
             while the arena grows.
         """
@@ -443,9 +458,13 @@ class Space:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for an `insert` of `count` keys, in parts. Yields no part if there is room
-        already or if the work is short. `keep_at_s`: the current time, if the policy may hold back
-        entries that it expects to be used soon; ignored unless `may_keep` returns True."""
+        """Makes room for an `insert` of `count` keys. Yields after each part of the work; yields
+        nothing if there is room already or if the work is short.
+
+        has_promise: True if the room was reserved for a residency.
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
+            soon; ignored if `may_keep` returns False.
+        """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)
@@ -465,7 +484,7 @@ class Space:
         checks: Keys | None = None,
         keys: Keys | None = None,
     ) -> None:
-        """Makes reserved entries, in chain order, ready and used.
+        """Makes reserved entries ready and records a use of each. The entries are in chain order.
 
         checks: the entries' check values, uint64 [n]; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
@@ -486,9 +505,10 @@ class Space:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Reports to the policy the blocks for which `insert` found no room, in chain order.
+        """Notifies the policy of blocks that were not stored because `insert` found no room for
+        them. The blocks are in chain order.
 
-        `depth`: number of blocks before them in the chain.
+        `depth`: number of blocks before the first of them in the chain.
         """
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
@@ -499,8 +519,9 @@ class Space:
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
-        """Counts the blocks before this entry in its chain as used with it, so that the chain does
-        not lose its head first."""
+        """Marks the blocks before this entry in its chain as in use too, unless they were used
+        within REFRESH_S and are hotter than the entry. Otherwise the head of the chain could be
+        evicted before its tail."""
         chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return
@@ -514,5 +535,6 @@ class Space:
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the tier's index, slots, policy and counts disagree. Takes time
+        linear in the capacity."""
         self.books.check_invariants()

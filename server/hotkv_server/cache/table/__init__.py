@@ -1,1 +1,2 @@
-"""Entries: the index, its shared table, and the server's data about each block. Pure."""
+"""The index: entries by key, the block table that it shares with clients, and the server's own data
+about each block. Pure: no clock, no I/O, no threads."""

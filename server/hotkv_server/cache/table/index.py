@@ -1,9 +1,10 @@
-"""Entries by key: the writer of the shared block table, the server's own data about each entry, and
-links between entries.
+"""`BlockIndex` finds entries by key and is the only writer of the shared block table. `Chains` and
+`Representations` link entries with each other.
 
-Always true: an entry number is free, reserved, ready or detached. A key has at most one reserved or
-ready entry. Readers can find only ready entries. Entries are rows of arrays, never Python objects.
-This module neither evicts entries nor allocates slots.
+Always true: an entry number is free, reserved, ready or detached (removed from the table while
+pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
+ready entries. Entries are rows of arrays, never Python objects. This module neither evicts entries
+nor allocates slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +21,14 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Entries by key.
+    """Finds entries by key, and stores the server's own data about each entry.
 
-    num_entries: entries that are not free; at most `limit`.
-    limit: number of records that have memory.
-    num_unpins: calls that released pins.
+    num_entries: number of entries that are not free; at most `limit`.
+    limit: number of entries whose records have memory.
+    num_unpins: number of calls that released pins.
+    pins: number of pins on each entry, by entry number.
     unverified: by entry number, True if the bytes must be compared with the check value before a
-        load. The entry came from an old table, or its bytes did not match and a lease still pins
+        load: the entry came from an old table, or its bytes did not match and a lease still pins
         it.
 
     `_salts` [group, row of the key space]: salts that are mixed into hashes.
@@ -50,8 +52,8 @@ class BlockIndex:
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 
     def back(self, num_entries: int) -> None:
-        """Sets how many entries of the table have memory. Must not be less than the entries in use.
-        Before the first call, all entries have memory."""
+        """Sets how many entries have memory for their records. Must not be less than the number of
+        entries in use. Before the first call, all entries have memory."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
         # Touch the pages of the pins now, a few at a time, rather than all with the first large
         # lease.
@@ -62,7 +64,7 @@ class BlockIndex:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
-        """Registers the salts of a key space's groups, from `first_group` on."""
+        """Registers the salts of a key space's groups, beginning with the group `first_group`."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -70,15 +72,15 @@ class BlockIndex:
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Returns an entry word for each hash [n]: the entry number, with the high bit set while
-        the entry is reserved; 0 for a miss. `hashes`: words [n, 8]."""
+        the entry is reserved; 0 if the hash has no entry. `hashes`: words [n, 8]."""
         return self.table.find(
             hashes, self._salt(key_space_id, group_index), key_space_id, group_index
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns an entry word for each hash [n] (the entry number, with the high bit set while
-        the entry is reserved; 0 for a miss), but compares only tags (32 bits of each key), as
-        readers of the table do. Faster than `find`, but only a hint."""
+        """Returns entry words as `find` does, but compares only 32 bits of each hash (the tag), as
+        clients that map the table do. Faster than `find`, but only a hint: a word may belong to
+        another hash."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -91,8 +93,13 @@ class BlockIndex:
         depths: Int64s,
         lease_number: int,
     ) -> Entries:
-        """Adds reserved entries for keys that are not in the index, in order, until the index is
-        full. Returns the numbers of the new entries."""
+        """Adds reserved entries for keys that have no entry, in order, until the index is full.
+        Returns the numbers of the new entries.
+
+        offsets, depths: of each key, int64 [n]: the offset of its slot in bytes, and the number of
+            blocks before it in its chain.
+        lease_number: number of the write lease or move that owns the entries.
+        """
         count = min(len(hashes), self.limit - self.num_entries)
         entries = np.empty(count, np.uint32)
         fitted, self._free_head, self._next_unused = self._kernels.insert(
@@ -114,36 +121,40 @@ class BlockIndex:
         return entries[:fitted]
 
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
-        """Returns the number of each reserved entry's write lease or move. Meaningless for entries
-        in other states."""
+        """Returns the number of the write lease or move that owns each reserved entry. Meaningless
+        for entries in other states."""
         owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds `mark` (the bit of a shard, a rank's part of each block) to the reserved entries'
-        masks of written shards. Returns the masks [n]. A record stores the mask in the upper half
-        of its check value."""
+        """Sets the bit `mark` in the mask of written shards (a rank's part of a block each) of each
+        reserved entry. Returns the masks [n]. While an entry is reserved, its record stores the
+        mask in the upper half of the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: every reader finds them from here on. `keys`: the entries'
-        keys, as `mixed` returns them. `checks`: their check values."""
+        """Makes reserved entries ready: from here on, lookups find them.
+
+        keys: the entries' keys, as `mixed` returns them.
+        checks: the entries' check values.
+        """
         done = int(
             self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
         )
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
-        """Removes reserved or ready entries and frees their numbers. Returns the removed entries'
-        records, split by `parts`."""
+        """Removes reserved or ready entries and frees their numbers. Returns the records that the
+        entries had, split by `parts`. `keys`: the entries' keys, as `mixed` returns them."""
         rows = self._unlink(entries, keys)
         self._release(entries)
         return self.parts(rows)
 
     def parts(self, rows: Words) -> list[Words]:
-        """Splits records [n, 18] into parts with the same key space, group and slot size."""
+        """Splits records [n, 18] into arrays in which all records have the same key space, group
+        and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
         owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
@@ -153,8 +164,8 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Removes ready or reserved entries from the table. The entries keep their numbers and
-        slots until `remove_detached`."""
+        """Removes ready or reserved entries from the table, so that lookups miss them. The entries
+        keep their numbers and slots until `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
@@ -182,7 +193,8 @@ class BlockIndex:
         self.num_entries -= len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
-        """Adds `change` (1 or -1) to the pins of entries. An entry listed twice counts twice."""
+        """Adds `change` (1 or -1) to the number of pins of each entry. An entry listed twice counts
+        twice."""
         if not len(entries):
             return
         self.num_unpins += change < 0
@@ -199,12 +211,12 @@ class BlockIndex:
         return out
 
     def offsets(self, entries: Entries) -> Int64s:
-        """Returns slot offsets in bytes."""
+        """Returns the offsets of the entries' slots in the arena, in bytes."""
         offsets: Int64s = self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         return offsets
 
     def slot_bytes(self, entries: Entries) -> Int64s:
-        """Returns slot sizes in bytes, rounded up to SLOT_ALIGN."""
+        """Returns the sizes of the entries' slots in bytes, rounded up to SLOT_ALIGN."""
         sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
         return sizes
 
@@ -220,7 +232,8 @@ class BlockIndex:
 
     @property
     def num_numbers(self) -> int:
-        """Every entry number that was ever used is less than this number."""
+        """Upper end of the entry numbers in use: every entry number that was ever used is less than
+        this."""
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
@@ -248,8 +261,8 @@ class BlockIndex:
     def ready_blocks(
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
-        """Returns the ready entries from `first` to `end` that are blocks. `key_space_id`: 0 for
-        all key spaces."""
+        """Returns the entries with numbers from `first` to `end` that are ready blocks, not
+        representations. `key_space_id`: 0 for all key spaces."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]
@@ -274,15 +287,15 @@ class BlockIndex:
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Returns the keys of entries, uint64 [n]: the hash mixed with key space and group, as in
-        the table."""
+        """Returns the keys of entries, uint64 [n], as in the table: a key is the block's hash,
+        mixed with its key space and group."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """Returns the keys, uint64 [n], that entries with these hashes [n, 8] have; the hashes need
-        not be in the index."""
+        """Returns the keys, uint64 [n], that blocks with these hashes [n, 8] have in the table. The
+        hashes need not be in the index."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
@@ -293,8 +306,8 @@ class BlockIndex:
 
 
 def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
-    """Raises AssertionError unless the list of free numbers contains exactly the free entries,
-    unpinned and not marked unverified."""
+    """Raises AssertionError unless the list of free numbers contains exactly the free entries, and
+    free entries are neither pinned nor marked unverified."""
     free: list[int] = []
     number = index._free_head
     while number and len(free) <= index.capacity:
@@ -312,7 +325,8 @@ def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 
 def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
-    """Raises AssertionError unless the buckets contain exactly the reserved and ready entries."""
+    """Raises AssertionError unless the buckets of the table contain exactly the reserved and ready
+    entries."""
     buckets = index.table.buckets
     words = buckets[:, table.ENTRIES :].reshape(-1)
     linked = words[words != 0]
@@ -340,11 +354,11 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
     assert np.array_equal(overflow, buckets[:, table.OVERFLOW]), "overflow counts are wrong"
 
 
-# Chains: which entry precedes each block in the prompts that it was stored for.
+# Chains link each block with the block before it in the prompt that it was stored for.
 #
-# Owns the parent words of records. Always true: a link is a hint. The entry that it names may be
-# removed and its number reused. So a link holds only if that entry is ready, has the same key space
-# and group, and is one block less deep.
+# `Chains` is the only writer of the parent word of records. Always true: a link is a hint. The
+# entry that it names may have been removed and its number reused. So a link is valid only if that
+# entry is ready, has the same key space and group, and is one block less deep.
 
 
 class Chains:
@@ -359,18 +373,18 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Sets for each of `entries` the entry before it in its chain; 0: no entry."""
+        """Links each of `entries` with the entry before it in its chain (prompt); 0: no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
         self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
     ) -> None:
         """Links the entries of a chain, each with the entry before it. Also links entries that
-        existed before this call: the block before them may have been evicted and stored again
+        existed before this call again: the block before them may have been evicted and stored again
         under another entry number.
 
-        words: entry words [n]; 0 for a block without an entry.
-        parent: the hash [8] before the first block; None at the root.
+        words: entry words [n] of the chain's blocks; 0 for a block without an entry.
+        parent: hash [8] of the block before the first of them; None if the chain begins with them.
         """
         first = np.uint32(0)
         if parent is not None:
@@ -381,9 +395,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the ready blocks of the chain that ends with the hash `last` [8]: at most `most`
-        blocks before it, as far as the links between entries are valid, and the last block. Empty
-        if the last block is not ready."""
+        """Returns the end of the chain whose last block has the hash `last` [8]: the entries of
+        that block and of the ready blocks before it, in chain order. Walks back over at most `most`
+        blocks, and stops at a link that is not valid. Empty if the last block is not ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -392,30 +406,32 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Returns the ready entries before this entry in its chain, as far as links are valid, from
-        the farthest to the nearest. At most `most`."""
+        """Returns the ready entries before this entry in its chain, in chain order: the `most`
+        nearest, or those up to the first link that is not valid."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
 
 
-# Representations in the index: separate entries with slots of a separate size, each linked with its
+# Representations are entries of their own, with slots of another size. Each is linked with its
 # block.
 #
 # Always true: a ready representation and a ready block of the same key space and hash name each
 # other. A block has at most one representation, the version stored last. The eviction policy does
-# not see representations, and no notice reports them. A representation is removed with its block,
-# or when a new version replaces it. It is removed alone only if a block needs its room: its slab is
-# lent to another slot size, or no other entry of its size may be evicted. A pinned representation
-# that is removed can't be found any more; it keeps its slot until its last pin is released.
+# not see representations, and no eviction notice reports them. A representation is removed with its
+# block, or when a new version replaces it. It is removed alone only if a block needs its room: its
+# slab is lent to another slot size, or no other entry of its size may be evicted. A pinned
+# representation that is removed can't be found any more; it keeps its slot until its last pin is
+# released.
 
 
 FreeSlots = Callable[[list[Words]], None]
-"""Frees the slots of removed records, given in parts with the same slot size."""
+"""Function that frees the slots of removed records. Each of its arrays has records of one slot size
+(`BlockIndex.parts`)."""
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the positions in `groups`: first those of groups of blocks, then those of
+    """Returns the positions in `groups`, reordered: groups of blocks come before groups of
     representations (compact forms of keys)."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
@@ -452,36 +468,36 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns all representations (compact forms of keys) that are ready. Takes time linear in
-        the capacity."""
+        """Returns the entries of all representations (compact forms of keys) that are ready. Takes
+        time linear in the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns the representation (compact form of its keys) of each ready block [n]; 0 without
-        a representation."""
+        """Returns for each ready block [n] the entry of its representation (compact form of its
+        keys); 0 without a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Returns how many bytes of slots are freed if each entry [n] is removed: its own slot, and
-        for a block also the slot of its representation (compact form of its keys)."""
+        """Returns for each entry [n] how many bytes of slots its removal would free: its own slot,
+        and for a block also the slot of its representation (compact form of its keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry [n] the block whose heat (order of eviction) counts for it: for a
-        ready representation (compact form of keys) its block, else the entry itself."""
+        """Returns for each entry [n] the entry whose heat (order of eviction) counts for it: for a
+        ready representation (compact form of keys) its block, otherwise the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations (compact forms of keys) of a ready
-        block."""
+        """Returns which of the entries [n] are representations (compact forms of keys) that are
+        linked with a ready block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
@@ -502,8 +518,8 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations (compact forms of keys) of blocks that were removed. `parts`:
-        the blocks' records."""
+        """Removes the representations (compact forms of keys) of blocks that were just removed.
+        `parts`: the records that the blocks had."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
@@ -522,7 +538,8 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if links disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if a link between a block and its representation (compact form of
+        its keys) is not mutual or joins different keys. Takes time linear in the capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

@@ -53,7 +53,7 @@ AHEAD = 8
     "void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True
 )
 def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
-    """Writes the mixed keys of entries into `out`."""
+    """Writes the keys of entries (`BlockIndex.mixed`) into `out`."""
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
             prefetch(records, np.int64(entries[i + AHEAD]))
@@ -71,8 +71,8 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
     "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
 )
 def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
-    """Sets `out` to True for entries that are ready, not pinned and of this size. `size`: in units
-    of SLOT_ALIGN; 0 accepts any size."""
+    """Writes for each entry into `out` whether it is ready, not pinned and of this slot size.
+    `size`: in units of SLOT_ALIGN; 0 accepts any size."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         is_ready = records[entry, GROUP_STATE] >> np.uint32(16) == READY
@@ -81,7 +81,8 @@ def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> Non
 
 @numba.njit("boolean(uint32[::1], uint32[::1], int64)", nogil=True, cache=True)
 def add_pins(pins: Any, entries: Any, change: Any) -> bool:
-    """Adds `change` to the pins of each entry. Returns False if a count would fall below 0."""
+    """Adds `change` to the number of pins of each entry. Returns False if a number would fall below
+    0."""
     good = True
     for i in range(entries.shape[0]):
         good &= change > 0 or pins[entries[i]] > 0
@@ -98,12 +99,16 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the number of used slots of the run (slabs that were lent together) in which
-    each slot lies. Returns the number of runs that reached 0 and writes their first slabs to the
-    front of `emptied` [offsets].
+    """Adds `change` to the number of used slots of the run (adjacent slabs that were lent together)
+    in which each slot of `offsets` lies. Returns the number of runs whose count reached 0, and
+    writes their first slabs to the front of `emptied` [offsets].
 
     Returns -1, with nothing changed, if a slab is not lent to this size. Returns -2 if a count fell
     below 0.
+
+    used: used slots of each run, by its first slab.
+    owner: slot size that each slab is lent to.
+    head: first slab of each slab's run.
     """
     for i in range(offsets.shape[0]):
         if owner[offsets[i] // slab_bytes] != slot_bytes:
@@ -129,18 +134,19 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
+    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all. The slots
+    lie in runs: adjacent slabs that are lent together.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the rest of each gap. A rest lengthens the run before it, up to `longest` slabs, if that
     run has the same slot size and gains at least as many slots as the rest would have alone.
 
-    Returns the number of pieces and of their slots. Writes for each piece the first slab of its
-    run, the first slab of the piece and its number of slabs to the front of `plan` [pieces, 3],
-    unless `plan` is empty.
+    Returns the number of pieces (ranges of slabs) that were chosen, and of their slots. Writes for
+    each piece the first slab of its run, the first slab of the piece and its number of slabs to the
+    front of `plan` [pieces, 3], unless `plan` is empty.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
-    # Whole runs were taken from the slabs before this slab.
+    # The first pass took whole runs only from slabs before this slab.
     reached = 0
     for is_rest in range(2):
         at = 0
@@ -194,7 +200,8 @@ def plan_runs(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Sets `out` to True for offsets that lie in any of these slabs."""
+    """Writes for each offset into `out` whether it lies in one of the slabs for which the mask
+    `slabs` is True."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1
@@ -206,8 +213,9 @@ def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _open_way(buckets: Any, home: Any) -> Any:
-    """Finds the first bucket with room, from `home` on. Returns bucket, way and distance; way is -1
-    if no bucket has room."""
+    """Finds a free way (place for an entry) in the first bucket that has one, from bucket `home`
+    on. Returns the bucket, the way and the distance from `home` in buckets. The way is -1 if none
+    of MAX_PROBE_BUCKETS buckets has a free way."""
     num_buckets = buckets.shape[0]
     bucket = home
     for distance in range(MAX_PROBE_BUCKETS):
@@ -262,11 +270,11 @@ def insert(
     next_unused: Any,
     entries: Any,
 ) -> Any:
-    """Links reserved entries for keys that are not in the table, until a key does not fit. Writes
-    the entries' numbers into `entries`.
+    """Adds reserved entries for keys that are not in the table, until a key finds no free place.
+    Writes the entries' numbers into `entries`.
 
-    Returns how many fitted, the new head of the free numbers, and the first number that was never
-    used.
+    Returns how many entries were added, the new head of the list of free numbers, and the first
+    number that was never used.
     """
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
@@ -320,8 +328,8 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Writes into each record of a chain the entry before it, 0 if there is no such entry. `first`:
-    the entry before the chain's first."""
+    """Writes into the record of each entry of a chain the number of the entry before it, 0 if the
+    block before it has no entry. `first`: the entry before the first of `entries`."""
     before = first
     for i in range(entries.shape[0]):
         if entries[i] != 0:
@@ -331,9 +339,9 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Adds `mark` (the bit of a shard, a rank's part of each block) to the shard mask of each
-    reserved entry and writes the new masks into `masks`. The mask is the upper half of the check
-    value."""
+    """Sets the bit `mark` in the mask of written shards (a rank's part of a block each) of each
+    reserved entry. Writes the new masks into `masks`. While an entry is reserved, its record stores
+    the mask in the upper half of the check value."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -345,8 +353,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready, with their check values. Skips entries that are not in the
-    table, and returns how many were found."""
+    """Makes reserved entries ready and writes their check values. Skips entries that are not in the
+    table. Returns how many were found."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -377,10 +385,11 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
     cache=True,
 )
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
-    """Removes entries from the table and gives them another state, 0 for free. Writes their former
-    records into `rows`. Returns how many were found.
+    """Removes entries from the table and gives them the state `state`, 0 for free. Writes the
+    records that they had into `rows`. Returns how many were found.
 
-    Sets the state in one write: a killed server must never leave a detached entry free.
+    Sets the state in one write, because a server that is killed must never leave a detached entry
+    marked free.
     """
     done = 0
     for i in range(mixed.shape[0]):
@@ -426,12 +435,12 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
     """Writes the ready entries before a block in its chain into `out`, nearest first. Stops when
-    `out` is full, or at a link to an entry that does not precede the block any more. Returns how
-    many it found."""
+    `out` is full, or at the first link that is not valid any more (`Chains`). Returns how many
+    entries it wrote."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]
-        # The link is a hint: the number may belong to another block by now.
+        # The link is a hint: the number that it names may have been reused.
         if (
             parent == 0
             or records[parent, GROUP_STATE] >> np.uint32(16) != READY
