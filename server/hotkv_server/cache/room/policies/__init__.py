@@ -14,6 +14,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "arc": ARC,
     "s3fifo": S3FIFO,
 }
-"""Each value makes a policy for entry numbers from 1 to the given capacity."""
+"""Functions that make a policy, by its name. Their argument is the capacity: the policy serves
+entry numbers from 1 to it."""
 
 __all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "Hotness", "Policy"]

@@ -1,8 +1,8 @@
-"""ARC: two lists, of blocks used once and of blocks used again. Ghosts are records of evicted
-blocks; hits among the ghosts of a list increase that list's share of the cache.
+"""ARC keeps two lists: blocks used once, and blocks used again. A ghost is a record of an evicted
+block. If a block is stored again whose ghost is of one list, that list's share of the cache grows.
 
 Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
-paper moves one block at a time; here all blocks of a call see the shares from before the call.
+paper handles one block at a time; here all blocks of a call see the shares from before the call.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ ONCE, AGAIN = 1, 2
 
 
 class ARC:
-    """The ARC policy.
+    """The ARC policy; the module docstring describes it.
 
-    _list: ONCE, AGAIN, or 0 for an unknown entry; uint8 [capacity + 1].
+    _list: the list of each entry: ONCE, AGAIN, or 0 for an unknown entry; uint8 [capacity + 1].
     _target: number of blocks that the list ONCE should hold.
     """
 
@@ -97,7 +97,7 @@ class ARC:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does nothing: the list that gives up a block is known only at the eviction."""
+        """Does nothing: only `victims` knows from which list it will take blocks."""
         return iter(())
 
     def victims(
@@ -153,7 +153,7 @@ class ARC:
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if counts disagree."""
+        """Raises AssertionError if the lists or the ghosts are miscounted."""
         values = self._ghosts.values[self._ghosts.tags != 0]
         for number in (ONCE, AGAIN):
             assert self._num[number] == int((self._list == number).sum()), "list miscounted"

@@ -1,11 +1,12 @@
-"""Hotness: recency plus a bonus for frequency; a duel chooses their weights.
+"""Hotness: orders blocks by the time of their last use plus a bonus for frequent use. A `Duel`
+chooses the weights while serving.
 
 State per entry: t, the time of its last use, and c = log2 of its uses. A use counts half as much
 after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency; the
 block with the lowest heat is evicted first. The duel compares settings of H (`half_life_s`) and of
-the rest of the formula (`Contender`) while serving, and applies the best. Entries store only t and
-c, so a new formula applies at once. Ghosts (records of evicted blocks) store t and c too; there are
-four for each block of the capacity.
+the rest of the formula (`Contender`), and applies the best. Entries store only t and c, so a new
+setting applies at once. Ghosts (records of evicted blocks) store t and c too; there are four for
+each block of the capacity.
 """
 
 import math
@@ -28,41 +29,43 @@ from hotkv_server.cache.room.policies.shared import (
     spread,
 )
 
-# The duel: measures while serving which weighting of frequency against recency would hit most.
+# The duel measures, while the cache serves, which setting of the hotness formula would get the most
+# hits.
 #
-# Each contender is a setting of the hotness formula. A small sample of keys has one shadow cache
-# per contender, scaled down as the sample is. It tracks which keys that contender would hold. After
-# every epoch (EPOCH_S), the contender with the most hits becomes the setting of the cache; hits of
-# older epochs count less. Shadow caches (shadows) hold keys and no bytes. Source of the sampling:
-# Waldspurger et al., "Cache modeling and optimization using miniature simulations", USENIX ATC
-# 2017.
+# Each contender is a setting of the formula. It has a shadow cache over a small sample of keys,
+# which is scaled down like the sample and stores keys without bytes: those that the real cache
+# would hold with this setting. After every epoch (EPOCH_S), the contender whose shadow cache had
+# the most hits becomes the setting of the real cache; hits of older epochs count less. Source of
+# the sampling: Waldspurger et al., "Cache modeling and optimization using miniature simulations",
+# USENIX ATC 2017.
 
 
 EPOCH_S = 60.0
 KEEP = 0.5
-"""Factor by which the hits of earlier epochs are multiplied at the end of each epoch (EPOCH_S)."""
+"""The hits of earlier epochs are multiplied by this factor at the end of each epoch (EPOCH_S)."""
 MARGIN = 1.01
-"""A contender replaces the current winner only if it has more than this many times as many hits."""
+"""A contender (setting of the formula) replaces the current winner only if it has more than this
+many times the winner's hits."""
 HOLD_MARGIN = 1.04
-"""Additional factor by which a contender that holds blocks back must beat the others. Its shadow
-cache holds sampled keys without their prefixes, so its hits are less certain."""
+"""Additional factor by which a contender with a `hold_s` must beat the others. Its shadow cache
+holds sampled keys without the blocks before them, so its hits are less certain."""
 SAMPLE_SHARE = 1 / 32
-"""Share of keys in the sample. Larger while the cache holds so few blocks that a shadow would have
-less than MIN_SHADOW_BLOCKS."""
+"""Share of keys that the shadow caches see. Larger while the cache holds so few blocks that a
+shadow cache would hold less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""The sample of keys restarts when the cache holds so few blocks that the share of sampled keys
-must grow by this factor."""
+"""When the cache shrinks so far that the share of sampled keys must grow by this factor, all shadow
+caches start empty with the larger share."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""Places for sampled keys per block of a shadow cache: for the keys that shadows hold, and for keys
-that they have evicted (ghosts)."""
+"""Places for sampled keys for each block of a shadow cache: for keys that shadow caches hold, and
+for keys that they have evicted (ghosts)."""
 
 
 LEAK = 1e-3
-"""Weight of a further term, in which c is not bounded: it orders blocks above `most_doublings`, and
-places the heads of chains above their tails."""
+"""Weight of an additional term with unbounded c. It orders blocks whose c exceeds `most_doublings`,
+and makes the first blocks of a chain hotter than the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,13 @@ class Contender:
     c is log2 of the uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
-    most_doublings: bounds c. With 1, only whether a block was used again counts. If `memory_s` is
-        short too, only whether it was used again soon counts.
-    recency: 1 or -1. With -1, frequency decides, and of blocks with equal frequency the least
-        recently used stay, which suits a loop over more blocks than fit.
-    hold_s: a block is not evicted within this time after its use. If only such blocks could make
-        room, a new block is not stored. So conversations whose next turn comes within this time
-        retain their blocks, and blocks of other conversations are not stored.
+    most_doublings: bounds c. With 1, it counts only whether a block was used again. With 1 and a
+        short `memory_s`, it counts only whether the block was used again soon.
+    recency: 1 or -1. With -1, frequency decides; of blocks with equal frequency, the most recently
+        used is evicted first, which suits a loop over more blocks than fit.
+    hold_s: a block is not evicted within this time after its use. If room could be made only by
+        evicting such blocks, a new block is not stored. So conversations whose next turn comes
+        within this time retain their blocks, and blocks of other conversations are not stored.
     """
 
     half_life_s: float
@@ -103,12 +106,16 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""Settings that the duel compares, at most 16. The first is in use until another wins."""
+"""Settings that the duel compares, at most 16. The first is in use until another has more hits."""
 
 
 class Duel:
-    """Compares contenders (settings of the formula). Each has a shadow cache, which holds keys
-    without bytes, over the same sample of keys."""
+    """Compares contenders (settings of the formula) by the hits of their shadow caches, which hold
+    keys without bytes. All shadow caches see the same sample of keys.
+
+    share: share of keys that are in the sample.
+    current: position of the winner in `contenders`.
+    """
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders
@@ -147,20 +154,20 @@ class Duel:
 
     @property
     def hold_s(self) -> float:
-        """How long blocks are held (not evicted) after a use: the `hold_s` of the winning
+        """Time after a use for which blocks are held (not evicted): the `hold_s` of the winning
         contender; 0 while holding is not allowed."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """Hits of each contender's shadow cache up to the end of the last epoch (EPOCH_S); hits of
+        """Hits of each contender's shadow cache until the end of the last epoch (EPOCH_S); hits of
         older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Records a request for the blocks `keys` of a chain in all shadow caches, whether or not
-        they hit in the cache, which holds `num_resident` blocks. Returns True if the winner
-        changed."""
+        """Records in all shadow caches that a request asked for the blocks `keys` of a chain,
+        whether or not the real cache has them. Ends the epoch if it is over. Returns True if the
+        winner changed. `num_resident`: number of blocks in the real cache."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -185,8 +192,8 @@ class Duel:
         return self._end_epoch(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Sets whether contenders that hold blocks back may win. If not, replaces such a winner at
-        once. Returns True if the winner changed."""
+        """Sets whether contenders with a `hold_s` may win. If not allowed, replaces such a winner
+        at once. Returns True if the winner changed."""
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
             return False
@@ -194,15 +201,17 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns the scores [contenders] that decide the winner."""
+        """Returns the scores [contenders] by which the winner is chosen: those of contenders with a
+        `hold_s` are reduced, or -inf while holding is not allowed."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
     def _resample(self, num_resident: int) -> None:
-        """Adapts the share of sampled keys to the number of blocks.
+        """Adapts the share of sampled keys to `num_resident`, the number of blocks in the real
+        cache.
 
-        The shadows (shadow caches) see only sampled keys. If the share falls, keys that are no
-        longer sampled are removed from all shadows. If the share rises, all shadows start empty.
+        If the share falls, keys that are no longer in the sample are removed from all shadow
+        caches. If the share rises, all shadow caches start empty.
         """
         if num_resident < self._too_few:
             self.share = 1.0
@@ -218,7 +227,7 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Removes keys that are outside the sample from all shadows."""
+        """Removes keys that are not in the sample from all shadow caches."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
@@ -246,7 +255,7 @@ class Duel:
         return True
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if holders, counts and trees disagree."""
+        """Raises AssertionError if the arrays of the shadow caches disagree."""
         holders = self._holders.reshape(-1)
         leaves = self._trees.shape[1] // 2
         for number in range(len(self.contenders)):
@@ -263,8 +272,8 @@ class Duel:
 
 
 def _share_for(num_resident: int) -> float:
-    """Returns the share of keys to sample while the cache holds `num_resident` blocks. For more
-    blocks, the share is never larger."""
+    """Returns the share of keys to sample while the cache holds `num_resident` blocks. The share
+    never rises with the number of blocks."""
     blocks = max(1, num_resident)
     return min(1.0, max(SAMPLE_SHARE, MIN_SHADOW_BLOCKS / blocks), MAX_SHADOW_BLOCKS / blocks)
 
@@ -273,16 +282,17 @@ def _share_for(num_resident: int) -> float:
 
 
 TICKS_PER_S = 64
-"""Resolution of t; 32 bits of it are two years."""
+"""Resolution of t, the time of the last use. The 32 bits of t last two years."""
 GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
-"""Added to the heat of blocks whose time to live has not ended."""
+"""Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended."""
 DEMOTED, DEMOTED_STEP = -1e9, -128.0
-"""DEMOTED: c of a demoted entry; below any other c, under every contender. DEMOTED_STEP: added for
-each next entry of the chain, so that the values differ in 32 bits."""
+"""Values of c for demoted entries, below the c of all other entries. The first entry of a demoted
+chain gets DEMOTED; for each next entry, DEMOTED_STEP is added, a difference that 32-bit floats can
+represent."""
 DEPTH_STEP = 4e-6
-"""Least difference in c between a block of a chain and the next block: among equal blocks the leaf
-is evicted first."""
+"""The c of a block is at least this much larger than the c of the next block in its chain. So among
+blocks with equal uses, the last of a chain is evicted first."""
 
 
 class Hotness:
@@ -291,8 +301,8 @@ class Hotness:
     _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; 0 for an
         unknown entry.
     _uses: c (log2 of the uses), float32 [capacity + 1].
-    _held_until: ticks until which `hold` holds the entry, uint32 [capacity + 1]. Not reset when an
-        entry number is reused, so a new block may be held for the few seconds that are left.
+    _held_until: until when `hold` holds the entry, in ticks, uint32 [capacity + 1]. Not reset when
+        an entry number is reused, so a new block may be held for the few seconds that are left.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -359,7 +369,7 @@ class Hotness:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         known = entries[self._used[entries] != 0]
         self._uses[known] = DEMOTED + DEMOTED_STEP * np.arange(len(known))
-        # A demotion ends a time to live.
+        # A demoted entry has no time to live any more.
         self._used[known] = np.minimum(self._used[known], self._latest)
         self._demoted.add(known[::-1])
 
@@ -367,7 +377,7 @@ class Hotness:
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
         # Ignore blocks so deep in their chain that the whole cache could not hold the chain up to
-        # them: they say nothing about whether to hold other blocks back.
+        # them: their misses don't show whether it is right to hold other blocks back.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self._holds(self._ticks(now_s)):
             return
@@ -387,7 +397,7 @@ class Hotness:
         self._watch(keys, now_s)
 
     def _watch(self, keys: Keys, now_s: float) -> None:
-        """Passes keys of a request to the duel."""
+        """Passes the keys of a request to the duel. Empties the queues if the winner changed."""
         if self.duel.observe(keys, now_s, self._num_known):
             self._clear_queues()
 
@@ -431,16 +441,17 @@ class Hotness:
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries are held: by `hold`, or because they were used so recently that the
-        winner holds them. `now`: in ticks."""
+        """Returns which entries are held back: those that `hold` named, and those used so recently
+        that the winning contender holds them. `now`: in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
-        # Entries with a time to live are hotter than these; they may be evicted after all others.
+        # An entry with a time to live is not held back: it is hotter, so it is evicted only after
+        # all others.
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:
-        """Returns True if entries may be held at `now`, in ticks."""
+        """Returns True if any entry may be held back at the time `now`, in ticks."""
         return self._may_keep and (self.duel.hold_s > 0 or self._last_hold > now)
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
@@ -453,7 +464,7 @@ class Hotness:
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner
         heat = np.empty(len(entries), np.float64)
-        # Blocks with a time to live count as in use until it ends, whatever weight the formula
+        # Blocks with a time to live get KEPT_S more until it ends, whatever weight the formula
         # gives to recency.
         self._kernels.heat(
             self._used,
@@ -480,7 +491,7 @@ class Hotness:
         return self.duel.winner.memory_s * TICKS_PER_S
 
     def _advance(self, now_s: float) -> int:
-        """Returns the time of a use in ticks; never before an earlier use."""
+        """Returns the time of a use in ticks. It never goes back, even if `now_s` does."""
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
         self._latest = max(self._latest, self._ticks(now_s))
@@ -500,7 +511,7 @@ class Hotness:
         }
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if counts disagree."""
+        """Raises AssertionError if entries, ghosts or shadow caches disagree."""
         assert self._num_known == int((self._used != 0).sum()), "known entries miscounted"
         self._ghosts.check_invariants()
         self.duel.check_invariants()

@@ -18,12 +18,12 @@ LEAK = 1e-3
 LOW_HALF = np.uint64(0xFFFF_FFFF)
 AHEAD = 8
 LIFT = 1e15
-"""Above any heat."""
+"""A number above any heat. Added to the heat of keys that must not be evicted."""
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _spread(key: Any) -> Any:
-    """Mixes all bits of a key. Equals `shared.spread`."""
+    """Mixes all bits of a key. Returns the same value as `shared.spread`."""
     mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -40,8 +40,8 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Prefetches the bucket of a key that is needed soon: the table of ghosts is far larger than
-    the processor's cache."""
+    """Prefetches the bucket of the key AHEAD places after key `i`, because the table of ghosts is
+    far larger than the processor's cache."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -73,9 +73,13 @@ def use(
 ) -> None:
     """Records a use of each entry: c = log2(2^(c - age/memory) + 2^weight). Times are in ticks.
 
-    A block counts as used at least as often as the blocks after it in the chain, plus one step per
-    block, even if its own uses were forgotten. A weight of -inf is not a use: known entries count
-    as in use from here on, unknown entries are skipped.
+    The entries are in chain order. A block counts as used at least as often as the blocks after it
+    in the chain, plus `depth_step` per block, even if its own uses were forgotten. A weight of -inf
+    means a refresh, not a use: known entries count as in use from here on, unknown entries are
+    skipped.
+
+    used: time of the last use, by entry; set to `until` if that is later.
+    uses: c (log2 of the uses), by entry.
     """
     least = -np.inf
     for i in range(entries.shape[0] - 1, -1, -1):
@@ -110,8 +114,9 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Writes the heat of entries by the formula of `Contender` into `out`. Adds `kept_s` if an
-    entry's last use is later than `latest`. Times are in ticks."""
+    """Writes the heat of entries, by the formula of `Contender`, into `out`. Adds `kept_s` for an
+    entry whose last use lies after `latest`, because its time to live has not ended. `used` and
+    `latest` are in ticks."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         count = np.float64(uses[entry])
@@ -126,8 +131,8 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Resets the state of the given entries. Returns how many had a state, and writes their keys
-    and former states into `gone_keys` and `gone_states`."""
+    """Resets the state of the given entries to 0. Returns how many had a state, and writes the keys
+    and former states of those into `gone_keys` and `gone_states`."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]
@@ -147,8 +152,9 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
 ) -> int:
-    """Adds ghosts (evicted blocks, by key) in order; in a full bucket each replaces the oldest.
-    Returns how many ghosts were dropped, and writes their values into `gone`."""
+    """Adds ghosts (records of evicted blocks, by key) in order. In a full bucket, a new ghost
+    replaces the oldest. Returns how many ghosts were replaced, and writes their values into
+    `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -178,8 +184,9 @@ def remember(
     cache=True,
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts (evicted blocks) of keys from the table. Ignores ghosts older than
-    `oldest`. Writes which keys had a ghost into `found`, and its value into `out`."""
+    """Removes the ghosts (records of evicted blocks) of these keys from the table. Ignores ghosts
+    with an age number below `oldest`. Writes for each key into `found` whether it had a ghost, and
+    into `out` the ghost's value."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -218,15 +225,16 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. A key
-    deeper in its chain is slightly colder than the keys before it."""
+    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. A key is
+    slightly colder than the keys before it in its chain. `rule`: the contender's parameters.
+    `depth`: number of keys before it."""
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
 
 
 @numba.njit(nogil=True, cache=True)
 def _take_least(holders: Any, trees: Any, held: Any, c: Any) -> None:
-    """Removes the coldest key from a contender's shadow."""
+    """Removes the coldest key from the shadow cache of contender `c`."""
     victim = _least_leaf(trees[c])
     holders[victim // WAYS, victim % WAYS] &= ~np.uint16(1 << c)
     _set_leaf(trees[c], victim, np.inf)
@@ -246,8 +254,8 @@ def _raise(
     now_s: Any,
     lift: Any,
 ) -> None:
-    """Sets the heat of the sampled keys among `asked` that shadows hold: the heat of a use at
-    `now_s`, plus `lift`."""
+    """Sets the heat of those sampled keys among `asked` that a shadow cache holds: to the heat of a
+    use at `now_s`, plus `lift`."""
     for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
@@ -287,12 +295,13 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key among `asked` (blocks of a request, from the first on) in
-    every shadow cache. A shadow holds at most `limit` keys.
+    """Records a use of each sampled key among `asked` in the shadow cache of every contender.
+    `asked`: keys of the blocks of a request, from the first block on. A shadow cache holds at most
+    `limit` keys.
 
-    Keys of a call never displace each other: a cache stores as many of a request's blocks as find
-    room, from the first on. A key is not stored either if it would displace a key that was used
-    within `hold_s`.
+    Keys of one call never displace each other, as in a real cache: it stores a request's blocks
+    from the first on, until no room is left. A key is not stored either if it would displace a key
+    that was used within the contender's `hold_s`.
     """
     num_contenders = rules.shape[0]
     for c in range(num_contenders):
@@ -336,7 +345,8 @@ def observe(
                 hits[c] += 1
             else:
                 if held[c] >= limit and lift == 0.0:
-                    # From here on, keys of this call rank above all other keys.
+                    # This shadow cache is full: from here on, keys of this call are hotter than all
+                    # other keys.
                     lift = LIFT
                     so_far = asked[: i + 1]
                     _raise(

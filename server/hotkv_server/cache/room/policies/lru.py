@@ -1,4 +1,5 @@
-"""Least recently used: by time stamps in an array."""
+"""The policy `LRU` (least recently used), and `Stamps`, the time stamps of entries that other
+policies use too."""
 
 from collections.abc import Iterator
 
@@ -10,15 +11,16 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueue, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
-"""Distance between the stamps of two blocks of the same touch; larger than the spacing of float64
+"""Distance between the stamps of two blocks of the same call; larger than the spacing of float64
 near 2e8 seconds."""
 DEMOTED_S = 2e8
 """Subtracted from the stamp of a demoted entry; larger than any stamp."""
 
 
 class Stamps:
-    """A time stamp per entry: 0 for no stamp, negative if demoted. Stamps strictly rise from use to
-    use, and from the tail of a chain to its head."""
+    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted. Each use gets
+    a later stamp than all uses before. Within a call, a block gets a later stamp than the blocks
+    after it in the chain."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -28,11 +30,12 @@ class Stamps:
 
     @property
     def state(self) -> NDArray[np.uint64]:
-        """The stamps' bits as integers: a view of the same memory."""
+        """The stamps' bits as integers: a view of `stamp_s`."""
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
-        """Stamps entries, in chain order, as used at `now_s` plus `ttl_s`. A stamp never falls."""
+        """Stamps entries, given in chain order, with the time `now_s` plus `ttl_s`. The stamp of an
+        entry never falls."""
         self.highest.add(entries)
         start_s = max(now_s, self._latest_s)
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
@@ -40,18 +43,19 @@ class Stamps:
         self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
 
     def demote(self, entries: Entries) -> None:
-        """Marks stamped entries as demoted, the tail of their chain first."""
+        """Marks entries that have a stamp as demoted. The end of their chain will be evicted
+        first."""
         entries = entries[self.stamp_s[entries] > 0]
         self.stamp_s[entries] -= DEMOTED_S
         self.demoted.add(entries[::-1])
 
     def restore(self, entries: Entries) -> None:
-        """Undoes the demotion of entries, for a policy that doesn't stamp uses."""
+        """Undoes the demotion of entries. For a policy whose `touch` does not stamp entries."""
         demoted = entries[self.stamp_s[entries] < 0]
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the stamps without the effect of demotion."""
+        """Returns the stamps of entries, for demoted entries the stamp that they had before."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 
@@ -59,13 +63,13 @@ class Stamps:
         self.stamp_s[entries] = 0.0
 
     def members(self, first: int, stop: int) -> Entries:
-        """Returns the stamped entries in a range of numbers."""
+        """Returns the entries with numbers from `first` to `stop` that have a stamp."""
         return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
 class LRU:
-    """Evicts the least recently used entry first. Ignores priorities. A time to live counts as use
-    until it ends."""
+    """Evicts the least recently used entry first. Ignores priorities. An entry with a time to live
+    (`Retention.ttl_s`) counts as in use until that time ends."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -131,4 +135,4 @@ class LRU:
         return {}
 
     def check_invariants(self) -> None:
-        """Does nothing: there are no two books that could disagree."""
+        """Does nothing: the stamps are the only state."""

@@ -1,9 +1,10 @@
-"""The interface of an eviction policy: an order of coldness over ready entries.
+"""The interface of an eviction policy: it orders ready entries by how soon they should be evicted.
 
 Always true: a policy never decides whether an entry may be evicted (pins do) and never accesses the
-index. Entries of a call are in chain order, each at most once. The head of a chain is hotter, so
-that leaves are evicted first. Keys are 64-bit and outlive entry numbers: a policy recognizes a
-returning block by its key. No clock: `now_s` is passed in and never goes back.
+index. The entries of a call are in chain order, each at most once. The first block of a chain is
+hotter than the last, so that the end of a chain is evicted first. Keys are 64-bit and outlive entry
+numbers: a policy recognizes by its key a block that was evicted and is stored again. No clock:
+`now_s` is passed in and never goes back.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +21,13 @@ Evictable = Callable[[Entries], NDArray[np.bool_]]
 
 
 class Policy(Protocol):
-    """Order of eviction over entry numbers. `keys` uint64 [n] belong to `entries` uint32 [n]."""
+    """Orders entries for eviction. `keys` uint64 [n] are the keys of `entries` uint32 [n]."""
 
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready. Counts as a use of each block, because a block is stored
-        after a request has missed it."""
+        """Adds blocks that became ready, and records a use of each: a block is stored after a
+        request has missed it."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
@@ -34,59 +35,61 @@ class Policy(Protocol):
         """Records a use of ready entries."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Marks entries as in use without counting a use, because blocks after them in their chain
-        became ready."""
+        """Marks entries as in use without counting a use. Called for the blocks before a block that
+        became ready in its chain."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Records a miss of blocks that were not stored because they found no room; `victims` may
-        have held other blocks back. The blocks are in chain order. `depth`: number of blocks before
-        them in the chain."""
+        """Records a miss of blocks that were not stored because they found no room. The reason may
+        be that `victims` held other blocks back. The blocks are in chain order. `depth`: number of
+        blocks before them in the chain."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether `victims` may return fewer entries than can be evicted; at first `victims`
-        may. If `allowed` is False, the policy switches at once to its best rule without holding."""
+        """Sets whether `victims` may hold entries back, that is, return fewer entries than can be
+        evicted. At first it may. If `allowed` is False, the policy switches at once to its best
+        rule that holds no entries back."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Marks entries as not expected to be used again. Demoted entries are evicted before all
+        """Marks entries as not expected to be used again. Such entries are evicted before all
         others until they are used or refreshed. Skips entries that were never admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Marks entries as expected to be used by `until_s`. Until then, `victims` with a
-        `keep_at_s` does not return them, even if it then returns too few entries. May do
-        nothing."""
+        """Marks entries as expected to be used by `until_s`. Until then, `victims` does not return
+        them if `keep_at_s` is given, even if it then returns too few entries. May do nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        """Removes entries that were evicted to make room (`evicted`) or dropped for another reason.
-        Skips entries that were never admitted."""
+        """Removes entries that leave the cache. Skips entries that were never admitted. `evicted`:
+        True if they were evicted to make room, False if they were dropped for another reason."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Prepares the next call of `victims` with these arguments: each step of the returned
+        """Prepares the next call of `victims` with these arguments. Each step of the returned
         iterator does a part of the long work that `victims` would otherwise do at once. The
         iterator may be empty."""
 
     def victims(
         self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
-        """Returns up to `count` evictable entries, coldest first; fewer only if fewer entries are
+        """Returns up to `count` entries to evict, coldest first; fewer only if fewer entries are
         evictable, or if `keep_at_s` allows it.
 
-        slot_bytes: selects a queue; each slot size has its own.
+        slot_bytes: the slot size of the entries; 0 for any size. A policy has a queue for each
+            value.
         evictable: tells which entries may be evicted and have that size.
-        keep_at_s: the current time, if the policy may hold entries back that it expects to be used
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
             before the blocks that would replace them. None if the policy may not hold entries back.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns values that order entries across slot sizes: the lowest is evicted first.
-        Finite."""
+        """Returns the heat of entries, a finite number. It orders entries across slot sizes: the
+        entry with the lowest heat is evicted first."""
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns when entries were last used, in seconds of `now_s`."""
+        """Returns the time of each entry's last use, in seconds of `now_s`."""
 
     def figures(self) -> dict[str, float]:
-        """Returns the values that the policy has adapted, by metric name."""
+        """Returns the values that the policy has adapted to the traffic, by metric name."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the policy's arrays and counts disagree. Takes time linear in
+        the capacity."""

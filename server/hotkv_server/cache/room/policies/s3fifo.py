@@ -1,8 +1,8 @@
-"""S3-FIFO: a small queue for new blocks, a main queue with second chances, and ghosts (records of
-blocks evicted from the small queue). A block with a ghost enters the main queue directly.
+"""S3-FIFO: new blocks enter a small queue, which gets a tenth of the room; blocks that are used
+there move to the main queue, which gives used blocks a second chance. A ghost is a record of a
+block that was evicted from the small queue; a block with a ghost enters the main queue directly.
 
-Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New blocks get a
-tenth of the room.
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,16 @@ SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.1
 MAX_USES = 3
 USES_TO_STAY = 2
-"""Uses in the small queue that move a block to main."""
+"""A block in the small queue that was used this often moves to the main queue instead of being
+evicted."""
 
 
 class S3FIFO:
-    """The S3-FIFO policy.
+    """The S3-FIFO policy; the module docstring describes it.
 
-    _queue_of: SMALL, MAIN, or 0 for an unknown entry; uint8 [capacity + 1].
-    _uses: uses since the entry was last considered for eviction.
+    _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 [capacity +
+        1].
+    _uses: uses of each entry since `victims` last considered it, at most MAX_USES.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -60,7 +62,8 @@ class S3FIFO:
         self._stamps.restore(entries)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Undoes demotions and nothing else: only the order of arrival counts here."""
+        """Undoes the demotion of entries. Their order does not change, because only the order of
+        arrival counts in this policy."""
         self._stamps.restore(entries)
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
@@ -89,7 +92,7 @@ class S3FIFO:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
-        """Does nothing: the queue that gives up a block is known only at the eviction."""
+        """Does nothing: only `victims` knows from which queue it will take blocks."""
         return iter(())
 
     def victims(
@@ -127,7 +130,8 @@ class S3FIFO:
         return self._queue(slot_bytes, number).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
-        """Gives entries a second chance: moves them to the end of the main queue."""
+        """Moves entries to the end of the main queue instead of evicting them. `number`: the queue
+        that they were in."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)
         self._num[MAIN] += len(entries)
@@ -151,13 +155,14 @@ class S3FIFO:
         return self._stamps.stamp_s[entries]
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns when entries entered their queue; this policy knows no later time."""
+        """Returns when entries entered their queue. This policy does not store the time of later
+        uses."""
         return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:
         return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if counts disagree."""
+        """Raises AssertionError if the queues are miscounted."""
         for number in (SMALL, MAIN):
             assert self._num[number] == int((self._queue_of == number).sum()), "queue miscounted"

@@ -1,4 +1,5 @@
-"""Parts that the policies share: ghosts of evicted blocks, queues of victims, demoted entries."""
+"""Parts that several policies use: `GhostTable` (records of evicted blocks), `ColdQueue` (the next
+blocks to evict) and `DemotedEntries`."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,35 +13,37 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 
 # Ghosts: records of evicted blocks.
 #
-# A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses. Always
-# true: a key has at most one ghost; the oldest ghosts are dropped first. Chains of blocks become
-# ghosts together. They should be dropped together, since dropping a single ghost breaks its chain.
-# So the table has twice the room, and few buckets fill up before their ghosts expire. Two keys of
-# one bucket with equal tags are mistaken for each other, with odds of 1 in 2^31; the cost is a
-# wrong estimate of heat.
+# A `GhostTable` is a table of fixed size over 64-bit keys; each ghost carries 64 bits that its
+# policy chooses. Always true: a key has at most one ghost; the oldest ghosts are dropped first. The
+# blocks of a chain become ghosts together. They should also be dropped together, because dropping a
+# single ghost breaks its chain. So the table has twice as many places as ghosts, and few buckets
+# fill up before their ghosts expire. Two keys of one bucket with equal tags are mistaken for each
+# other, with odds of 1 in 2^31; the cost is a wrong estimate of heat.
 
 
 WAYS = 8
 ROOM = 2
-"""Places in the table for each ghost that it should hold."""
+"""Number of places in the table for each ghost that it should hold."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 Values = NDArray[np.uint64]
 
 
 def spread(keys: Keys) -> Keys:
-    """Mixes all bits of keys: the high half selects a bucket, the low half is tag and sample."""
+    """Mixes all bits of keys. The high half of a result selects the bucket in a `GhostTable`; the
+    low half is the tag there, and decides whether the key is in the sample of a `Duel`."""
     mixed: Keys = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
 
 class GhostTable:
-    """The last `num_ghosts` ghosts: evicted blocks by key, each with a 64-bit value of its policy.
+    """The last `num_ghosts` ghosts: records of evicted blocks by key, each with a 64-bit value that
+    its policy chooses.
 
-    tags: [buckets, WAYS]; 0 for an empty place.
+    tags: uint32 [buckets, WAYS]: 32 bits of each ghost's key; 0 for an empty place.
     values: uint64 [buckets, WAYS].
 
     `_ages` [buckets, WAYS]: running number of each ghost; higher is newer, 0 for an empty place.
-    `is_lasting`: True if ghosts never expire; only a full bucket drops its oldest.
+    `is_lasting`: True if ghosts never expire, and are dropped only when their bucket is full.
     """
 
     def __init__(self, num_ghosts: int, *, is_lasting: bool = False) -> None:
@@ -60,7 +63,8 @@ class GhostTable:
         return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Adds ghosts in order. Returns the values of the ghosts that were dropped for them."""
+        """Adds ghosts in order. Returns the values of the ghosts that were dropped to make room for
+        them."""
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
@@ -73,7 +77,8 @@ class GhostTable:
         return gone[:num_gone]
 
     def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
-        """Removes the ghosts of keys. Returns which keys [n] had a ghost, and its value."""
+        """Removes the ghosts of these keys. Returns for each key [n] whether it had a ghost, and
+        the ghost's value."""
         found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
         self._kernels.take(
             self.tags,
@@ -87,59 +92,63 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops ghosts with this tag or a higher tag."""
+        """Drops all ghosts whose tag is `tag` or higher."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Adds ghosts of an earlier table, given their tags and places (flat indices), as the
-        oldest ghosts. Ignores places that this table does not have."""
+        """Adds ghosts of an earlier table as the oldest ghosts. Ignores places that this table does
+        not have.
+
+        places: flat indices of the ghosts in `tags`.
+        tags: the tags of the ghosts.
+        """
         known = places < self.tags.size
         self.tags.reshape(-1)[places[known]] = tags[known]
         self._ages.reshape(-1)[places[known]] = 1
 
     def _begin_anew(self) -> None:
-        """Rebases ages to the oldest ghost that still counts; runs once per four thousand million
-        ghosts. Lasting ghosts that are older become the oldest."""
+        """Subtracts a constant from all ages, so that they stay below 2^32; runs once per four
+        thousand million ghosts. Expired ghosts get the age of an empty place; if ghosts last, they
+        become the oldest ghosts instead."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
         self._next_age -= base
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a bucket has a tag twice."""
+        """Raises AssertionError if a bucket has the same tag twice."""
         for bucket in self.tags:
             tags = bucket[bucket != 0]
             assert len(np.unique(tags)) == len(tags), "a key has two ghosts"
 
 
-# Queues: victims in rising order of heat, without sorting all entries.
+# A `ColdQueue` returns the coldest entries in order, without sorting all entries.
 #
-# A refill scans entries by number from the place at which the last refill stopped. It ends when it
-# has seen enough evictable entries, and queues the coldest share, sorted. A victim costs amortised
-# constant work. If a slot size is rare among many entries, a refill scans far: a tenth of a second
-# over ten million entries, once for many victims; `sweep` does it in parts before. An entry that
-# was used since it was queued has another state and is skipped, so a touch writes only its entry's
-# state. An entry that was added later, or was used and is still the coldest, waits for the next
-# refill.
+# A refill scans entries by number, from the place at which the last refill stopped, until it has
+# seen enough evictable entries. It queues the coldest share of them, sorted. So a victim costs
+# amortised constant work. If a slot size is rare among many entries, a refill scans far: a tenth of
+# a second over ten million entries, once for many victims; `sweep` does it in parts before. A touch
+# writes only the state of its entry: a queued entry whose state has changed since is skipped. An
+# entry that was added later, or was used and is still the coldest, waits for the next refill.
 
 
 SHARE = 16
-"""A refill queues the coldest 1/16 of the entries it has seen."""
+"""A refill queues the coldest 1/16 of the entries that it has scanned."""
 MIN_QUEUED = 4
-"""A refill queues at least this many. Small, because a colder block that comes later waits until
-these are evicted."""
+"""A refill queues at least this many entries. Small, because a colder block that comes later waits
+until the queued entries are evicted."""
 SWEEP_ENTRIES = 1 << 17
-"""Entry numbers that each part examines."""
+"""Entry numbers that each part of a refill examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
-"""Returns the entries that belong to a queue in a range of entry numbers (first, stop)."""
+"""Function that returns the entries with numbers from `first` to `stop` that belong to a queue."""
 
 
 class Highest:
-    """The highest entry number so far; sweeps end at it."""
+    """The highest entry number that was ever added; refills of a `ColdQueue` scan up to it."""
 
     __slots__ = ("number",)
 
@@ -152,9 +161,9 @@ class Highest:
 
 
 class ColdQueue:
-    """The coldest of the entries that `members(first, stop)` returns, in order of eviction. `state`
-    [capacity + 1]: the policy's 64 bits for each entry, which change whenever the entry is used or
-    removed."""
+    """Returns entries in order of eviction, the coldest first. `members`: function that returns
+    which entries belong to the queue. `state` [capacity + 1]: the policy's 64 bits for each entry,
+    which change whenever the entry is used or removed."""
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -166,40 +175,41 @@ class ColdQueue:
         self._hand = 0
         self._entries: Entries = np.empty(0, np.uint32)
         self._states = np.empty(0, np.uint64)
-        # True if a sweep has just found all entries that there are to find.
+        # True if a sweep has just scanned all entries and found too few.
         self._is_swept = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Empties the queue, because the meaning of heat has changed."""
+        """Empties the queue, because the policy's formula of heat has changed."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue in parts if it has too few entries for `take` with these arguments, so
-        that `take` need not refill."""
+        """Refills the queue if it has too few entries for a `take` with the same arguments, so that
+        `take` need not refill. Yields after each part."""
         head = self._entries[: 4 * count]
         if (
             np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
             < count
         ):
             yield from self._refill(count, evictable, [])
-        # If it found enough, other calls may have evicted or used some of them between two parts.
+        # If it found enough, `take` may still refill: between two parts, other calls may have
+        # evicted or used some of the entries.
         self._is_swept = len(self._entries) < count
 
     def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
-        """Returns the coldest evictable entries, at most `count`. Pinned entries are skipped until
-        the next refill.
+        """Removes the coldest evictable entries from the queue and returns them, at most `count`.
+        Also removes entries that are not evictable (pinned); they return with the next refill.
 
-        held: tells which entries to hold back. Held entries keep their places, and the search ends
-            at the first held entry.
+        held: tells which entries to hold back. An entry held back keeps its place, and the search
+            ends at the first such entry.
         """
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
             if len(self._entries) < missing and not refilled:
-                # The rest of the queue holds the coldest entries again.
+                # The refill replaces what is left in the queue.
                 for _ in self._refill(missing, evictable, chosen):
                     pass
                 refilled = True
@@ -216,7 +226,7 @@ class ColdQueue:
                 break
             places = usable.nonzero()[0][:missing]
             chosen.append(head[places])
-            # An entry leaves the queue only if it was examined and skipped, or returned.
+            # An entry leaves the queue only if it was returned, or examined and skipped.
             used = len(head) if len(places) < missing else int(places[-1]) + 1
             self._entries, self._states = self._entries[used:], self._states[used:]
             missing -= len(places)
@@ -227,8 +237,8 @@ class ColdQueue:
     def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> Iterator[None]:
         end = self._highest.number + 1
         parts: list[Entries] = []
-        # Use a local hand: another refill may run between two parts, and no entry may be seen
-        # twice.
+        # Use a local copy of the scan's position: another refill may run between two parts, and
+        # this refill must not see an entry twice.
         num_seen, walked, hand = 0, 0, self._hand if self._hand < end else 0
         while walked < end and num_seen < SHARE * count:
             stop = min(hand + SWEEP_ENTRIES, end, hand + end - walked)
@@ -249,10 +259,11 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Returns how many entries were compared, and the coldest of them that may be evicted."""
+        """Returns the coldest evictable entries among `entries`, enough for a refill, and how many
+        entries were compared to find them."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
-            # Checks hotter entries only if the colder ones may not be evicted.
+            # Check hotter entries only if too few of the colder entries may be evicted.
             coldest, _ = self._coldest(entries, 2 * keep)
             found = coldest[evictable(coldest)]
             if len(found) >= keep:
@@ -261,7 +272,7 @@ class ColdQueue:
         return len(found), found
 
     def _coldest(self, entries: Entries, count: int) -> tuple[Entries, NDArray[np.float64]]:
-        """Returns the `count` coldest of the entries and their heat, in no order."""
+        """Returns the `count` coldest of the entries, unsorted, and their heat."""
         heat = self._heat(entries)
         if len(entries) <= count:
             return entries, heat
@@ -273,28 +284,28 @@ def _kept(num_seen: int, count: int) -> int:
     return max(MIN_QUEUED, count, num_seen // SHARE)
 
 
-# Demoted entries: evicted before all others until they are used again.
+# Demoted entries are evicted before all others, until they are used again.
 #
-# A policy marks a demoted entry in its state and adds it to a `DemotedEntries`, which its `victims`
-# asks first. A use writes the state anew and thereby undoes the demotion. Always true: `take` never
-# returns an entry whose state has changed since, nor the same entry twice. Memory is bounded by the
-# capacity, whatever is demoted and used in turn. A call examines only the entries it was given and
-# a few parts of PART_ENTRIES.
+# A policy marks a demoted entry in its state and adds it to a `DemotedEntries`, which the policy's
+# `victims` asks first. A use writes the state anew and thereby undoes the demotion. Always true:
+# `take` returns an entry at most once, and never if the entry's state has changed since it was
+# demoted. Memory is bounded by the capacity, however often entries are demoted and used in turn. A
+# call examines only the entries that it was given and a few parts of PART_ENTRIES.
 
 
 LOOKED_ENTRIES = 1 << 14
-"""Most entries that a `take` examines. After that many, the skipped entries (pinned, or of other
-slot sizes) move behind the other demoted entries."""
+"""Most entries that a `take` examines. If it has examined so many, the entries that it skipped
+(pinned, or of other slot sizes) move behind the other demoted entries."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""Parts that are compacted for each part that is added, so that old parts shrink faster than new
-parts come."""
+"""Number of old parts that are compacted for each new part, so that old parts shrink faster than
+new parts come."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Entries [n], at most PART_ENTRIES, with their states and numbers at the time of their
-    addition."""
+    """Some demoted entries [n], at most PART_ENTRIES. `states` and `numbers`: the state and the
+    running number of each entry when it was added."""
 
     entries: Entries
     states: NDArray[np.uint64]
@@ -315,13 +326,13 @@ class _Part:
 
 
 class DemotedEntries:
-    """Demoted entries with their states, in order of demotion. `state` [capacity + 1]: the policy's
+    """Demoted entries in the order in which they were demoted. `state` [capacity + 1]: the policy's
     64 bits for each entry, which change whenever the entry is used or removed."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
-        # By entry: the number of its last addition. A page gets memory with the first demotion of
-        # an entry on it.
+        # By entry: the running number of its last addition. A page of this array gets memory with
+        # the first demotion of an entry on it.
         self._last = np.zeros(len(state), np.uint32)
         self._num_added = 0
         self._parts: deque[_Part] = deque()
@@ -332,9 +343,9 @@ class DemotedEntries:
         return sum(len(part) for part in self._parts)
 
     def add(self, entries: Entries) -> None:
-        """Adds entries whose state marks them as demoted, in the order of their eviction. An entry
-        that is listed twice stands at its first place. An entry that was added before moves to its
-        new place."""
+        """Adds entries whose state marks them as demoted, in the order in which they should be
+        evicted. An entry that is listed twice counts at its first place. An entry that was added
+        before moves to its new place."""
         for start in range(0, len(entries), PART_ENTRIES):
             some = entries[start : start + PART_ENTRIES]
             numbers = np.arange(self._num_added, self._num_added + len(some)).astype(np.uint32)
@@ -352,8 +363,8 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Removes entries from a part that were used, removed or added again since. Joins the part
-        with the part before if they fit together."""
+        """Removes entries from the next part that are no longer valid (`_valid`). Joins the part
+        with the part before it if both fit into one."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
@@ -363,13 +374,13 @@ class DemotedEntries:
         self._next = at + 1
 
     def _valid(self, part: _Part) -> _Part:
-        """Returns the entries of a part that are still demoted and were not added again."""
+        """Returns the entries of a part that are still demoted and were not added again later."""
         is_last = self._last[part.entries] == part.numbers
         return part.at(is_last & (self._state[part.entries] == part.states))
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """Removes and returns up to `count` evictable entries that are still demoted, whether or
-        not they are evicted."""
+        """Removes and returns up to `count` evictable entries that are still demoted. They are
+        removed even if the caller does not evict them."""
         chosen: list[Entries] = [np.empty(0, np.uint32)]
         passed: list[_Part] = []
         num_looked = 0
@@ -392,7 +403,8 @@ class DemotedEntries:
 
 
 def others(evictable: Evictable, chosen: Entries) -> Evictable:
-    """Returns a function that tells which entries are `evictable` and not in `chosen`."""
+    """Returns a function that tells which entries are evictable (by `evictable`) and not in
+    `chosen`."""
     if not len(chosen):
         return evictable
     return lambda entries: evictable(entries) & ~np.isin(entries, chosen)
