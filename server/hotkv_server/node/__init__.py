@@ -1,1 +1,2 @@
-"""Turns the core's decisions into I/O. Owns the core and the timers."""
+"""The node: an event loop that executes the core's decisions. It owns the core, the sessions, the
+transfers and the timers."""

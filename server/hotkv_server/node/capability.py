@@ -1,4 +1,5 @@
-"""The interface between the node and its capabilities, the parts that a node can run without.
+"""The interface between the node and its capabilities: optional parts of the server, such as hints
+or residencies.
 
 The node holds a tuple of capabilities. It calls each capability when something happens, and asks
 each for its figures and for the calls that it serves. Capabilities do not know each other: if a
@@ -29,20 +30,20 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 
-# Topics: the server's reports about itself, as plain figures that any view can show.
+# A topic is a report of the server about itself: plain figures that any view can show.
 #
 # Field names are the names that `hotkv --json` shows. Numbers are plain, hashes are hexadecimal,
 # states are words. A topic is computed on the event loop and its size is bounded.
 
 
 Figures = dict[str, Any]
-"""Figures that can be written as JSON."""
+"""Figures of a report, by name. All values can be written as JSON."""
 MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """Holds the filters of a question about a topic: texts by name. Methods raise INVALID_FIELD for
-    a value that is not valid."""
+    """The filters of a request for a topic, as texts by name. The methods parse them, and raise
+    INVALID_FIELD for a value that is not valid."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -51,11 +52,11 @@ class Filters:
         return f"Filters({dict(self._given)!r})"
 
     def text(self, name: str) -> str:
-        """Returns the filter's text; empty if it is not given."""
+        """Returns the text of the filter `name`; empty if it is not given."""
         return self._given.get(name, "")
 
     def whole(self, name: str, most: int) -> int:
-        """Returns the filter as a whole number from 0 to `most`; 0 if it is not given."""
+        """Returns the filter `name` as a whole number from 0 to `most`; 0 if it is not given."""
         text = self.text(name) or "0"
         if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > most:
             raise HotKVError(
@@ -64,11 +65,12 @@ class Filters:
         return int(text)
 
     def page_size(self, default: int, most: int) -> int:
-        """Returns how many rows to report; `default` if the filter is 0 or not given."""
+        """Returns the number of rows to report, from the filter `page_size`; `default` if that is 0
+        or not given."""
         return self.whole("page_size", most) or default
 
     def seconds(self, name: str) -> float:
-        """Returns the filter as seconds; 0 if it is not given."""
+        """Returns the filter `name` as seconds; 0 if it is not given."""
         text = self.text(name) or "0"
         try:
             found = float(text)
@@ -86,9 +88,9 @@ NO_FILTERS = Filters({})
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A report of the server about itself, which operators can ask for by name.
+    """A report of the server about itself, which operators request by name.
 
-    tell: computes the answer.
+    tell: function that computes the report.
     filters: names of the filters that `tell` uses.
     """
 
@@ -97,7 +99,8 @@ class Topic:
 
 
 async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str]) -> Figures:
-    """Returns the figures of a topic; without a name, the list of topics.
+    """Returns the figures of the topic `name`; the list of all topics if `name` is empty. `given`:
+    the filters of the request.
 
     Raises INVALID_FIELD for an unknown topic or filter, and the topic's own errors.
     """
@@ -124,11 +127,11 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Which blocks of some lists lie in a tier.
+    """Which of the blocks of some lists lie in one tier.
 
     name: name of the tier.
     masks: for each list, a mask of its blocks that lie in the tier.
-    is_up: True if the tier can be read.
+    is_up: True if the tier can be read at the moment.
     bytes_per_s: rate of the tier's last reads; 0 if no read has found a block.
     """
 
@@ -140,15 +143,15 @@ class Lying:
 
 class Epochs(Protocol):
     """Flushes key spaces, in this node and in tiers that nodes share. A shared tier counts the
-    flushes of each key space; the count is its epoch."""
+    flushes of each key space; the count is the key space's epoch."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if all blocks of the key space in host memory are known to be newer than
-        every flush, also of other nodes."""
+        """Returns True if all blocks of the key space in host memory are certainly newer than every
+        flush, flushes by other nodes included."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True. Returns the last answer of
-        `may_serve`."""
+        """Waits, for a bounded time, until `may_serve` returns True. Returns False if the time
+        ended first."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
@@ -159,13 +162,15 @@ class Epochs(Protocol):
 
 
 class Lookups(Protocol):
-    """Looks up blocks in the tiers below host memory."""
+    """Looks up blocks in the tiers below host memory, and decides whether a client's lookup waits
+    for them."""
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns whether a lookup must wait for a tier's answer."""
+        """Returns True if a lookup of these blocks must wait for the answer of a shared tier."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks shared tiers for the blocks and waits, for a bounded time, for their answers."""
+        """Asks shared tiers which of the blocks they have. Waits, for a bounded time, for their
+        answers, which later lookups use."""
 
     def lies_elsewhere(
         self,
@@ -175,7 +180,7 @@ class Lookups(Protocol):
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
         """Returns which blocks lie in a tier below host memory or are being promoted from there, a
-        mask per list.
+        mask for each list.
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
@@ -185,12 +190,13 @@ class Lookups(Protocol):
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = ...
     ) -> list[Lying]:
-        """Asks every tier which of the blocks it has. Waits for shared tiers at most `wait_s`. For
-        operators and routers."""
+        """Asks every tier which of the blocks it has, for operators and routers. Waits for shared
+        tiers at most `wait_s` seconds."""
 
 
 class BlocksBelow(Protocol):
-    """Manages the blocks in the tiers below host memory: disk and shared stores."""
+    """Manages the tiers below host memory (disk and shared stores), and moves blocks between them
+    and host memory."""
 
     @property
     def epochs(self) -> Epochs: ...
@@ -200,7 +206,7 @@ class BlocksBelow(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """Returns the tiers' names, in the order of their numbers in `Space.origins`, from 1."""
+        """The tiers' names. A tier's position, counted from 1, is its number in `Space.origins`."""
 
     def start(
         self,
@@ -209,21 +215,21 @@ class BlocksBelow(Protocol):
         flush: Callable[[int], Awaitable[int]],
         on_ready: "OnReady",
     ) -> None:
-        """Starts moving blocks.
+        """Starts moving blocks between tiers.
 
-        tell: called when blocks may have been evicted or condemned.
-        flush: flushes a key space in this node only.
-        on_ready: called when blocks become ready in a medium.
+        tell: function to call when blocks may have been evicted or condemned.
+        flush: function that flushes a key space in this node only.
+        on_ready: function to call when blocks become ready in a medium.
         """
 
     def trace(self, tracing: "Tracer") -> None:
-        """Makes spans, from this call on, for tier reads and writes of traced calls."""
+        """From this call on, makes spans for tier reads and writes of calls that are traced."""
 
     async def close(self) -> None:
-        """Begins no further move and waits, for a bounded time, for the moves under way."""
+        """Begins no further move. Waits, for a bounded time, until the running moves end."""
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Sets how many bytes may be written to the tier below in 24 hours; None: no limit."""
+        """Sets how many bytes may be written to the disk in 24 hours; None: no limit."""
 
     def fetch_ahead(
         self,
@@ -232,41 +238,44 @@ class BlocksBelow(Protocol):
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to promote the blocks of a lookup's hit, before a lease asks for them.
+        """Begins to promote the blocks of a hit right after the lookup, before the engine asks for
+        a lease.
 
         ready, elsewhere: for each list, masks of the blocks that are in host memory, and of the
             blocks that lie in a tier below.
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns whether a lease of these blocks must wait for a tier."""
+        """Returns True if a lease of these blocks must wait for a promotion from a tier."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Promotes blocks from tiers into host memory and pins them. Waits for a bounded time. Pass
-        the result to `let_go`, which unpins the blocks."""
+        """Promotes blocks from tiers into host memory and pins them there. Waits for a bounded
+        time. Pass the result to `let_go`, which unpins the blocks."""
 
     def let_go(self, held: Any) -> None:
-        """Releases the pins of `bring_up`."""
+        """Releases the pins that `bring_up` has made; `held` is its result."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Promotes the listed blocks that lie in tiers below host memory, as far as there is room.
-        Returns when the blocks are promoted, or at `until_s`."""
+        """Promotes those of the listed blocks that lie in tiers below host memory, as far as there
+        is room. Returns when the blocks are promoted, or at the time `until_s`."""
 
 
 class Tracer(Protocol):
-    """Makes spans for the work of a call."""
+    """Makes spans (timed parts of a trace) for the work of a call."""
 
     def child(self, name: str) -> "Span | None":
-        """Begins a span below the span of the current call; None if the call is not traced."""
+        """Begins a span whose parent is the span of the current call; None if the call is not
+        traced."""
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins spans for blocks that are about to be written to a tier: a span for each traced
-        store that brought some of them."""
+        """Begins spans for the write of blocks to a tier: one for each traced store that stored
+        some of the blocks."""
 
 
 OnReady = Callable[[Entries, Medium, str], None]
-"""Called on the event loop when blocks become ready in a medium. The last argument is the tier's
-name, empty for host memory. For DISK, entries are of the tier below; otherwise of host memory."""
+"""Function that is called on the event loop when blocks become ready in a medium. Its last argument
+is the tier's name, empty for host memory. For DISK, the entries are those of the disk's index,
+otherwise those of host memory."""
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:
@@ -279,18 +288,18 @@ def nobody(entries: Entries, medium: Medium, tier: str) -> None:
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Handles messages of one kind from a session's stream. Returns the answer's message, a task or
-awaitable of it, or None if the message has no answer. A large answer may be in the stream's message
-already, which saves a copy."""
+"""Function that handles the messages of one kind from a session's stream. Returns the answer's
+message, a task or awaitable of it, or None if the message has no answer. To save a copy of a large
+answer, it may return the whole message of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A gRPC service.
+    """A gRPC service that a capability adds to the server.
 
     name: full name, with the package.
-    add: registers `servicer` with a server, as the code generated by grpcio does.
-    is_admin: whether only operators may call it.
+    add: function that registers `servicer` with a server, as the code generated by grpcio does.
+    is_admin: True if only operators may call the service.
     """
 
     name: str
@@ -301,7 +310,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A metric with labels.
+    """A metric whose values have labels.
 
     name: without the prefix `hotkv_`.
     kind: `counter`, `gauge` or `histogram`.
@@ -314,8 +323,8 @@ class Samples:
 
 
 class Capability:
-    """An optional part of a server, which the node calls at events. Every method has a default; a
-    capability overrides the methods that it needs."""
+    """An optional part of a server. The node calls its methods when something happens. Every method
+    has a default that does nothing; a capability overrides the methods that it needs."""
 
     # Life cycle
 
@@ -323,17 +332,18 @@ class Capability:
         """Called when the node starts. `health` watches the loops that the capability starts."""
 
     async def tick(self, now_s: float) -> None:
-        """Called with each turn of the node's timer."""
+        """Called at each turn of the node's timer, several times a second."""
 
     async def close(self) -> None:
         """Called when the node ends, after all sessions have closed."""
 
     def save(self) -> None:
-        """Writes files for the next server. Blocks; called on a thread for files (`Clerk`)."""
+        """Writes files for the next server. Blocks; called on the thread that writes files
+        (`Clerk`), after `release`."""
 
     def release(self) -> None:
-        """Closes resources outside the node. Called after the node has ended, or if the node never
-        started. Blocks the calling thread."""
+        """Closes resources outside the node, such as threads and connections. Called after the node
+        has ended, or if the node never started. Blocks the calling thread."""
 
     # Events
 
@@ -342,12 +352,12 @@ class Capability:
     ) -> None:
         """Called when a key space becomes known.
 
-        model_names: names by which requests to the engine that brought it address the model; empty
-            if no session brought it.
+        model_names: names by which requests to the session's engine address the model; empty if the
+            key space came without a session.
         """
 
     def model_named(self, number: int, name: str) -> None:
-        """Called for each model name that another session of a known key space brings."""
+        """Called for each model name that a further session of a known key space brings."""
 
     def key_space_forgotten(self, number: int) -> None:
         """Called when a key space without blocks is forgotten."""
@@ -361,14 +371,19 @@ class Capability:
     ) -> None:
         """Called when a store has ended.
 
-        results: BlockResult values, an array per run (consecutive blocks of a group).
-        contents: token ids of each run, for events; empty if the engine sent none.
+        runs: the blocks that the store named.
+        contents: token ids of each run (consecutive blocks of a group), for events; empty if the
+            engine sent none.
+        results: `BlockResult` values, an array for each run.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Called when a tier has moved blocks. `entries`: the moved blocks' entries, of the tier
-        below for the medium DISK, otherwise of host memory. `tier`: the tier's name; empty for host
-        memory."""
+        """Called when blocks became ready in another medium.
+
+        entries: the blocks' entries: of the disk's index for the medium DISK, otherwise of host
+            memory.
+        tier: the tier's name; empty for host memory.
+        """
 
     def blocks_removed(
         self,
@@ -379,8 +394,9 @@ class Capability:
         """Called when blocks have been removed.
 
         notices: blocks removed from host memory.
-        below: blocks removed from the tier below host memory.
-        flushed_key_space_id: key space that a flush has emptied; 0 without a flush.
+        below: blocks removed from the disk.
+        flushed_key_space_id: key space that has no block in host memory any more after a flush; 0
+            if there was no flush.
         """
 
     def key_space_flushed(self, number: int) -> None:
@@ -394,28 +410,30 @@ class Capability:
         """Called when an engine reports a request, before its blocks count as used."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """Called when the blocks of a reported request count as used. May yield to other tasks."""
+        """Called when the node has recorded a use of the blocks of a reported request. May let
+        other tasks run."""
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:
         """Called when an engine reports the end of a request."""
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """Called when the load of a reported request has ended."""
+        """Called when an engine reports that the load of a reported request has ended."""
 
     def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
-        """Called when a transfer has ended, with the bytes that it has loaded and stored."""
+        """Called when a transfer has ended. `loaded`, `stored`: the bytes that it has copied; one
+        of them is 0."""
 
     # Reports
 
     def topics(self) -> Mapping[str, Topic]:
-        """Returns the topics that operators can ask about, by name."""
+        """Returns the topics (reports) that operators can request, by name."""
         return {}
 
     def status(self, *, has_names: bool) -> Figures:
-        """Returns the fields that this capability adds to the status page. A field's value may be a
-        function, which is called later, on another thread.
+        """Returns the fields that this capability adds to the server's status. A field's value may
+        be a function, which is called later, on another thread.
 
-        has_names: False leaves out the names of tenants, models and engines.
+        has_names: if False, leaves out the names of tenants, models and engines.
         """
         return {}
 
@@ -425,8 +443,8 @@ class Capability:
         return ()
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
-        """Returns columns for the list of sessions: counts by session number. A missing session
-        counts 0."""
+        """Returns additional columns for the list of sessions: for each column name, counts by
+        session number. A missing session counts 0."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
@@ -438,54 +456,57 @@ class Capability:
         return {}
 
     def samples(self) -> Iterable[Samples]:
-        """Returns metrics with labels."""
+        """Returns metrics whose values have labels."""
         return ()
 
     # Offers to the rest of the server
 
     def services(self, edge: Any) -> Iterable[Service]:
-        """Returns the gRPC services for a listener. `edge`: a `wire.edge.Edge`."""
+        """Returns the gRPC services that this capability adds to a listener. `edge`: a
+        `wire.edge.Edge`, which connects the services with the node."""
         return ()
 
     def session_calls(self) -> Mapping[str, SessionCall]:
-        """Returns handlers of a session stream's messages by `hotkv.v1.ConnectRequest` field."""
+        """Returns functions that handle messages of a session's stream, by field of
+        `hotkv.v1.ConnectRequest`."""
         return {}
 
     def traced(self, calls: Any) -> Any:
-        """Returns the calls of `wire.calls`, wrapped if this capability traces them."""
+        """Returns `calls` (the calls of `wire.calls`), wrapped in tracing if this capability traces
+        them."""
         return calls
 
     async def check_blocks(
         self, model: str, block_tokens: int, hashes: Sequence[int]
     ) -> BoolMask | None:
         """Returns which blocks of a prompt are cached, in any medium; None if this capability can't
-        tell.
+        tell. For the KV router of Dynamo.
 
-        model: the name that requests use.
-        block_tokens: tokens in a block; 0: whatever the model's blocks have.
-        hashes: 64-bit hashes of the blocks by Dynamo's router.
+        model: the name by which requests address the model.
+        block_tokens: tokens in a block; 0: as many as the model's blocks have.
+        hashes: 64-bit hashes of the blocks, as Dynamo's router computes them.
         """
         return None
 
     @property
     def tracer(self) -> Tracer | None:
-        """Returns the maker of spans for work below a call; None without tracing."""
+        """The tracer that makes spans for work below a call; None without tracing."""
         return None
 
     @property
     def wants_token_ids(self) -> bool:
-        """Returns whether engines must send token ids with their stores."""
+        """True if engines must send token ids with their stores."""
         return False
 
     @property
     def engines_publish_events(self) -> bool:
-        """Returns whether engines read this server's events to publish them as their own."""
+        """True if engines read this server's events and publish them as their own."""
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of a user's session, which routers name in their hints (not a
-        session of an engine with this server).
+        """Returns the latest prompts of a user's session, which routers name in their hints by
+        `session_id`. Such a session is a conversation, not an engine's session with this server.
 
-        Each item: tenant, key space id, hash words. `tenant`: empty asks for all tenants.
+        Each item: tenant, key space id, hash words. `tenant`: an empty text means all tenants.
         """
         return ()

@@ -1,8 +1,8 @@
-"""The node: the core, its memory and its copy engine, driven by an event loop.
+"""The node: connects the core, its memory, its copy engine and the capabilities on one event loop.
 
-Connects the parts, and owns the timer and the drain. Every method runs on the event loop, and only
-`save_use` blocks it. The copy engine's threads move bytes (`transfers`), and other threads map the
-memory of engines (`sessions`).
+Owns the timer and the drain. Every method runs on the event loop, except `save_use`, which blocks
+its thread. The copy engine's threads move bytes (`transfers`), and other threads map the memory of
+engines (`sessions`).
 """
 
 import asyncio
@@ -45,15 +45,19 @@ STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
 """Equal to the default of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
-"""Far above the duration of any work on a thread, even on a machine that swaps."""
+"""A thread counts as stuck when one piece of its work takes longer than this. Far above the
+duration of such work, even on a machine that swaps."""
 C = TypeVar("C", bound=Capability)
 
 
 class Node:
-    """Runs a cache server's parts (see the module).
+    """Runs the parts of a cache server on one event loop; the module docstring says which.
 
+    core: the cache, which makes all decisions.
     capabilities: optional parts of the server; add them before `start`.
-    copy_engine: copies blocks. Its maker must close it; the node does not.
+    copy_engine: copies blocks. The code that made it closes it; the node does not.
+    tiers: the tiers below host memory; None without such tiers.
+    drained: set when a drain has ended.
     """
 
     def __init__(
@@ -118,7 +122,8 @@ class Node:
         return f"Node({len(self.sessions)} sessions, {self.core!r})"
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
-        """Starts the timer, and the scrubber if `scrub_bytes_per_s` is not 0."""
+        """Starts the timer, the capabilities and the tiers. Also starts the scrubber, which
+        compares blocks with their check values, if `scrub_bytes_per_s` is not 0."""
         self.lag.start()
         if self.core.grace.is_on:
             # Engines can reconnect from this moment on.
@@ -142,7 +147,7 @@ class Node:
             self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
-        """Closes all sessions and stops the timer."""
+        """Closes all sessions, the capabilities and the tiers, and stops the timer."""
         await self.sessions.close_all()
         for one in self.capabilities:
             await one.close()
@@ -156,14 +161,15 @@ class Node:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes times of last use and the capabilities' files, for the next server. Blocks the
-        calling thread."""
+        """Writes the blocks' times of last use and the capabilities' files, for the next server.
+        Blocks the calling thread; not on the event loop."""
         self._persistence.save_use()
         for one in self.capabilities:
             one.save()
 
     def capability(self, kind: type[C]) -> C:
-        """Returns the capability of this kind. Raises LookupError if the node has none."""
+        """Returns the node's capability of the class `kind`. Raises LookupError if the node has
+        none."""
         for one in self.capabilities:
             if isinstance(one, kind):
                 return one
@@ -175,7 +181,8 @@ class Node:
 
     @property
     def has_tenants(self) -> bool:
-        """Returns True if sessions must not learn of other tenants' sessions."""
+        """True if the server has tenants: a session must then not learn of other tenants'
+        sessions."""
         return bool(self.core.config.tenants)
 
     # Room for stores
@@ -188,11 +195,12 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """Reserves slots for blocks that are neither ready nor in flight, as far as there is room,
-        and reports the evictions. Other tasks run between the parts of this work.
+        """Reserves slots for blocks that are neither ready nor being stored, as far as room can be
+        made. Evicts blocks to make room, and reports the evictions. The work is done in slices,
+        between which other tasks run.
 
-        Returns the results, an array per run (consecutive blocks of a group), and the lease's time
-        to live in seconds.
+        Returns the `BlockResult` values, an array for each run (consecutive blocks of a group), and
+        the remaining lifetime of the lease in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
@@ -201,7 +209,8 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Reports moved blocks. Reports earlier removals first."""
+        """Reports to the capabilities that blocks became ready in a medium. Reports earlier
+        removals first."""
         self.effects.run()
         for one in self.capabilities:
             one.blocks_moved(entries, medium, tier)
@@ -211,10 +220,10 @@ class Node:
             await self.tiers.epochs.meet(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space in host memory and in all tiers: no node finds the key space's blocks
-        afterwards.
+        """Flushes a key space in host memory and in all tiers: afterwards no node finds a block
+        that was stored before the call.
 
-        Cancelling the caller does not stop the flush.
+        If the caller is cancelled, the flush still runs to its end.
         """
         self.core.key_space(key_space_id)
         if self.tiers is not None:
@@ -227,10 +236,10 @@ class Node:
     # Draining and time
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Refuses new work from this call on.
+        """Begins a drain: from now on the node refuses new work. Notifies the sessions.
 
-        Sets `drained` when all work has ended, or after `timeout_s` (default: `drain_timeout_s`).
-        Another call can only shorten the time.
+        Sets `drained` when all running transfers have ended, or after `timeout_s` (default:
+        `drain_timeout_s`). A later call can only shorten the time.
         """
         timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
@@ -251,15 +260,15 @@ class Node:
             session.notify(Drain(timeout_s))
 
     def abandon(self) -> None:
-        """Stops granting and keeping blocks, because an invariant is broken. The process then ends
-        without closing anything."""
+        """Refuses new work and cancels all transfers, because an invariant of the core is broken.
+        The process then exits without closing anything."""
         self.core.draining = True
         for session in self.sessions:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Runs the timer. A turn waits for no file and no tier: if a turn hung, leases would not
-        expire and Health would end the server."""
+        """Runs the timer loop. A turn waits for no file and no tier: if a turn hung, leases would
+        not expire, and `Health` would end the server."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

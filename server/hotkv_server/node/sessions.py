@@ -1,8 +1,9 @@
-"""The open sessions of a node, from opening, through registered memory, to closing.
+"""The open sessions of a node: opens them, registers their memory, and closes them.
 
-Always true: a key space is announced when it becomes known, and saved before any of its blocks is
-stored. A closing session keeps its memory and leases until no transfer or read touches them, then
-releases them all. On the event loop; mappings are made on threads.
+Always true: capabilities are notified of a key space when it becomes known, and the key space is
+saved before any of its blocks is stored. A closing session keeps its memory and leases until no
+transfer or read touches them, then releases them all. All methods run on the event loop; threads
+map the memory.
 """
 
 import asyncio
@@ -29,11 +30,11 @@ MAX_SESSIONS = 256
 
 
 class Sessions:
-    """Opens and closes sessions (see the module). Iterates over the open sessions.
+    """Opens and closes sessions, and registers their memory. Iterating yields the open sessions.
 
-    save_state: saves new key spaces.
-    meet: asks shared tiers for the epoch (number of flushes) of a key space.
-    run_effects: carries out the effects of the core's decisions.
+    save_state: function that saves new key spaces.
+    meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
+    run_effects: function that carries out the effects of the core's decisions.
     """
 
     def __init__(
@@ -88,13 +89,14 @@ class Sessions:
         engine_name: str = "",
         model_names: Sequence[str] = (),
     ) -> LiveSession:
-        """Opens a session and saves its key space. Whoever presents the session's secret id may use
-        the session.
+        """Opens a session and saves its key space. The result has a secret id: any client that
+        presents it may use the session.
 
         engine_name: name of the engine for people; empty if the engine has no name.
         model_names: names by which requests address the model; people are shown the first.
+        hears_evictions: True if the session gets eviction notices.
 
-        Raises OVERLOADED, and the errors of CacheCore.open_session.
+        Raises OVERLOADED, and the errors of `CacheCore.open_session`.
         """
         await self._removals.forget_for(key_space, representations)
         if len(self._open) >= MAX_SESSIONS:
@@ -144,10 +146,10 @@ class Sessions:
         return session
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space, with or without a session, and saves the key space. Returns the
-        key space's number.
+        """Registers a key space without opening a session, and saves it. Returns the number of the
+        key space.
 
-        Raises DRAINING, and the errors of Catalog.register.
+        Raises DRAINING, and the errors of `Catalog.register`.
         """
         self._core.sessions.check_takes_new("takes no new key spaces")
         await self._removals.forget_for(key_space, ())
@@ -197,15 +199,16 @@ class Sessions:
     async def register_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
     ) -> tuple[OrderKind, str]:
-        """Maps and opens a session's memory. The descriptors of the memory's files must have
-        arrived over the descriptor socket.
+        """Maps and opens the memory of a session's engine. The descriptors of the memory's files
+        must have arrived over the descriptor socket.
 
-        order: the marks that the engine offers, by which transfers follow the work of the engine's
-            device.
+        layout: the memory and the tensors in it.
+        order: the marks that the engine offers. A mark is a point in the work of the engine's
+            device that a transfer must not precede.
 
-        Returns the kind of marks that the server will read, and, if the server accepted less than
-        was offered, the reason. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
-        UNKNOWN_SESSION.
+        Returns the kind of marks that the server will read. If the server accepted less than the
+        engine offered, also returns the reason, otherwise an empty text. Raises INVALID_LAYOUT,
+        INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE, UNKNOWN_SESSION.
         """
         await self._prepare(session, layout)
         _check_first(session, layout)
@@ -233,8 +236,8 @@ class Sessions:
         return memory.order.kind, memory.order.message
 
     async def _prepare(self, session: LiveSession, layout: Layout) -> None:
-        """Checks the layout against the key space and computes its recipes. Raises
-        INVALID_LAYOUT."""
+        """Checks the layout against the key space, and computes where the parts of each block lie
+        in the engine's memory (`Layout.prepare`). Raises INVALID_LAYOUT."""
         try:
             kinds = self._core.catalog.record(session.record.key_space_id)
             representations = {
@@ -248,8 +251,8 @@ class Sessions:
     async def _open_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder, fds: dict[str, int]
     ) -> SessionMemory:
-        """Runs `open_session_memory` on a thread. If the call is cancelled, the memory is closed as
-        soon as it is open."""
+        """Runs `open_session_memory` on a thread. If this coroutine is cancelled meanwhile, the
+        memory is closed as soon as it is open."""
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(
             None,
@@ -274,7 +277,8 @@ class Sessions:
 
 
 def _check_first(session: LiveSession, layout: Layout) -> None:
-    """Raises if the session already has memory, or lacks the link that its layout needs."""
+    """Raises HotKVError if the session already has memory, or if its layout has device memory and
+    the session has no link (connection on the descriptor socket)."""
     if session.memory is not None:
         raise HotKVError(
             Reason.DUPLICATE_ID,
