@@ -1,4 +1,4 @@
-"""Feeds: broadcast the node's events to readers.
+"""Feeds: queues through which the node sends its events to connected readers.
 
 Always true: a feed is bounded in bytes. A reader that is too slow loses the newest items and learns
 how many it lost. The node never waits for a reader.
@@ -20,18 +20,18 @@ MAX_READERS = 64
 
 
 class Measured(Protocol):
-    """An item of a feed."""
+    """An item of a feed: a value that knows its size."""
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of the item's arrays."""
+        """Bytes of the item's arrays."""
 
 
 T = TypeVar("T", bound=Measured)
 
 
 class Feed(Generic[T]):
-    """Holds the items for a reader, in order. On the event loop only."""
+    """The queue of one reader. On the event loop only."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -40,7 +40,7 @@ class Feed(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T) -> bool:
-        """Queues the item for the reader. Returns False if the feed is full and the item is lost.
+        """Queues an item. Returns False if the feed is full and the item is lost.
 
         An empty feed accepts an item of any size.
         """
@@ -55,17 +55,18 @@ class Feed(Generic[T]):
         return kept
 
     async def get(self, most: int) -> tuple[list[T], int]:
-        """Waits for items and returns 1 to `most` of them.
+        """Waits until the feed has items. Returns 1 to `most` items.
 
-        Also returns how many items were lost since the last report of a loss. The loss is reported
-        with the last queued item; before that the number is 0.
+        Also returns how many items were lost since the last report of a loss. A loss is reported
+        together with the last item in the queue; until then the number is 0.
         """
         await self._ready.wait()
         return self.take(most)
 
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
-        """Returns at most `most` items without waiting; several items have at most `most_bytes`
-        together. Also returns how many items were lost since the last report of a loss."""
+        """Returns up to `most` items without waiting; none if the feed is empty. If it returns
+        several items, they have at most `most_bytes` together. Also returns how many items were
+        lost since the last report of a loss."""
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:
@@ -85,7 +86,7 @@ class Feed(Generic[T]):
 
 
 class Feeds(Generic[T]):
-    """Holds the feeds of all readers of a kind of item."""
+    """The feeds of all readers of one kind of item."""
 
     def __init__(self) -> None:
         self._open: set[Feed[T]] = set()
@@ -98,15 +99,15 @@ class Feeds(Generic[T]):
         return f"Feeds({len(self._open)} readers, {self.lost_items} lost)"
 
     def put(self, items: Iterable[T]) -> None:
-        """Queues the items for every reader."""
+        """Queues the items in the feed of every reader."""
         for item in items if self._open else ():
             for feed in self._open:
                 self.lost_items += not feed.put(item)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Feed[T]]:
-        """Opens a feed until the end of the `with` block. Raises OVERLOADED if MAX_READERS are
-        open."""
+        """Opens a feed for a reader, and closes it at the end of the `with` block. Raises
+        OVERLOADED if MAX_READERS feeds are open."""
         if len(self._open) >= MAX_READERS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_READERS} readers are connected; end one of them"

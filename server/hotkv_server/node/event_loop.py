@@ -1,4 +1,5 @@
-"""The event loop: runs long work in slices, and measures how late the loop is."""
+"""Helpers for the event loop: `slices` and `in_slices` run long work in slices, and `LoopLag`
+measures how late the loop is."""
 
 import asyncio
 import faulthandler
@@ -16,33 +17,35 @@ import numpy as np
 
 from hotkv_server.cache.room.removal import Parts
 
-# Slices: run long work on the event loop in slices. Other tasks run between two slices.
+# Slices: long work runs on the event loop for SLICE_S at a time. Other tasks run between two
+# slices.
 
 
 SLICE_S = 0.004
-"""Length of a slice (the time of long work between two turns of other tasks). A step begins only
-before the slice's end; most steps of the core are shorter."""
+"""Length of a slice, in seconds: how long a piece of long work runs before other tasks do. The last
+step of a slice may end later; most steps of the core are shorter than a slice."""
 T = TypeVar("T")
 
 
 class Breaks:
-    """Makes a coroutine that does many short parts yield to other tasks from time to time."""
+    """Lets other tasks run from time to time, in a coroutine that does many short parts of work."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
 
     async def between(self) -> None:
-        """Yields to other tasks if the slice is over. Call this method between two parts."""
+        """Lets other tasks run if the slice (SLICE_S) is over. The coroutine calls it between two
+        parts."""
         if time.perf_counter() >= self._ends_s:
             await asyncio.sleep(0)
             self._ends_s = time.perf_counter() + SLICE_S
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """Runs the steps in slices (of SLICE_S), between which other tasks run. Yields each slice's
-    results, and whether more slices follow.
+    """Runs `steps` in slices of SLICE_S, between which other tasks run. Yields for each slice the
+    results of its steps, and True if another slice follows.
 
-    Yields at least one slice. The caller's loop body runs before other tasks do.
+    Yields at least once. The body of the caller's loop runs before other tasks do.
     """
     has_more = True
     taken: list[T]
@@ -60,8 +63,8 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Runs all parts in slices (of SLICE_S), between which other tasks run, and returns their
-    result.
+    """Runs a generator of parts to its end, in slices of SLICE_S, between which other tasks run.
+    Returns the generator's result.
 
     after_slice: called after each slice, before other tasks run, also if a part raises.
     """
@@ -79,11 +82,11 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
         await asyncio.sleep(0)
 
 
-# Lag: measures how late the event loop is, and finds the function that blocked it longest.
+# Lag: how late the event loop runs its callbacks, and which function blocked it longest.
 #
-# A timer call is due every TICK_S; its delay is the delay of every other call. If it is late by
-# HELD_S, a thread looks at the loop and records which function of hotkv it runs. Figures cover
-# WINDOW_S. While nothing is late, timer and thread slow down to QUIET_TICK_S, so that an idle
+# A timer call is due every TICK_S; if it is late, every other call is as late. If it is late by
+# more than HELD_S, a thread looks at the loop and records which function of hotkv it runs. Figures
+# cover WINDOW_S. While nothing is late, timer and thread slow down to QUIET_TICK_S, so that an idle
 # server takes little processor time; a delay then counts for all ticks that were left out.
 #
 # If the loop is late by HUNG_S, or by up to ARM_S more, faulthandler writes the stacks of all
@@ -92,10 +95,10 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
 QUIET_LAG_S = 0.005
-"""A delay longer than this sets the interval of the timer back to TICK_S."""
+"""After a delay longer than this, the timer is due every TICK_S again."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""If the loop is later than this, the thread records which function it runs."""
+"""If the loop is later than this, the thread records which function the loop runs."""
 HUNG_S = 10.0
 ARM_S = 5.0
 """Interval at which faulthandler's timer is restarted. Each restart starts a thread."""
@@ -103,10 +106,11 @@ ARM_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Delays in the last WINDOW_S, in seconds.
+    """Delays of the event loop in the last WINDOW_S, in seconds.
 
-    held_by: function that held the loop in the longest delay that the thread saw; empty if it saw
-        no delay.
+    p50_s, p99_s: percentiles of the delays.
+    held_by: function that the loop ran during the longest delay that the thread saw; empty if it
+        saw no delay.
     """
 
     p50_s: float
@@ -116,7 +120,7 @@ class Lag:
 
 
 class LoopLag:
-    """Measures the lag of the event loop on which it is started. Call `read` on that loop only."""
+    """Measures how late the event loop is on which it is started. Call `read` on that loop only."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))
@@ -134,32 +138,33 @@ class LoopLag:
         return f"LoopLag({len(self._samples)} samples)"
 
     def start(self) -> None:
-        """Begins to watch the running loop. Call this method from the thread that runs the loop."""
+        """Begins to measure the running event loop. Call it on that loop's thread."""
         self._loop_thread = threading.get_ident()
         self._wait(asyncio.get_running_loop())
         self._thread = threading.Thread(target=self._look, name="hotkv-lag", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Returns whether the watching thread is alive; True before `start` and after `close`."""
+        """Returns True while the thread that looks at the loop is alive; also before `start` and
+        after `close`."""
         return self._ended.is_set() or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stops the timer and the thread."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
 
     def read(self) -> Lag:
-        """Returns the figures of the last WINDOW_S."""
+        """Returns the delays of the last WINDOW_S."""
         samples, since_s = np.fromiter(self._samples, np.float64), time.monotonic() - WINDOW_S
         p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
         named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """Returns the longest delay of about the last `seconds`."""
+        """Returns the longest delay of approximately the last `seconds`."""
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 
@@ -183,17 +188,15 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """Runs in the watching thread: looks at the loop once each time the loop is late."""
+        """Runs on the thread: records once, each time the loop is late, which function it runs."""
         while not self._ended.wait(self._num_ticks * TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
 
 
 def _function_of(frame: FrameType | None) -> str:
-    """Returns the innermost function of hotkv that runs in a frame, as module:name.
-
-    Without a function of hotkv on the stack: the innermost function.
-    """
+    """Returns the innermost function of hotkv on the stack `frame`, as module:name. If there is
+    none, returns the innermost function."""
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

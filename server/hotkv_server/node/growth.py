@@ -1,5 +1,5 @@
-"""Growth of the arena, whose memory is allocated in the background after the start: stores wait for
-memory that comes soon.
+"""Growth of the arena: its memory is allocated in the background after the start, and stores wait
+for memory that comes soon.
 
 Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait it may
 evict blocks, as in an arena that is full. Stores wait in the order of their arrival. Lookups and
@@ -14,12 +14,12 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Run
 
 PATIENCE_S = 2.0
-"""Longest wait of a store for memory. The arena gets a piece of memory every few hundredths of a
-second."""
+"""Longest time that a store waits for memory. While the arena grows, it gets a piece of memory
+every few hundredths of a second."""
 
 
 class Growth:
-    """Reports new memory of the arena to the core, and makes stores wait for it."""
+    """Reports new memory of the arena to the core, and lets stores wait for memory."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -31,17 +31,17 @@ class Growth:
         return f"Growth({'growing' if self._is_growing else 'done'})"
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
-        """Marks the first `filled_bytes` of the arena as having memory; about `coming_bytes` more
-        follow within moments, 0 if none follow."""
+        """Reports to the core that the first `filled_bytes` of the arena have memory now, and wakes
+        waiting stores. `coming_bytes`: about how many more bytes get memory within moments; 0 once
+        the arena has all its memory."""
         self._is_growing = coming_bytes > 0
         self._core.space.grow(filled_bytes, coming_bytes)
         self._grown.set()
         self._grown = asyncio.Event()
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        """Waits, at most PATIENCE_S, until there is room without an eviction for the blocks of a
-        store that host memory lacks. Returns True if the method waited: other tasks ran
-        meanwhile."""
+        """Waits, at most PATIENCE_S, until the blocks of a store that are not in host memory have
+        room without an eviction. Returns True if it waited: other tasks ran meanwhile."""
         must_wait = not self._has_room(key_space_id, runs)
         if must_wait:
             with contextlib.suppress(asyncio.TimeoutError):

@@ -3,11 +3,12 @@
 There are two ways to start a loop, and both watch its task: `async for _ in health.turns(name,
 pause_s)`, or `run` for work without turns. So a loop can't be left unwatched by mistake.
 
-Always true: a part that has died stays a problem. A part that stalls is a problem as long as it
-stalls. While there is a problem, the server reports that it does not serve, and systemd's watchdog
-is not notified. A broken invariant of the core is final. The core's answers are not reliable then,
-so the server grants no lease and stores no block, and the process ends. The next server relies on
-the arena and the block table, not on this process's data. On the event loop only.
+Always true: a part (loop or thread) that has died stays a problem. A part that is stuck is a
+problem until it continues. While there is a problem, the server reports that it does not serve, and
+systemd's watchdog gets no signal. A broken invariant of the core is final, because the core's
+answers are not reliable then: the server grants no lease and stores no block, and the process ends.
+The next server relies on the arena and the block table, not on this process's data. On the event
+loop only.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 CHECK_S = 0.5
 STALLED_S = 10.0
 WAKE_S = 0.002
-"""Shortest pause of a loop that is woken: work that comes in short succession is done together."""
+"""Shortest pause of a loop with a `wake` event, so that work that comes in short succession is done
+in one turn."""
 MAX_STORIES = 8
 BOOKS = (
     "hotkv_server.cache",
@@ -39,11 +41,11 @@ BOOKS = (
     "hotkv_server.tiers.book",
     "hotkv_proto.table",
 )
-"""Modules whose assertions are invariants of the cache. An assertion elsewhere fails only its
-call."""
+"""Modules whose assertions are invariants of the cache. A failed assertion in another module fails
+only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names of two watched parts without a `Sign`: the cache's books (its data), and the check
-itself."""
+"""Names, in reports, of two parts that have no `Sign`: the state of the cache (modules BOOKS), and
+the check of all other parts."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
 tracebacks."""
@@ -55,11 +57,13 @@ def _never(now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """How `Health` sees that a part of the server (a loop or thread) lives.
+    """The name of a watched part of the server (a loop or thread), and how `Health` sees that it
+    lives.
 
+    is_alive: returns False once the part has died.
     stalled_s: given the time, returns how long the part has been stuck; 0 if it works or waits for
         work.
-    limit_s: longest time before a stuck part counts as stalled.
+    limit_s: a part that is stuck for longer is a problem.
     """
 
     name: str
@@ -69,7 +73,7 @@ class Sign:
 
 
 class Health:
-    """Watches the server's parts (see the module).
+    """Watches the parts (loops and threads) of the server, and reports their problems.
 
     breach: describes the first broken invariant; empty while no invariant has broken.
     broken: event that is set together with `breach`.
@@ -96,12 +100,13 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part of the server (a loop or thread) from this call on."""
+        """Watches a part of the server (a loop or thread) from now on. The arguments are the fields
+        of `Sign`."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
-        """Watches a part of the server that reports its own fault. `fault` returns "" while the
-        part works."""
+        """Watches a part of the server that reports its own fault. `fault`: returns a sentence
+        about the fault; "" while the part works."""
         self._faults[name] = fault
 
     def run(
@@ -111,7 +116,8 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
-        """Starts a task that must not end, and watches it until it is cancelled."""
+        """Starts a task that must not end by itself, and watches it until it is cancelled. The
+        other arguments are the fields of `Sign`."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -125,12 +131,13 @@ class Health:
         limit_s: float = STALLED_S,
         wake: asyncio.Event | None = None,
     ) -> AsyncIterator[None]:
-        """Yields for ever, each time after a pause, and watches the current task as `name`.
+        """Runs the caller's loop in turns: yields again and again, each time after a pause of
+        `pause_s`. Watches the current task under the name `name`.
 
-        wake: ends a pause early, but not before WAKE_S. The event is cleared before the turn.
+        wake: event that ends a pause early, but not before WAKE_S. It is cleared before the turn.
 
-        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck. A
-        loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
+        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck.
+        If the task returns, the watch ends; if it raises, it has died. A turn must not wait for a
         tier, a file or anything else that may hang; it must start a task for that.
         """
         task = asyncio.current_task()
@@ -164,7 +171,7 @@ class Health:
             begun_s = 0.0
 
     def knows(self, task: "asyncio.Task[Any]") -> bool:
-        """Returns whether a running task is watched."""
+        """Returns True if the task is watched and has not ended."""
         return task in self._tasks
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
@@ -174,8 +181,8 @@ class Health:
             self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
-        """Checks all watched parts. A stall counts when two checks in a row see the stall: a
-        process that was stopped for a while recovers at once."""
+        """Checks all watched parts. A part counts as stuck only if two checks in a row find it
+        stuck, so that a process that was stopped for a while recovers at once."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -191,11 +198,13 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Returns the problems that keep the server from serving, a sentence each."""
+        """Returns the problems because of which the server does not serve, a sentence for each;
+        empty if there are none."""
         return tuple(said for said in self.by_component(now_s).values() if said)
 
     def by_component(self, now_s: float) -> dict[str, str]:
-        """Returns the problem of each watched part, by its name; empty if the part works."""
+        """Returns the problem of each watched part, by the part's name; an empty text if the part
+        works."""
         late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         return {
             BOOKS_PART: f"an invariant broke in {self.breach}" if self.breach else "",
@@ -208,8 +217,9 @@ class Health:
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Handles an unexpected exception that was logged. An assertion of the core sets `broken`,
-        which ends the server."""
+        """Handles an unexpected exception that was already logged. If it is a failed assertion of
+        the cache (modules BOOKS), sets `broken`, which ends the server. `where`: what was being
+        done, for the message."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -219,7 +229,8 @@ class Health:
             log.critical("the books say of it: %s", line)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handles exceptions of the event loop's callbacks: logs them and calls `note`."""
+        """Handles an exception of an event loop's callback: logs it and calls `note`. Passed to
+        `loop.set_exception_handler`."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, BaseException):
@@ -234,19 +245,20 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Returns True if the exception passed through code of the cache's books (its data) or of the
-    block table."""
+    """Returns True if the exception passed through code of the cache or of the block table (modules
+    BOOKS)."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )
 
 
 def stories(error: BaseException) -> list[str]:
-    """Returns a line with the present state (`inspect.story`) of each entry of the cache that an
-    exception may concern, at most MAX_STORIES lines; empty if the block index is not found.
+    """Returns lines for the log about the entries of the cache that an exception may concern: the
+    present state of each (`inspect.story`), at most MAX_STORIES lines. Empty if the traceback leads
+    to no `BlockIndex`.
 
-    Looks in the frames of the exception's traceback, innermost first, for entry numbers in local
-    variables called as in ENTRY_NAMES.
+    Looks in the frames of the traceback, innermost first, for local variables with a name in
+    ENTRY_NAMES, which hold entry numbers.
     """
     index: BlockIndex | None = None
     found: dict[int, None] = {}
@@ -264,7 +276,7 @@ def stories(error: BaseException) -> list[str]:
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Checks all watched parts every CHECK_S and awaits `tell` after each check. Runs until
+    """Checks all watched parts every CHECK_S and calls `tell` after each check. Runs until it is
     cancelled."""
     while True:
         health.check(time.monotonic())

@@ -1,9 +1,9 @@
-"""Leased blocks that a client reads in place, through its own mapping of the arena.
+"""Reading in place: a client reads leased blocks through its own mapping of the arena.
 
-Always true: a client learns the offset of a restored block only after the block's bytes have been
-compared with its check value and agree. The call that asks for the offset compares first, on a
-thread. A block that does not agree is condemned (dropped) and is not granted. A lease is compared
-once at a time, however many calls ask for it.
+Always true: a client learns the offset of a block that came from an earlier server only after the
+block's bytes have been compared with its check value and agree. The call that asks for offsets
+compares first, on a thread. A block that does not agree is condemned (dropped) and is not granted.
+A lease is compared once at a time, however many calls ask for it.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from hotkv_server.node.session import LiveSession
 
 
 class InPlace:
-    """Grants offsets of leased blocks (see the module). On the event loop only.
+    """Returns the arena offsets of leased blocks to clients, after comparing the blocks with their
+    check values. On the event loop only.
 
     tell: called when blocks have been condemned.
     """
@@ -31,18 +32,18 @@ class InPlace:
         self._core = core
         self._verifier = verifier
         self._tell = tell
-        # By lease number.
+        # By lease number: the running comparison.
         self._comparing: dict[int, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
-        """Returns the grant of the session's read lease, with offsets.
+        """Returns the session's read lease with the arena offsets of its blocks.
 
-        Returns the grant at once if all blocks of the lease have been compared with their check
-        values, otherwise a task. The task raises UNKNOWN_LEASE if the lease ends before the
-        comparison does.
+        Returns the grant at once if all blocks of the lease are verified (compared with their check
+        values), otherwise a task that compares them first. The task raises UNKNOWN_LEASE if the
+        lease ends before the comparison does.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)

@@ -1,10 +1,11 @@
-"""Names of engines and models for people: pages, commands and logs show them.
+"""Names of engines and models, which pages, commands and logs show to people.
 
 Always true: names are only shown, and no decision depends on them. An engine without a name is
-shown by its id, a model without a name by the name in its key space. Two engines with a session are
-never shown by the same name. Memory is bounded: the oldest names are forgotten, and at most one
-write waits. The names are kept in a file beside the arena, because the ledger (counts of hits and
-savings) also shows engines that have ended. On the event loop; a `Clerk` thread writes the file.
+shown by its id, a model without a name by the name in its key space. Two engines with open sessions
+are never shown by the same name. Memory is bounded: the oldest names are forgotten, and at most one
+write is queued. The names are also written to a file beside the arena, because the ledger (counts
+of hits and savings) also shows engines that have ended. On the event loop; a `Clerk` thread writes
+the file.
 """
 
 import json
@@ -23,19 +24,21 @@ log = logging.getLogger(__name__)
 NAMES_FILE = "names.json"
 FORMAT_VERSION = 1
 MAX_NAMES = 1024
-"""Most engines, and most models, whose names are remembered."""
+"""Most engines whose names are remembered; also most models."""
 MAX_BYTES = 4 << 20
 DIGITS = 16
-"""Leading digits of a key space's fingerprint that identify it in the file and in the ledger."""
+"""Number of leading digits of a key space's fingerprint. They identify the key space in the file of
+names and in the ledger."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNames:
-    """Names of an engine.
+    """The names of one engine.
 
     told: name that the engine gave itself; empty without a name.
-    shown: name by which people see it: `told`, with a number if another engine has that name.
+    shown: name by which people see the engine: `told`, with a number if another engine has that
+        name.
     model: name by which requests to the engine address the model; empty if unknown.
     """
 
@@ -45,10 +48,10 @@ class EngineNames:
 
 
 class Names:
-    """Names of the engines by engine id, and of the models by key space; see the module.
+    """Remembers the names of engines by engine id, and of models by key space.
 
-    directory: directory of the file; None: names are not saved.
-    do: runs a call on another thread.
+    directory: directory of the file of names; None: names are not written.
+    do: function that runs its argument on another thread.
     """
 
     def __init__(
@@ -71,15 +74,18 @@ class Names:
     def tell(
         self, engine_id: str, name: str, model: str, key_space: KeySpace, beside: Iterable[str]
     ) -> None:
-        """Remembers the names that a session has brought. An empty name keeps the earlier name.
+        """Remembers the names that an engine reported with a new session. An empty name keeps the
+        earlier name.
 
-        beside: ids of the engines that have a session.
+        name: name that the engine gave itself.
+        model: name by which requests to the engine address the model.
+        beside: ids of the engines that have an open session.
         """
         if not (name or model):
             return
         before = self._engines.get(engine_id, EngineNames("", "", ""))
         told = name or before.told
-        # An id counts as a name: an engine without a name is shown by it.
+        # An engine's id counts as its name, because an engine without a name is shown by it.
         taken = {self.engine(other) for other in beside if other != engine_id}
         shown = before.shown if told == before.told else told
         number = 1
@@ -96,13 +102,14 @@ class Names:
             self._save()
 
     def engine(self, engine_id: str) -> str:
-        """Returns the name by which an engine is shown: the engine's own name, or else its id."""
+        """Returns the name by which an engine is shown: its own name, with a number if needed, or
+        its id."""
         found = self._engines.get(engine_id)
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown: the name that the engine `engine_id`
-        reported, or else the latest name that any engine of the key space reported, or else
+        """Returns the name by which a model is shown. That is the name that the engine `engine_id`
+        reported; otherwise the latest name that any engine of the key space reported; otherwise
         `otherwise`.
 
         digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
@@ -111,9 +118,9 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space is shown: the name that the engine
-        `engine_id` reported, or else the latest name that any engine of the key space reported, or
-        else `key_space.model`."""
+        """Returns the name by which the model of a key space is shown. That is the name that the
+        engine `engine_id` reported; otherwise the latest name that any engine of the key space
+        reported; otherwise `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file
@@ -138,8 +145,8 @@ class Names:
         self._engines, self._models = engines, models
 
     def _save(self) -> None:
-        """Queues a write of the file. If a write waits already, that write includes the newest
-        names."""
+        """Queues a write of the file. If a write is queued already, that write will include the
+        newest names."""
         if self._path is None:
             return
         content: Mapping[str, Any] = {
@@ -156,7 +163,7 @@ class Names:
             self._do(self._write)
 
     def _write(self) -> None:
-        # Reset before the text is read: whoever changes it from here on queues another write.
+        # Reset this before the text is read: a change that comes later then queues another write.
         self._is_queued = False
         assert self._path is not None
         try:
@@ -166,12 +173,12 @@ class Names:
 
 
 def digits_of(key_space: KeySpace) -> str:
-    """Returns the leading digits of a key space's fingerprint."""
+    """Returns the leading DIGITS digits of a key space's fingerprint, in hexadecimal."""
     return key_space.fingerprint.hex()[:DIGITS]
 
 
 def _put(names: dict[str, T], key: str, value: T) -> None:
-    """Sets a name, as the newest; forgets the oldest beyond MAX_NAMES."""
+    """Sets a name as the newest, and forgets the oldest if there are more than MAX_NAMES."""
     names.pop(key, None)
     names[key] = value
     while len(names) > MAX_NAMES:

@@ -1,12 +1,13 @@
-"""Device order on the server's side: finds out whether an engine's device has passed a mark, a
-point in the device's work that a transfer must not precede (`hotkv_proto.order`).
+"""Device order on the server's side: finds out whether an engine's device has passed a mark. A mark
+is a point in the work of the device that a transfer must not precede (`hotkv_proto.order`).
 
-Always true: no stream of this server waits for a mark. A device serialises many operations of this
-process (closing memory, loading kernels) behind all of its streams. So a stream that waited for a
-stuck engine would block every other session. The server polls marks instead. It queries events,
-reads words in a file, and copies words from device memory to the host. A copy takes all words (at
-most 4 KiB), one copy runs at a time, and only while a transfer asks. A mark that is never reached
-delays only its own transfer. The server never writes to an engine's memory for this.
+Always true: no stream of this server waits for a mark. A device runs many operations of this
+process (closing memory, loading kernels) only after the work of all its streams. So a stream that
+waited for a stuck engine would block every other session. The server polls marks instead: it
+queries events, reads words in a file, or copies words from device memory to the host. A copy takes
+all words (at most 4 KiB), one copy runs at a time, and only while a transfer waits. A mark that is
+never reached delays only its own transfer. To find out, the server never writes to an engine's
+memory.
 """
 
 import ctypes
@@ -35,33 +36,35 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Bytes of `MAX_MARKS` words (a mark each); also the smallest size that can be pinned."""
+"""Bytes of `MAX_MARKS` words, one for each mark; also the smallest size that can be pinned."""
 
 
 class MarkReader(Protocol):
-    """Reads the marks (points in the engine's device queue) of a session."""
+    """Tells whether an engine's device has passed the marks (points in the device's queue) of a
+    session."""
 
     kind: OrderKind
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Returns whether the engine's device has passed the mark, without waiting.
+        """Returns True if the engine's device has passed the mark. Does not wait.
 
         Raises DeviceError if the mark can't be read.
         """
 
     def close(self) -> None:
-        """Closes the events or words. `has_passed` then raises DeviceError."""
+        """Closes the events or words that the marks are read from. `has_passed` then raises
+        DeviceError."""
 
 
 class EventMarks:
-    """Reads marks (points in the engine's device queue) that are CUDA events of the engine's
-    process."""
+    """Reads marks (points in the engine's device queue) that are CUDA events which the engine's
+    process records."""
 
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the events. Raises DeviceError, with no event left open."""
+        """Opens the events. Raises DeviceError; no event is open then."""
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -90,8 +93,8 @@ class EventMarks:
 
 
 class FileWords:
-    """Reads marks (points in the engine's device queue) that are counters in words of a mapped
-    file."""
+    """Reads marks (points in the engine's device queue) that are counters in the words of a mapped
+    file. The device has passed a mark once its word has reached the mark's value."""
 
     kind = OrderKind.FLAGS
 
@@ -118,15 +121,16 @@ class FileWords:
 
 class DeviceWords:
     """Reads marks (points in the engine's device queue) that are counters in words of device
-    memory, through a copy in host memory.
+    memory. Copies the words to host memory to read them.
 
-    If the copy does not show that the device has passed a mark, `has_passed` starts a new copy.
+    If the last copy does not show that the device has passed a mark, `has_passed` starts a new
+    copy.
     """
 
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Reads the words once. Blocks until the words are read. Raises DeviceError."""
+        """Copies the words once, and blocks until they have been copied. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -185,10 +189,11 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How a session's marks (points in its engine's device queue) are read.
+    """How the server finds out whether a session's device has passed a mark (a point in the
+    device's queue).
 
-    marks: reads the marks. None for the kind HOST: the engine sends a transfer only after its
-        device has passed the mark.
+    marks: reads the marks. None for the kind HOST: the engine itself sends a transfer only after
+        its device has passed the mark.
     message: why the server accepted less than the engine offered; empty if the server accepted all.
     """
 
@@ -200,8 +205,11 @@ class SessionOrder:
         return OrderKind.HOST if self.marks is None else self.marks.kind
 
     def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
-        """Makes a gate that delays a transfer until the engine's device has passed the mark. Raises
-        INVALID_FIELD."""
+        """Returns a gate that delays a transfer until the engine's device has passed `mark`. Raises
+        INVALID_FIELD if the session has no such mark.
+
+        on_released: called from any thread when the gate no longer delays the transfer.
+        """
         if self.marks is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -228,7 +236,7 @@ class SessionOrder:
 
 class MarkGate:
     """Delays a transfer until the engine's device has passed the transfer's mark (a point in the
-    device's queue). A copy engine calls `passed` until it is True.
+    device's queue). A copy engine calls `passed` until it returns True.
 
     on_released: called from any thread when the copy engine stops calling `passed`.
     """
@@ -251,8 +259,8 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Checks an engine's offer of marks (points in its device queue that the server can observe).
-    Raises ValueError that names the field."""
+    """Raises ValueError, which names the field, if an engine's offer of marks (points in its device
+    queue that the server can observe) is not valid."""
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:
@@ -294,12 +302,15 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Opens the marks that an engine has offered: counters in words of memory if possible, else
-    CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks the
-    calling thread.
+    """Opens the marks that an engine has offered: counters in words of memory if possible,
+    otherwise CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks
+    the calling thread.
 
-    The `message` of the result names the marks that failed. Words are preferred, because only the
-    engine's queue writes them: CUDA does not document the state of an event whose engine has died.
+    The `message` of the result says which marks failed, and why. Words are preferred, because only
+    the engine's queue writes them: CUDA does not document the state of an event whose engine has
+    died.
+
+    mappings, regions: the session's mapped files, and all its memory, by handle id.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

@@ -1,4 +1,5 @@
-"""Persistence: writes the node's state for the next server, and restores an earlier server's."""
+"""Persistence: `Persistence` writes the node's state for the next server, and `take_over` restores
+the state of an earlier server."""
 
 import asyncio
 import logging
@@ -21,20 +22,22 @@ from hotkv_server.memory.state import KnownKeySpace, ServerState
 log = logging.getLogger(__name__)
 
 
-# Writing: the node saves key spaces, and the time of last use of each block.
+# Writing: the node saves its key spaces, and the time of last use of each block.
 #
-# Always true: host memory stores blocks of a key space only after the key space has been written
-# beside the arena, since blocks can't be read without it. One write runs at a time. A write that
-# has begun runs to its end even if its caller is cancelled. A failed write is logged: its contents
-# are lost at a restart. Tiers record their own blocks.
+# Always true: host memory stores blocks of a key space only after the key space has been written to
+# the state file beside the arena, since blocks can't be read without it. One write runs at a time.
+# A write that has begun runs to its end even if its caller is cancelled. A failed write is logged,
+# and the server continues; a restart then loses what the write had added. Tiers record their own
+# blocks.
 
 
 CLOSE_S = 5.0
 USE_PARTS = 240
-"""Times of last use are written once in this many turns of the timer."""
+"""Times of last use are collected in this many parts, one part at each turn of the timer, and then
+written."""
 PART_ENTRIES = 1 << 14
-"""Least number of entries in a part, so that a small index is collected in few turns. Collecting
-this many takes a tenth of a millisecond."""
+"""Least number of entries in a part, so that a small index is collected in few turns. Collecting so
+many entries takes a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
@@ -48,8 +51,8 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
 
 
 class UseNotes:
-    """Collects the blocks' times of last use in parts, so that each turn of the event loop is
-    short."""
+    """Collects the blocks' times of last use in parts, so that no turn of the event loop takes
+    long."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -57,13 +60,14 @@ class UseNotes:
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Collects the next of `num_parts` parts. Returns all times after the last part, else None.
+        """Collects one of `num_parts` parts. Returns the times of all entries after the last part,
+        None after the other parts.
 
-        Float64 by entry number; nan for entries that are not ready blocks.
+        The result is float64 by entry number; nan for entries that are not ready blocks.
         """
         index = self._core.space.index
         if not self._turn:
-            # Not filled in advance: it can be hundreds of megabytes.
+            # Not filled in advance, because the array can have hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
         length = max(-(-len(self._used_s) // num_parts), PART_ENTRIES)
         first, end = (
@@ -79,15 +83,15 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes key spaces and times of last use. On the event loop; a `Clerk` thread writes the
-    files."""
+    """Writes the key spaces and the blocks' times of last use. Its methods run on the event loop; a
+    `Clerk` thread writes the files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
         self._memory = memory
         self._clerk = clerk
         self._notes = UseNotes(core)
-        # Revision of the catalog on disk.
+        # `Catalog.revision` of the key spaces that were written last.
         self._saved = core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
@@ -97,16 +101,16 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """Marks the present key spaces as saved: `take_over` has saved them."""
+        """Marks the present key spaces as written: `take_over` has written them."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
-        """Waits for writes of the state, at most CLOSE_S."""
+        """Waits, at most CLOSE_S, until running writes of the key spaces have ended."""
         if self._saves:
             await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
-        """Writes the key spaces if they have changed."""
+        """Writes the key spaces if they have changed since the last write. Waits for the write."""
         if self._saved != self._core.catalog.revision:
             await asyncio.shield(self._begin_save())
 
@@ -131,8 +135,8 @@ class Persistence:
                 )
 
     def turn(self) -> None:
-        """Runs at each turn of the timer: collects a part of the times of last use. After the last
-        part, starts to write all times. Waits for no file."""
+        """Called at each turn of the timer: collects a part of the times of last use. After the
+        last part, begins to write them all. Never waits for a file."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:
@@ -153,17 +157,18 @@ class Persistence:
             log.warning("times of last use not saved: %s", error)
 
 
-# Recovery: restores the state of an earlier server: key spaces, then blocks, then a first
-# comparison of their bytes.
+# Recovery: restores the key spaces of an earlier server, then its blocks, then compares some of
+# their bytes with the check values.
 
 
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core with the blocks that `memory` found, if any. Blocks the calling thread.
+    """Fills an empty core with the blocks that an earlier server left in `memory`, if any. Writes
+    the new table and state. Blocks the calling thread.
 
-    check_s: longest time to compare bytes; None: bytes are never compared, and all blocks count as
-        verified.
+    check_s: longest time to compare restored blocks with their check values, in seconds. None:
+        blocks are never compared, and all count as verified.
     Raises OSError if the files can't be written.
     """
     core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
@@ -206,8 +211,8 @@ def take_over(
 
 
 def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Prefaults slabs with restored blocks beyond the prefaulted part: stores may use their free
-    slots at once. Raises OSError.
+    """Prefaults slabs with restored blocks that lie behind the prefaulted part of the arena,
+    because stores may use their free slots at once. Raises OSError.
 
     There are such slabs only if the old server ran with `arena.prefault` off.
     """

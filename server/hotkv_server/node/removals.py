@@ -1,4 +1,5 @@
-"""Removes blocks and key spaces on request, in parts, and reports every removal."""
+"""`Removals` removes blocks and key spaces, in slices of time. `Effects` reports every removal to
+sessions and capabilities."""
 
 import asyncio
 import itertools
@@ -18,8 +19,7 @@ from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
 
-# Effects: carries out the effects of the core's decisions: sends eviction notices, informs
-# capabilities, ends a drain.
+# Effects: notices that the core's decisions leave behind, for sessions and capabilities.
 #
 # Always true: notices are sent in the order of the decisions, and before the effects of any later
 # decision. On the event loop only.
@@ -30,11 +30,11 @@ NOTICE_BLOCKS = 1 << 16
 
 
 class Effects:
-    """Carries out the effects of the core's decisions: sends eviction notices, informs capabilities
-    and ends a drain.
+    """Carries out the effects of the core's decisions: sends eviction notices to sessions, notifies
+    capabilities of removed blocks, and ends a drain.
 
-    sessions: returns the open sessions.
-    drained: set when a draining node has no transfer left.
+    sessions: function that returns the open sessions.
+    drained: event to set when the core drains and no transfer is left.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Effects:
         self._drained = drained
 
     def run(self, flushed_key_space_id: int = 0) -> None:
-        """Collects the core's effects and carries them out.
+        """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: key space that is empty after a flush; 0 for none.
+        flushed_key_space_id: key space that has no block any more after a flush; 0 for none.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]
@@ -74,29 +74,32 @@ class Effects:
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
-    """Splits an eviction notice into parts that fit into a message."""
+    """Splits an eviction notice into notices of at most NOTICE_BLOCKS blocks, which fit into a
+    message."""
     for start in range(0, len(notice.hashes), NOTICE_BLOCKS):
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
 
-# Removals: removes blocks and key spaces on request, in parts.
+# Removals of blocks and key spaces take long, so they run in slices of time.
 #
-# Always true: other tasks run between two parts; subscribers have by then been notified of all
-# earlier removals. On the event loop only.
+# Always true: other tasks run between two slices; sessions and capabilities have by then been
+# notified of all earlier removals. On the event loop only.
 
 
 log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
-"""Most key spaces to forget in a turn of the timer, or for a session."""
+"""Most key spaces that are forgotten in a turn of the timer, or to make room for one new key
+space."""
 KEEPING_S = 0.1
 KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """Removes blocks and key spaces, and keeps tenants within their bounds.
+    """Evicts and flushes blocks, forgets key spaces, and keeps tenants within their bounds.
 
-    run_effects: carries out the effects of the core's decisions.
+    run_effects: function that carries out the effects of the core's decisions. Its argument is the
+        key space that a flush has emptied, or 0.
     """
 
     def __init__(
@@ -110,27 +113,28 @@ class Removals:
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
-        # Counts of released pins and of stored blocks when all blocks were last examined. While
-        # both are unchanged, no further block can become evictable.
+        # The numbers of released pins and of stored blocks at the time when all blocks were last
+        # examined. While both are unchanged, no other block can have become evictable.
         self._seen: tuple[int, int] | None = None
 
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Evicts the named blocks that are not pinned. Returns how many were evicted and how many
-        were kept."""
+        """Evicts the named blocks that are not pinned. Returns how many were evicted, and how many
+        stayed because they were pinned or reserved."""
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
         """Evicts all blocks of a key space (0: of all key spaces) that are not pinned. Returns how
-        many were evicted and how many were kept."""
+        many were evicted, and how many stayed because they were pinned."""
         return await self._evicted(self._core.evict_all(key_space_id))
 
     async def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
     ) -> tuple[int, int, int]:
-        """Predicts `evict`, or `evict_all` if `hashes` is None, without a change. Returns how many
-        blocks would be evicted and kept, and the bytes that would become free."""
+        """Predicts the result of `evict` without a change; of `evict_all` if `hashes` is None.
+        Returns three numbers: blocks that would be evicted, blocks that would stay, and bytes that
+        would become free."""
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
             for part_dropped, part_kept, part_bytes in counts:
@@ -149,10 +153,10 @@ class Removals:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """Removes all blocks of a key space from host memory, so that no lookup finds them. Returns
-        the number of removed blocks.
+        """Removes all blocks of a key space from host memory, so that no lookup finds them.
+        Notifies the capabilities. Returns the number of removed blocks.
 
-        May also flush blocks that other sessions store during the call.
+        May also remove blocks that sessions store during the call.
         """
         num_blocks = await self._empty(key_space_id)
         for one in self._capabilities:
@@ -161,29 +165,31 @@ class Removals:
         return num_blocks
 
     async def _empty(self, key_space_id: int) -> int:
-        """Removes all blocks of a key space from host memory. Returns their number."""
+        """Removes all blocks of a key space from host memory. Returns the number of removed
+        blocks."""
         self._run_effects(0)
         num_stored, num_blocks = self._core.counters.stored_blocks, 0
         async for counts, has_more in slices(self._core.flush(key_space_id)):
             num_blocks += sum(counts)
-            # Removals are reported before any session can store the blocks again.
+            # Report removals before any session can store the blocks again.
             is_clear = not has_more and self._core.counters.stored_blocks == num_stored
             self._run_effects(key_space_id if is_clear else 0)
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Sets the tenants' shares of the arena and of the catalog. `keep_bounds` then evicts the
-        blocks beyond them. Raises INVALID_FIELD."""
+        """Sets the tenants' shares of the arena and of the catalog of key spaces. After that,
+        `keep_bounds` evicts the blocks of tenants above their shares. Raises INVALID_FIELD."""
         self._core.space.tenants.share_out(shares)
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
 
     async def keep_bounds(self, now_s: float) -> None:
-        """Runs at each turn of the timer: evicts evictable blocks of tenants that exceed their
-        bound.
+        """Called at each turn of the timer: evicts blocks of tenants that exceed their burst bound
+        (the most bytes that a tenant may use).
 
-        Works for at most KEEPING_S a turn; the next turn continues. Examines all blocks again after
-        KEEP_EVERY_S, if pins were released or blocks stored since.
+        Works for at most KEEPING_S in a turn; the next turn continues. When all blocks were
+        examined, examines them again after KEEP_EVERY_S at the earliest, and only if pins were
+        released or blocks stored since.
         """
         space = self._core.space
         if self._keeping is None:
@@ -205,9 +211,10 @@ class Removals:
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
-        """Forgets key spaces with their blocks to make room for `key_space`.
+        """Forgets key spaces, with their blocks, until `key_space` can be registered with these
+        kinds of representations.
 
-        May forget too few: opening a session then raises the error.
+        May forget too few of them; registering `key_space` then raises OVERLOADED.
         """
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations)
@@ -219,7 +226,8 @@ class Removals:
                 return
 
     def forget_outlived(self, now_s: float) -> None:
-        """Forgets key spaces that have no blocks and have had no session for ten minutes."""
+        """Forgets key spaces that have no blocks and have had no session for FORGET_S (ten
+        minutes)."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
             self._forget(number)
 

@@ -1,9 +1,9 @@
-"""Engines' reports of the requests that they have scheduled, and of the blocks that these requests
-used.
+"""Reports: engines report the requests that they have scheduled, and the node records a use of the
+blocks that these requests used.
 
-A report names the prompt by its hashes, never by its tokens. The hit rule (`hotkv_proto.groups`)
-says which blocks a hit in the engine's own cache used, so engines need not send hashes per group. A
-message of reports is accepted or refused as a whole.
+A report names the prompt by its hashes, never by its tokens. From the hit rule
+(`hotkv_proto.groups`) the node knows which blocks a hit in the engine's own cache used, so engines
+need not send hashes for each group. A message of reports is accepted or refused as a whole.
 """
 
 import time
@@ -25,12 +25,13 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.session import LiveSession
 
 MAX_PROMPT_TOKENS = 1 << 32
-"""Larger than any context. It keeps sums over all reports within 64 bits."""
+"""Most tokens of a reported prompt. Larger than any context; it keeps sums over all reports within
+64 bits."""
 
 
 def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
-    """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
-    `max_blocks` hashes."""
+    """Raises INVALID_FIELD if the numbers of a report contradict each other, TOO_LARGE if it has
+    more than `max_blocks` hashes."""
     if len(report.hashes) > max_blocks:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -58,8 +59,9 @@ def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks that the request's hit in the engine's own cache needed, a list for each
-    group; if the request has a retention, all blocks of the prompt."""
+    """Returns the blocks on which a reported request counts as a use, a list for each group. These
+    are the blocks that the request's hit in the engine's own cache needed; all blocks of the prompt
+    if the request has a retention."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens
@@ -72,8 +74,8 @@ def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """A report, for clients of WatchRequests. `unix_time_s`: when the request reached its
-    engine."""
+    """A report, as the clients of the call WatchRequests receive it. `unix_time_s`: when the
+    request reached its engine."""
 
     key_space_id: int
     hash_bytes: int
@@ -102,11 +104,11 @@ class ReportCounters:
 
 
 class Reports:
-    """Handles the reports of all sessions.
+    """Handles the reports of all sessions: counts them, records uses of blocks, and passes each
+    report to the capabilities in turn.
 
     counters: sums over all reports.
     watched: feeds of the clients that watch reports.
-    Capabilities are informed of each report in turn.
     """
 
     def __init__(self, core: CacheCore, capabilities: Sequence[Capability]) -> None:
@@ -116,13 +118,13 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Raises INVALID_FIELD or TOO_LARGE unless `note` may be called with these reports."""
+        """Raises INVALID_FIELD or TOO_LARGE if `note` must not be called with these reports."""
         for report in reports:
             check(report, session.key_space, self._core.config.max_blocks_per_call)
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Records a use of the blocks that the requests used, and pins blocks with a retention.
-        Other tasks run between requests."""
+        """Records a use of the blocks that the reported requests used, and pins them if a request
+        asks for it. Lets other tasks run between two requests."""
         now_s, unix_time_s = time.monotonic(), time.time()
         number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
         self.watched.put(
@@ -140,13 +142,13 @@ class Reports:
             await breaks.between()
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
-        """Informs capabilities of requests that have ended."""
+        """Notifies the capabilities of requests that have ended."""
         for request in requests:
             for one in self._capabilities:
                 one.request_ended(session, request)
 
     def loads_ended(self, session: LiveSession, loads: Sequence[LoadEnd]) -> None:
-        """Informs capabilities of ended loads of reported requests."""
+        """Notifies the capabilities of loads of reported requests that have ended."""
         for load in loads:
             for one in self._capabilities:
                 one.load_ended(session, load)

@@ -1,4 +1,5 @@
-"""A live session: its engine's memory, its transfers, and its outbox of notices."""
+"""A live session (`LiveSession`): its engine's memory, its transfers, and its queue of notices to
+the client."""
 
 import asyncio
 import ctypes
@@ -24,25 +25,29 @@ from hotkv_server.node.names import Names
 from hotkv_server.node.order import SessionOrder, check_order, open_order
 from hotkv_server.security.identity import Peer
 
-# Engine memory: mapped files and opened device allocations, from registration to the session's
-# end.
+# `SessionMemory` is the engine's memory: mapped files and opened device allocations, from their
+# registration to the session's end.
 #
 # Always true: it is closed as a whole, once, after the last transfer that touches it. A failed
-# registration leaves nothing open. No transfer begins into a file with holes: the kernel charges a
-# page to the process that touches it first, so a client could make the server allocate its memory.
-# Opening and closing block: never call them on the event loop.
+# registration leaves nothing open. No transfer begins with a file that has holes: the kernel
+# charges a page to the process that touches it first, so a client could make the server allocate
+# the client's memory. Opening and closing block: never call them on the event loop.
 
 
 HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time that a registration spends on huge pages. They speed up copies, and the engine's own
-work on the memory."""
+"""Longest time that a registration spends to make the pages of a file huge. Huge pages speed up
+copies, and the engine's own work on the memory."""
 
 
 @dataclass(slots=True)
 class SessionMemory:
-    """Registered memory of a session: its layout, and a region for each handle.
+    """The registered memory of a session: its layout, and a region for each of the layout's memory
+    handles.
 
+    mappings: the mapped file of each handle, by handle id.
     allocations: (device, IPC handle) of each open device allocation.
+    regions: address range of each handle's memory in this process, by handle id.
+    order: how marks in the device's queue are read.
     """
 
     layout: Layout
@@ -62,19 +67,20 @@ class SessionMemory:
 
     @property
     def waits_for_devices(self) -> bool:
-        """Returns True if `close` waits for a device."""
+        """True if `close` waits for a device."""
         return bool(self.allocations) or self.order.marks is not None
 
     def is_whole(self) -> bool:
-        """Returns False if a file has been truncated since it was mapped."""
+        """Returns False if a mapped file has been truncated since it was mapped."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
     def check_use(
         self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
     ) -> None:
-        """Raises HotKVError if a transfer can't use these blocks or representations.
+        """Raises HotKVError if a transfer can't use this memory for these blocks or
+        representations, or if a file was truncated or has holes.
 
-        block_ids: block ids in the engine's memory, an array per run (consecutive blocks of a
+        block_ids: block ids in the engine's memory, an array for each run (consecutive blocks of a
             group).
         representations: group indexes of representations (compact forms of keys, for sparse
             attention), as the layout numbers them.
@@ -116,8 +122,8 @@ class SessionMemory:
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError if the layout names a device that this server does not see, or if the
-    offered marks (`order`) are not valid."""
+    """Raises HotKVError if the layout names a device that this server does not see, or if the marks
+    that the engine offers (`order`) are not valid."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -135,7 +141,8 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
 def _opened(
     devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str
 ) -> Allocation:
-    """Opens the device allocation of a layout's handle.
+    """Opens the device allocation of a memory handle and returns it. `index`: position of the
+    handle in the layout.
 
     Raises DeviceError, whose message names the handle and the settings that containers need; or
     ValueError, whose message names the field.
@@ -156,7 +163,7 @@ def _opened(
 
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
-    """Raises ValueError if the handle states more bytes than its allocation has. A copy beyond the
+    """Raises ValueError if the handle claims more bytes than its allocation has. A copy beyond the
     end would make the device unusable."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
@@ -175,12 +182,12 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> SessionMemory:
-    """Maps all files with their page tables and opens all device allocations. Blocks the calling
-    thread.
+    """Maps all files of a layout, with their page tables, and opens all its device allocations.
+    Blocks the calling thread.
 
     fds: descriptors by handle id; closed here, also if the call raises.
-    on_cut: called if a client has truncated its file, see FileMapping.
-    tenant: owner of the memory.
+    on_cut: called when the server finds that a client has truncated its file, see `FileMapping`.
+    tenant: the tenant to whom the memory belongs.
     Raises INVALID_LAYOUT.
     """
     memory = SessionMemory(layout, devices)
@@ -222,17 +229,18 @@ def open_session_memory(
     return memory
 
 
-# A live session: its secret id, its memory, its transfers, and its outbox of notices.
+# A live session: its secret id, its memory, its transfers, and its queue of notices.
 #
-# Always true: the outbox is bounded. A session whose client does not read is closed; other sessions
-# do not wait for it.
+# Always true: the queue is bounded. If a client does not read its notices, its session is closed;
+# other sessions never wait for it.
 
 
 OUTBOX_MESSAGES = 4096
 
 
 def unread() -> HotKVError:
-    """Returns the error that ends a session whose client does not read."""
+    """Returns the error with which the server closes a session whose client does not read its
+    notices."""
     return HotKVError(
         Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
     )
@@ -240,7 +248,7 @@ def unread() -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Notice to sessions: the server stops in `deadline_s` seconds."""
+    """Notice to a session: the server stops after at most `deadline_s` seconds."""
 
     deadline_s: float
 
@@ -252,8 +260,15 @@ Notice = EvictionNotice | Drain
 class LiveSession:
     """An open session.
 
-    secret_id: whoever presents it may make unary calls and use the descriptor socket.
-    on_end: ends the stream, given the reason.
+    secret_id: any client that presents it may make unary calls for the session and use the
+        descriptor socket.
+    notices: queue of notices to the client.
+    jobs: copy jobs of the transfers in flight, by transfer id.
+    settled: set when a transfer or a read of the arena ends.
+    received_fds: descriptors that came over the descriptor socket and were not registered yet, by
+        handle id.
+    fence: mapped page by which the engine revokes stores; None without it.
+    on_end: function that ends the session's stream, given the reason.
     """
 
     record: SessionRecord
@@ -262,14 +277,15 @@ class LiveSession:
     client_name: str
     names: Names
     peer: Peer | None = None
-    """The client's proven identity, which may act for the tenant; None if access is open."""
+    """The proven identity of the client, which decides for which tenant the session may act; None
+    if access is open to all."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
     inflight_bytes: int = 0
     """Bytes of the transfers in flight."""
     num_reads: int = 0
     """Number of running selections (for sparse attention) and comparisons with check values. They
-    read the arena under the session's leases."""
+    read slots of the arena that the session's leases pin."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
@@ -279,13 +295,14 @@ class LiveSession:
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """`maps_arena`, `maps_table`: whether the link (the connection on the descriptor socket) passes
-    the descriptors of the arena and of the block table. `knows_words`: whether it passes the place
-    of the validity words, which readers of residencies need."""
+    """What the descriptor socket passes to the client with the session's link (its connection
+    there). `maps_arena`, `maps_table`: True if it passes the descriptors of the arena and of the
+    block table. `knows_words`: True if it passes the position of the validity words, which readers
+    of residencies need."""
     knows_tiers: bool = False
-    """Whether the server may delay a lookup's answer until a shared tier has answered."""
+    """True if the server may delay the answer to a lookup until a shared tier has answered."""
     takes_batches: bool = False
-    """Whether one message of the session's stream may carry several messages, in both
+    """True if one message of the session's stream may carry several messages, in both
     directions."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
@@ -294,7 +311,7 @@ class LiveSession:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     prefill_tokens_per_s: float = 0.0
-    """Prefill speed that the session's engine has measured; 0 if unknown."""
+    """Prefill speed of the session's engine, as the engine has measured it; 0 if unknown."""
 
     def __repr__(self) -> str:
         return (
@@ -304,27 +321,27 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """Returns the session's name for the log."""
+        """The session's number and engine, for the log."""
         return f"session={self.record.number} engine={self.engine_name}"
 
     @property
     def engine_name(self) -> str:
-        """Returns the name by which the session's engine is shown to people."""
+        """The name by which the session's engine is shown to people."""
         return self.names.engine(self.record.engine_id)
 
     @property
     def model_name(self) -> str:
-        """Returns the name by which the session's model is shown to people."""
+        """The name by which the session's model is shown to people."""
         return self.names.model_of(self.key_space, self.record.engine_id)
 
     @property
     def has_arena(self) -> bool:
-        """Returns whether the session's link (connection on the descriptor socket) has passed the
-        arena's descriptor."""
+        """True if the client has received the arena's descriptor over the session's link
+        (connection on the descriptor socket)."""
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """Returns the core's index of a group, given this session's number for it. A session
+        """Returns the core's group index for `named`, the number that the client uses. A client
         numbers its representations (compact forms of keys, for sparse attention) after the key
         space's groups.
 
@@ -342,29 +359,31 @@ class LiveSession:
         return kinds[named - num_groups]
 
     def named(self, group_index: int) -> int:
-        """Returns this session's number for a group of the core; the inverse of `group_index`."""
+        """Returns the number that the client uses for the core's `group_index`; the inverse of
+        `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
         return len(self.key_space.groups) + self.record.representations.index(group_index)
 
     def notify(self, notice: Notice) -> None:
-        """Queues a notice; ends the session if its outbox is full."""
+        """Queues a notice to the client. Ends the session if the queue is full."""
         try:
             self.notices.put_nowait(notice)
         except asyncio.QueueFull:
             self.end(unread())
 
     def end(self, why: HotKVError) -> None:
-        """Ends the session's stream, which closes the session."""
+        """Ends the session's stream with the error `why`, which closes the session."""
         if self.on_end is not None:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Receives a descriptor from the descriptor socket and owns the descriptor, also if the
-        method raises.
+        """Stores a descriptor that came over the descriptor socket; maps it if it is the fence, the
+        page by which the engine revokes stores. The session owns the descriptor, also if the method
+        raises.
 
-        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if the fence (the
-        page by which the engine revokes stores) is too short, OSError if the fence can't be mapped.
+        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if the fence is too
+        short, OSError if it can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -378,8 +397,8 @@ class LiveSession:
             self.received_fds[handle_id] = fd
 
     def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
-        """Hands the handles' received descriptors to the caller. If a descriptor is missing, raises
-        UNKNOWN_HANDLE and keeps all descriptors."""
+        """Returns the received descriptors of these handles; the caller then owns them. If a
+        descriptor is missing, raises UNKNOWN_HANDLE and the session still owns all of them."""
         for handle_id in handle_ids:
             if handle_id not in self.received_fds:
                 raise HotKVError(
@@ -390,7 +409,7 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes the descriptors that a failed link has received, before any code uses them."""
+        """Closes the descriptors of these handles, because the link that sent them has failed."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -399,14 +418,14 @@ class LiveSession:
                 os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
-        """Cancels all transfers of the session. From any thread."""
+        """Cancels all transfers of the session. May be called from any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD if the session's fence page has no usable word `fence_index`. By
-        writing this word the engine could revoke a store. Accepts 0, for a store that is never
-        revoked."""
+        """Raises INVALID_FIELD if the engine could not revoke a store with the word `fence_index`
+        of the fence page: the index is too high, or the session has no whole fence page. Accepts 0,
+        for a store that is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -427,10 +446,11 @@ class LiveSession:
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Returns True if the engine has revoked the store, or could not have done so.
+        """Returns True if the engine has revoked the store with this word of the fence page, or
+        could not have done so because the page is missing or truncated.
 
-        Call this method after the copy and before the commit, so that overwritten bytes are not
-        kept.
+        Called after the copy and before the blocks become ready, so that bytes which the engine may
+        have overwritten are dropped.
         """
         if not fence_index:
             return False
@@ -442,8 +462,8 @@ class LiveSession:
         )
 
     def release_memory(self) -> None:
-        """Unmaps the session's memory, closes descriptors that were never registered, and closes
-        the session's link."""
+        """Unmaps the session's memory and its fence page, closes descriptors that were never
+        registered, and closes the session's link (connection on the descriptor socket)."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None

@@ -1,8 +1,10 @@
-"""Surveys all entries for observers of the node: a census, and the map of the arena.
+"""Surveys: counts all entries of the cache (a census) and maps the arena, for metrics and status
+pages.
 
 Always true: a caller never waits for a survey of many entries. Such a survey runs in the
-background, in steps with pauses between them. It runs only when asked for. It uses about BUSY_SHARE
-of the event loop's time while it runs, and RESTING_SHARE in the long run. On the event loop only.
+background, in steps with pauses between them. It runs only when a caller asks for it. While it runs
+it uses about BUSY_SHARE of the event loop's time, and in the long run RESTING_SHARE. On the event
+loop only.
 """
 
 import asyncio
@@ -17,17 +19,17 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""Up to this many entries, a survey is made within the call: it takes some milliseconds."""
+"""Up to this many entry numbers, a survey is made within the call, in some milliseconds."""
 FRESH_S = 0.5
-"""A survey younger than this is not repeated."""
+"""A survey is not repeated before this time has passed, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The result of a survey.
+    """A finished survey: a census of the entries, and a map of the arena.
 
-    ended_s: when the survey ended, seconds of the core's clock.
-    took_s: time of the event loop that the survey took, seconds.
+    ended_s: when the survey ended, in seconds of the core's clock.
+    took_s: time of the event loop that the survey used, in seconds.
     """
 
     census: Census
@@ -37,8 +39,8 @@ class Survey:
 
 
 class LiveSurvey:
-    """Keeps a node's latest survey (census of its entries, and map of the arena). Makes another
-    survey if the latest is old when a caller asks for it."""
+    """Stores a node's latest survey (census of its entries, and map of the arena). Makes another
+    survey when a caller asks and the latest is old."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -51,8 +53,8 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """Returns the latest survey; None until the first survey is complete. Starts another survey
-        if the latest is old."""
+        """Returns the latest survey; None until the first survey is complete. If the latest is old,
+        begins another survey, which a later call returns."""
         latest = self._latest
         if not self._is_idle:
             return latest
@@ -72,7 +74,7 @@ class LiveSurvey:
         return self._making is None or self._making.done()
 
     def close(self) -> None:
-        """Cancels a survey in progress."""
+        """Cancels the survey that is running, if any."""
         if self._making is not None:
             self._making.cancel()
 
@@ -81,7 +83,7 @@ class LiveSurvey:
             await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
 
     def _make(self) -> Iterator[float]:
-        """Makes a survey in steps. Yields the duration of each step."""
+        """Makes a survey in steps. Yields after each step the step's duration in seconds."""
         sum_s, census, arena = 0.0, None, None
         began_s = time.perf_counter()
         for census in inspect.census(self._core):  # noqa: B007 - each has more of the same count

@@ -1,8 +1,8 @@
-"""Loads and stores of a node: checks them, begins them in the core, copies, and ends them there.
+"""Loads and stores of a node: each is checked, begun in the core, copied, and ended in the core.
 
-Always true: a store's blocks are kept only if the engine has not revoked the store before its end.
-A session's transfers are bounded in number and bytes, so that other sessions find room. On the
-event loop; the copy engine's threads move bytes.
+Always true: the blocks of a store are dropped if the engine revokes the store before its end. A
+session's transfers are bounded in number and bytes, so that other sessions find room. All methods
+run on the event loop, unless their docstring says otherwise; the copy engine's threads move bytes.
 """
 
 import asyncio
@@ -37,7 +37,8 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.order import MarkGate
 from hotkv_server.node.session import LiveSession, SessionMemory
 
-# Timings: histograms of the durations of calls and transfers, and of transfers' sizes, for metrics.
+# Timings: histograms of the durations of calls and transfers, and of the sizes of transfers, for
+# metrics.
 #
 # Always true: memory is fixed. On the event loop only.
 
@@ -47,11 +48,13 @@ LOAD, STORE = "load", "store"
 
 
 class Timings:
-    """Durations and sizes of calls and transfers.
+    """Histograms of the durations and sizes of calls and transfers, in seconds and bytes.
 
-    lookup_s, lease_s: seconds from message to answer; leases include reads from tiers.
-    ends: counts all transfers by direction and outcome.
-    load_s, store_s: seconds from call to end, waits included; only transfers that were done.
+    lookup_s, lease_s: time from a lookup or a call for a lease to its answer; leases include reads
+        from tiers.
+    ends: counts all transfers by direction (LOAD, STORE) and outcome.
+    load_s, store_s: time from the call to the end, waits included; only of transfers that
+        succeeded.
     load_bytes, store_bytes: sizes of the same transfers.
     wait_s: how long copies waited for a thread or a device.
     """
@@ -67,8 +70,8 @@ class Timings:
         return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
 
     def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
-        """Counts the time from `began_s` to the answer in `times`: until now, or until the task
-        `answer` ends. Returns `answer`."""
+        """Adds the time from `began_s` to the answer to the histogram `times`: now, or when the
+        task `answer` ends. Returns `answer`."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
         else:
@@ -84,7 +87,11 @@ class Timings:
         *,
         to_engine: bool,
     ) -> None:
-        """Counts a transfer that has ended. `waited_s`: None if no copy began."""
+        """Counts a transfer that has ended.
+
+        to_engine: True for a load, False for a store.
+        waited_s: how long the copy waited for a thread or a device; None if no copy began.
+        """
         self.ends[LOAD if to_engine else STORE, outcome] += 1
         if waited_s is not None:
             self.wait_s.add(waited_s)
@@ -97,28 +104,28 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait for a mark (a point that the engine's device must pass first), far above the time of
-all work that an engine queues on its device."""
+"""Longest wait for a mark (a point in the queue of the engine's device that a transfer must not
+precede). Far above the time of all work that an engine queues on its device."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
-"""Most transfers of a session in flight. A session also begins no transfer while the bytes of its
-transfers reach the size of the arena, or MIN_INFLIGHT_BYTES if that is larger."""
+"""Most transfers that a session may have in flight. It also may not begin a transfer while its
+transfers in flight have as many bytes as the arena, or MIN_INFLIGHT_BYTES if that is more."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
-"""Estimated memory that a transfer uses until it ends, without its message: for the transfer, for
-each run (consecutive blocks of a group), for each block."""
+"""Estimated memory that a transfer uses until it ends, in addition to its message: for the
+transfer, for each run (consecutive blocks of a group), and for each block."""
 
 
 class Deadline:
-    """The deadline of a transfer: cancels a late job, and explains the cancel in `message`.
+    """Cancels a transfer that takes too long, and says why in `message`.
 
-    Always true: waiting for the engine's device does not make a transfer late. The transfer's
-    timeout begins when the device has passed the mark, or at once without a mark. On the event
-    loop, except `mark_passed`.
+    Always true: waiting for the engine's device does not make a transfer late. The timeout begins
+    when the device has passed the transfer's mark, or at once if the transfer has no mark. On the
+    event loop, except `mark_passed`.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Makes a deadline. `timeout_s`: 0 for the default."""
+        """Makes the deadline of a transfer. `timeout_s`: 0 for DEFAULT_TIMEOUT_S."""
         self.message = ""
         self._timeout_s = timeout_s or DEFAULT_TIMEOUT_S
         self._loop = asyncio.get_running_loop()
@@ -126,7 +133,8 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, job: CopyJob, *, has_mark: bool) -> None:
-        """Watches the job from this call on."""
+        """Begins to watch the transfer's copy job. `has_mark`: True if the job first waits for the
+        engine's device; the timeout then begins with `mark_passed`."""
         self._job = job
         if has_mark:
             self._timer = self._loop.call_later(
@@ -136,12 +144,12 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Begins the transfer's timeout, because the engine's device has passed the mark (the point
+        """Begins the timeout, because the engine's device has passed the transfer's mark (the point
         in its queue that the transfer must not precede). May be called from any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
-        """Stops watching, because the job has ended."""
+        """Stops the timer, because the copy job has ended."""
         self._job = None
         if self._timer is not None:
             self._timer.cancel()
@@ -161,17 +169,21 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Block ids in the engine's memory, an array per run (consecutive blocks of a group)."""
+"""Ids of the blocks in the engine's memory, int64, an array for each run (consecutive blocks of a
+group)."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given its outcome and the bytes moved. Returns the blocks' results,
-an array per run (consecutive blocks of a group)."""
+"""Function that ends a transfer in the core. Its arguments are the outcome and the number of bytes
+moved. It returns the blocks' `BlockResult` values, an array for each run (consecutive blocks of a
+group)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd(TransferResult):
-    """How a transfer ended. Times are of the monotonic clock.
+    """The answer to a transfer: its result, and when bytes were copied. Times are of the monotonic
+    clock, in seconds.
 
     copy_began_s: when the copy of the first byte began; None if no byte was copied.
+    copy_ended_s: when the node learned that the copy has ended.
     """
 
     copy_began_s: float | None = None
@@ -180,10 +192,10 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Objects that all transfers of a node share.
+    """The objects that all transfers of a node use.
 
-    kept_bytes: account of the memory that transfers use until they end.
-    run_effects: carries out the effects of the core's decisions.
+    kept_bytes: bounds the memory that transfers use until they end.
+    run_effects: function that carries out the effects of the core's decisions.
     timings: counts the transfers' ends.
     """
 
@@ -199,10 +211,11 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """The checked arguments of a transfer call.
+    """The checked arguments of a call for a transfer.
 
-    gate: bytes move only after the gate has passed (the engine's device has passed a mark); None:
-        at once.
+    memory: the session's registered memory.
+    gate: delays the copy until the engine's device has passed a mark; None: the copy may begin at
+        once.
     kept_bytes: estimated memory that the transfer uses until it ends.
     """
 
@@ -216,15 +229,15 @@ class TransferCall:
 
 
 class Transfer:
-    """One transfer, from its plan to its answer.
+    """One load or store, from its copy plan to its answer.
 
     finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
-    after_copy: called in a copy thread when all bytes are copied; if `after_copy` raises, the
-        transfer fails.
+    after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
+    to_engine: True for a load, False for a store.
 
     Always true: the answer comes after the last access to the transfer's memory. A load copies only
-    blocks that have been compared, and fails if any of these blocks is condemned before the load
-    ends.
+    blocks that have been compared with their check values, and fails if any of these blocks is
+    condemned before the load ends.
     """
 
     def __init__(
@@ -253,14 +266,14 @@ class Transfer:
         return f"Transfer({word} {self._call.transfer_id!r}, {self._job!r})"
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
-        """Starts a transfer that the core has begun with these slots. The future is done after the
-        last access to the transfer's memory."""
+        """Starts the copy of a transfer that the core has begun. `slots`: the slots that the core
+        returned. The result, a future, is done after the last access to the transfer's memory."""
         means, call = self._means, self._call
         self._slots = slots
         try:
             plans = self._plans()
         except BaseException:
-            # The core has begun the transfer: end it there, too.
+            # The core has begun the transfer, so it must also be ended there.
             self._finish(Outcome.FAILED, 0)
             raise
         self._job = job = CopyJob(plans, self._copied, call.gate, self._owner)
@@ -297,7 +310,8 @@ class Transfer:
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Submits the copy if all blocks match their check values."""
+        """Handles the end of the comparison with check values. Submits the copy if all blocks
+        match, otherwise fails the transfer."""
         assert self._job is not None, "blocks are judged after the start"
         if (error := judging.exception()) is not None:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
@@ -307,7 +321,7 @@ class Transfer:
             self._means.copy_engine.submit(self._job)
 
     def _copied(self, outcome: Outcome, message: str) -> None:
-        """Handles the end of the job. From a copy thread."""
+        """Handles the end of the copy job. Called on a copy thread."""
         try:
             if self._after_copy is not None and outcome is Outcome.DONE:
                 self._after_copy()
@@ -316,7 +330,7 @@ class Transfer:
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 
     def _ended(self, outcome: Outcome, message: str) -> None:
-        """Releases the transfer's bookkeeping, ends it in the core, and answers."""
+        """Ends the transfer in the core, releases what was counted for it, and sets the answer."""
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
         call.deadline.end()
@@ -345,7 +359,8 @@ class Transfer:
             )
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
-        """Returns the outcome and message: FAILED if the copied bytes can't be relied on."""
+        """Returns the final outcome and message. The outcome is FAILED if the copied bytes can't be
+        relied on."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -359,9 +374,11 @@ class Transfer:
 
 
 class Transfers:
-    """Starts and cancels the loads and stores of a node (see the module).
+    """Starts and cancels the loads and stores of a node.
 
-    run_effects: carries out the effects of the core's decisions.
+    kept_bytes: bounds the memory that transfers use until they end.
+    loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
+    run_effects: function that carries out the effects of the core's decisions.
     timings: counts the transfers' ends.
     """
 
@@ -404,11 +421,11 @@ class Transfers:
         )
 
     def close(self) -> None:
-        """Stops its threads."""
+        """Stops the threads that compute sums of stored bytes."""
         self._sums.close()
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
-        """Cancels a transfer. Returns False if the transfer has ended."""
+        """Cancels a transfer. Returns False if the session has no such transfer in flight."""
         job = session.jobs.get(transfer_id)
         if job is None:
             return False
@@ -426,8 +443,11 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load. The future is done after the last write to the engine's memory.
+        """Starts a load under a read lease. The result, a future, is done after the last write to
+        the engine's memory.
 
+        block_ids: where to write each block of `runs` in the engine's memory.
+        timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         after: writes begin only after the engine's device has passed this mark (a point in its
             queue).
         message_bytes: size of the request's message, which counts as memory of the transfer.
@@ -460,9 +480,12 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Makes room for a store, then starts it. The future is done when the blocks are committed
-        or refused, after the last read of the engine's memory.
+        """Makes room for the blocks of a store, then starts it. The result, a future, is done when
+        the blocks are ready or refused, after the last read of the engine's memory.
 
+        block_ids: where each block of `runs` lies in the engine's memory.
+        timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
+        fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run (consecutive blocks of a group), for events; may be empty.
         after: reads begin only after the engine's device has passed this mark (a point in its
             queue).
@@ -526,8 +549,8 @@ class Transfers:
         after: DeviceMark | None,
         message_bytes: int,
     ) -> TransferCall:
-        """Checks a call and its bounds, and makes its deadline and gate. Reserves no slots. Raises
-        HotKVError."""
+        """Checks a call and the session's bounds. Returns the checked arguments, with a deadline
+        and a gate. Reserves no slots. Raises HotKVError."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
@@ -536,7 +559,8 @@ class Transfers:
         return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        """Raises OVERLOADED if the session has as much in flight as a session may have."""
+        """Raises OVERLOADED if the session has as much in flight as it may have, or its owner as
+        much memory of transfers."""
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
@@ -556,8 +580,8 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Computes the sums of the bytes that a store has written, for check values. In the copy
-        thread that wrote last."""
+        """Adds to `sums` the sums of the bytes that a store has written, an array for each run, for
+        check values. Runs in the copy thread that wrote last."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes
@@ -584,7 +608,7 @@ def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
 
 
 def _plan_bytes(block_ids: BlockIds) -> int:
-    """Estimates the memory that a transfer uses in addition to its message."""
+    """Returns the estimated memory that a transfer uses in addition to its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)
@@ -595,7 +619,8 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
 ) -> SessionMemory:
-    """Returns the session's memory, after checking it for a transfer's block ids and groups."""
+    """Returns the session's memory. Raises HotKVError if a transfer can't use it for these block
+    ids and groups."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
