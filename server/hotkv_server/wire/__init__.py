@@ -1,2 +1,2 @@
-"""The server's gRPC side: one thin file per service. Only this package and a few modules that an
-import contract names see protobuf types."""
+"""The server's gRPC side: a module for each service, and the modules that the services share. Only
+this package and a few modules that an import contract names use protobuf types."""

@@ -1,4 +1,5 @@
-"""AdminService: reports figures, explains prompts, evicts, flushes and drains, for operators."""
+"""AdminService: the calls of operators, which report figures, explain prompts, evict, flush and
+drain."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -25,13 +26,14 @@ from hotkv_server.told.kernel import all_topics
 from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import answer, stream
 
-# Explain: says for each block of a prompt where it lies, whether it would hit, and if not, why.
+# Explain: for each block of a prompt, where it lies, whether it would hit, and if not, why.
 #
-# The cache is queried on the event loop, which is quick. Hashing and wording run on a thread.
+# The cache is queried on the event loop, which is quick. Hashing, and writing the texts, run on a
+# thread.
 
 
 HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
-"""Verdicts of blocks that would hit."""
+"""Verdicts of blocks that would hit, in host memory or in a tier below."""
 GONE = {
     Cause.NONE: "or evicted long ago",
     Cause.ROOM: "it made room for others",
@@ -41,15 +43,16 @@ GONE = {
     Cause.HINT: "a hint demoted it to a tier, which has no room for it any more",
     Cause.EXPIRY: "its store did not end before its lease expired",
 }
-"""Details of blocks that are not here, by the cause of their removal."""
+"""Texts that explain why a block is not cached, by the cause of its removal."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
-"""Most blocks of an answer, over all key spaces."""
+"""Most blocks that one answer explains, over all key spaces."""
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains a prompt in the requested key space, or in all key spaces whose hashes can be
-    computed; or explains the latest prompts of a session."""
+    """Explains the prompt of a request: in the key space that it names, or in all key spaces whose
+    hashes can be computed from the prompt. If the request names a session, explains the session's
+    latest prompts instead."""
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room = MAX_BLOCKS
@@ -103,8 +106,8 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
 
 
 Prompt = tuple[str, int, bytes, bytes]
-"""Tenant of the session (empty for a given prompt), key space id, packed hashes, packed token
-ids."""
+"""A prompt to explain: tenant of the session (empty if the request has the prompt), key space id,
+packed hashes, packed token ids."""
 
 
 def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
@@ -118,7 +121,7 @@ def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
 
 
 def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
-    """Returns the latest prompts of the sessions with this name."""
+    """Returns the latest prompts of the user session that the request names."""
     if request.hashes or request.token_ids:
         raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
     return [
@@ -137,7 +140,13 @@ def _explain(
     lying: Sequence[Lying],
     num_tokens: int,
 ) -> None:
-    """Writes the explanation into the response: copying a message this large would hold the GIL."""
+    """Explains a prompt in one key space: writes a verdict for each block, and a summary, into
+    `explanation`. Writes in place, because copying so large a message would hold the GIL.
+
+    number: the key space's number.
+    found: for each group, what host memory knows of the prompt's blocks.
+    lying: for each tier, which of the blocks lie in it.
+    """
     masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
         is_ready = (group.words != 0) & (group.words < RESERVED_FLAG)
@@ -185,8 +194,8 @@ def _explain(
 
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
-    """Returns, for each block [n] of a group, the index of the first tier in which it lies; -1 if
-    it is in host memory or in no tier."""
+    """Returns for each block [n] of the group with this `index` the position in `lying` of the
+    first tier in which it lies; -1 if it is in host memory or in no tier."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in reversed(list(enumerate(lying))):
         first[one.masks[index]] = number
@@ -197,8 +206,8 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields for each tier how many blocks the hit needs from that tier, their bytes, and the
-    seconds that loading them into host memory would take."""
+    """Yields for each tier what a hit of `hit` tokens needs from it: number of blocks, their bytes,
+    and the seconds that promoting them to host memory would take."""
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):
         counts = [
@@ -220,8 +229,8 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """Returns the first group that lacks a block for a hit that is longer by the largest block
-    size; -1 if the whole prompt hits."""
+    """Returns the group that limits the hit to `hit` tokens: the first that lacks a block for a hit
+    which is longer by the largest block size. -1 if the whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:
@@ -255,8 +264,7 @@ def _summary(
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams reports of a key space, or of all key spaces if the request does not name a key
-    space."""
+    """Streams the reports of requests in a key space; of all key spaces if `request` names none."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):
@@ -288,11 +296,11 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
 """Most characters of an answer of `Tell`, which must fit into a message. Names are nearly always
-ASCII, a byte per character."""
+ASCII, so a character is a byte."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Implements AdminService of admin.proto: the calls of operators."""
+    """Implements the service AdminService of admin.proto: the calls of operators."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -341,8 +349,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _named(
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
-        """Returns the hash words of the blocks that the request names; None for all blocks. Raises
-        HotKVError."""
+        """Returns the hash words of the blocks that the request names; None if it names all blocks.
+        Raises HotKVError."""
         if request.all == bool(request.hashes):
             raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
         if request.all:

@@ -1,4 +1,5 @@
-"""CacheService: unary calls for clients without a session stream."""
+"""CacheService: lookups, leases and transfers as unary calls. Clients may make them without a
+session's stream."""
 
 import asyncio
 from typing import Any
@@ -12,7 +13,7 @@ from hotkv_server.wire.errors import answer
 
 
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
-    """Implements CacheService of cache.proto."""
+    """Implements the service CacheService of cache.proto."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,6 +1,6 @@
-"""The calls that the session stream (`SessionService.Connect`) and CacheService share. Each
-function takes the session and the request's message, and returns the answer or a task or future of
-it."""
+"""The calls that the session stream (`SessionService.Connect`) and CacheService have in common.
+Each function takes the node, the session and the request's message, and returns the answer, or a
+task or future of it."""
 
 import asyncio
 import os
@@ -45,8 +45,8 @@ def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> 
 def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
-    """Looks up which blocks are ready or can be promoted. Returns a task if a tier must answer
-    first.
+    """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
+    must wait for a tier.
 
     Without a session, the request must name its key space.
     """
@@ -94,8 +94,8 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """Looks up which blocks are ready or can be promoted, after shared tiers have answered or the
-    time is up."""
+    """Asks shared tiers for the blocks, waits for their answers for a bounded time, then looks the
+    blocks up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)
@@ -103,10 +103,10 @@ async def _lookup_later(
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
-    """Returns the refusal of a key space that is not the session's own, if there are tenants.
+    """Returns the error for a lookup in a key space other than the session's own, on a server with
+    tenants.
 
-    The refusal does not reveal whether the key space exists; this function does not look the key
-    space up.
+    The error does not reveal whether the key space exists, and this function does not look it up.
     """
     if session is None:
         return HotKVError(
@@ -120,8 +120,8 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """Returns the refusal of a lease. If there are tenants, another engine's lease is refused as
-    unknown."""
+    """Returns the error with which to refuse a call that names a lease. On a server with tenants, a
+    lease of another engine is refused as if it did not exist."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
@@ -134,8 +134,8 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins ready blocks. A session that was given the arena can also ask for the blocks' offsets in
-    the arena.
+    """Acquires a read lease: pins the blocks that are ready. If the client has received the arena's
+    descriptor, it can also ask for the blocks' offsets in the arena.
 
     Returns a task if blocks must first be promoted from a tier, or compared with their check
     values.
@@ -167,8 +167,8 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Pins ready blocks, after the blocks in tiers have been promoted or the time is up. Pins no
-    block that may be older than a flush on another node."""
+    """Promotes the blocks that lie in tiers, for a bounded time, then pins the blocks that are
+    ready. Pins no block that may be older than a flush on another node."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:
@@ -182,8 +182,8 @@ async def _acquire_later(
 async def unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
-    """Returns the lists if blocks in host memory may be granted. If the blocks may be older than a
-    flush on another node, returns lists of random hashes, of the same lengths, that match no
+    """Returns `groups` unchanged if its blocks in host memory may be granted. If they may be older
+    than a flush on another node, returns lists of random hashes of the same lengths, which match no
     block."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
@@ -204,7 +204,7 @@ def _acquire(
     lease_id: str,
     groups: list[HashList],
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins the blocks that are ready at this moment."""
+    """Acquires the lease: pins the blocks that are ready now."""
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
     if not request.wants_offsets:
@@ -226,7 +226,7 @@ async def _in_place_later(
 async def reserve(
     node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
 ) -> cache_pb2.ReserveBlocksResponse:
-    """Reserves slots for blocks, which the client's stores under the same lease fill."""
+    """Reserves slots for blocks. The client's stores under the same lease fill them."""
     runs = block_runs(session, request.runs)
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     retention = cache.read_retention("retention", request.retention)
@@ -241,7 +241,7 @@ async def reserve(
 def release(
     node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
 ) -> cache_pb2.ReleaseLeaseResponse:
-    """Releases a lease."""
+    """Releases a lease. The answer says whether it existed."""
     try:
         released = node.core.release(session.record.number, _lease_id(request.lease_id))
     except HotKVError as error:
@@ -254,8 +254,8 @@ def release(
 def load(
     node: Node, session: LiveSession, request: cache_pb2.LoadRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Starts a load: a copy of leased blocks to the engine's memory. The future is done when the
-    load has ended."""
+    """Starts a load: a copy of leased blocks into the engine's memory. The result, a future, is
+    done when the load has ended."""
     named, block_ids = cache.read_load_runs(request.runs, session.group_index)
     positions = [LoadPositions(*one) for one in named]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
@@ -278,8 +278,8 @@ def load(
 async def store(
     node: Node, session: LiveSession, request: cache_pb2.StoreRequest
 ) -> "asyncio.Future[TransferEnd]":
-    """Makes room for a store, then starts it. Returns a future that is done when the store has
-    ended."""
+    """Makes room for the blocks of a store, then starts it. Returns a future that is done when the
+    store has ended."""
     runs = block_runs(session, request.runs)
     block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
     timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
@@ -302,7 +302,9 @@ async def store(
 
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
-    """Records the requests and blocks that an engine reports."""
+    """Records what an engine reports: blocks that it used from its own device cache, requests that
+    it scheduled, and requests and loads that have ended. Raises TOO_LARGE or INVALID_FIELD before
+    anything is recorded."""
     num_hashes = (
         sum(len(one.hashes) for one in request.requests)
         + sum(len(one.hashes) for one in request.ended)
@@ -337,7 +339,7 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Flushes the session's key space."""
+    """Flushes the session's key space, in host memory and in all tiers."""
     flushed = await node.flush(session.record.key_space_id)
     return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 
@@ -345,7 +347,7 @@ async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
 def cancel(
     node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
 ) -> cache_pb2.CancelTransferResponse:
-    """Cancels a transfer."""
+    """Cancels a transfer. The answer says whether it was in flight."""
     return cache_pb2.CancelTransferResponse(
         found=node.transfers.cancel(session, request.transfer_id)
     )

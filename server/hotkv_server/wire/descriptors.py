@@ -1,11 +1,12 @@
-"""The descriptor socket: issues tickets, receives engine memory, and sends read-only descriptors of
-arena and table, by SCM_RIGHTS. docs/wire.md has its protocol.
+"""The descriptor socket: issues tickets, receives the descriptors of engine memory, and sends
+read-only descriptors of arena and block table, by SCM_RIGHTS. docs/wire.md has its protocol.
 
-SO_PEERCRED gives the peer's user, who must be an allowed user or a tenant's. A peer sends one of
-two requests: it asks for a ticket, with which a session proves its user, or it links a session and
-sends its memory. The connection of a link stays open. Always true: the server closes a link only
-after the last access to the session's memory, and the kernel closes it when this process dies. So
-the end of a link tells the client that it may reuse its memory.
+SO_PEERCRED gives the peer's user id, which must be allowed by the settings or belong to a tenant. A
+peer sends one of two requests. It asks for a ticket, with which it proves its user when it opens a
+session; or it links a session and sends its memory. The connection of a link stays open. Always
+true: the server closes a link only after the last access to the session's memory, and the kernel
+closes it when this process dies. So the end of a link tells the client that it may reuse its
+memory.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
 SPARE_DESCRIPTORS = 256
-"""Descriptors reserved for connections; clients' memory can't use them. At most a quarter of the
-process's limit."""
+"""Number of the process's file descriptors that are reserved for connections, so that clients'
+memory can't use them up; at most a quarter of the process's limit."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -50,11 +51,13 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class DescriptorServer:
-    """Listens on `path`, and serves tickets and links until closed.
+    """Serves the descriptor socket at `path` until it is closed.
 
-    allowed_uids: ids of users that may link sessions even if no tenant lists them.
-    arena_writers: users who get a writable arena, if these users may map the arena. Both can be
-    replaced; a change affects later links only.
+    allowed_uids: user ids that may link sessions even if no tenant lists them.
+    arena_writers: user ids that get a writable descriptor of the arena, if their sessions may map
+        the arena.
+
+    Both may be replaced while the server runs; a change affects later links only.
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class DescriptorServer:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: an immediate retry would fail again, in an endless loop.
+            # The process has no free descriptor: an immediate retry would fail again, in an endless
+            # loop.
             log.error(
                 "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
             )
@@ -157,7 +161,8 @@ class DescriptorServer:
             self._loop.remove_reader(connection.fileno())
 
     def _answer(self, connection: socket.socket, peer: Peer) -> bool:
-        """Answers a request. Returns True if the connection has become a session's link."""
+        """Answers the request of a connection. Returns True if the connection is now a session's
+        link and must stay open."""
         fds: list[int] = []
         kept: set[int] = set()
         try:
@@ -225,8 +230,8 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Hands all of the descriptors to the session, or none of them. Adds to `kept` the
-        descriptors that the session owns."""
+        """Passes the descriptors of a link request to the session: all of them, or none if it
+        raises. Adds to `kept` the descriptors that the caller must not close."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -257,7 +262,7 @@ class DescriptorServer:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
-        """Sends the descriptors that the session may map, and only these."""
+        """Sends a session the descriptors of arena and block table that it may map."""
         writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:

@@ -1,7 +1,6 @@
-"""Helpers that the services of a listener (socket or port) share: `Edge` has the listener's
-objects, `calls_of` returns the calls as capabilities wrap them, and `prompt_hashes` reads the
-prompt that a call names.
-"""
+"""Helpers that the services of a listener (socket or port) have in common: `Edge` has the
+listener's objects, `calls_of` returns the calls as capabilities wrap them, and `prompt_hashes`
+reads the prompt that a call names."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,17 +24,19 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Most streams of SelectBlocks on a listener. The bound of all calls includes them."""
+"""Most streams of the call SelectBlocks on a listener. They also count among all calls of the
+listener."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The objects of one listener, which its services use.
+    """The objects of one listener (socket or port), which its services use.
 
-    identify: given a call's message, which may hold a ticket, and its context, returns the peer
-        with its proofs. Raises HotKVError for an invalid proof.
+    identify: function that returns the peer of a call with its proven identity, given the call's
+        message, which may hold a ticket, and its context. Raises HotKVError for an invalid proof.
     pace: delays answers to malformed messages.
     guests: bounds the calls that may last without a session.
+    has_descriptor_socket: True if clients of this listener can use the descriptor socket.
     """
 
     node: Node
@@ -47,13 +48,14 @@ class Edge:
 
 
 def full_name(module: Any, service: str) -> str:
-    """Returns the full name of a generated module's service, with its package."""
+    """Returns the full name of a service with its package. `module`: the generated module that
+    defines the service."""
     return str(module.DESCRIPTOR.services_by_name[service].full_name)
 
 
 class Calls(Protocol):
-    """The calls that a capability may wrap, for example with spans. The module `calls` implements
-    them."""
+    """The calls that a capability may wrap, for example to trace them. The module `calls`
+    implements them."""
 
     def lookup(
         self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
@@ -70,21 +72,22 @@ class Calls(Protocol):
 
 
 def calls_of(node: Node) -> Calls:
-    """Returns the calls, wrapped by this node's capabilities."""
+    """Returns the functions that serve the calls in `Calls`: those of the module `calls`, wrapped
+    by this node's capabilities."""
     served: Calls = calls
     for one in node.capabilities:
         served = one.traced(served)
     return served
 
 
-# Prompts: named in a call by their hashes or by their tokens.
+# A call names a prompt by its hashes or by its tokens.
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
     """Returns the block hashes of a prompt, words [n, 8]: a row for each full hash block (of
     `hash_block_tokens` tokens).
 
-    hashes: packed hashes; if empty, the hashes are computed from the tokens.
+    hashes: packed hashes of the prompt; if empty, the hashes are computed from the tokens.
     token_ids: packed int32.
     Takes long for long prompts. Raises INVALID_HASH, or INVALID_FIELD if the key space's hashes
     can't be computed from tokens.
@@ -104,8 +107,8 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
-    """Returns a prompt's blocks in each group. A block's hash is the hash of its last hash
-    block."""
+    """Returns a prompt's blocks, a list for each group. `hashes`: the prompt's hashes, one for each
+    hash block. A block of several hash blocks has the hash of its last hash block."""
     steps = [group.block_tokens // space.hash_block_tokens for group in space.groups]
     return [
         HashList(index, np.ascontiguousarray(hashes[step - 1 :: step]))

@@ -1,7 +1,8 @@
-"""How calls end: refusals, the table from reasons to gRPC codes, and server streams over a feed.
+"""How calls fail, and how they stream: `CODES` maps reasons of refusals to gRPC codes, `answer`
+runs unary calls, and `stream` answers with a feed of the node's items.
 
-Each refusal is counted by reason. Refusals about rights are logged, at a bounded rate: a client
-refused a thousand times a second can't fill the disk.
+Each refusal is counted by reason. Refusals about rights are logged at a bounded rate, so that a
+client that is refused a thousand times a second can't fill the disk.
 """
 
 import logging
@@ -56,14 +57,15 @@ ABOUT_RIGHTS = frozenset(
         Reason.UNKNOWN_HANDLE,
     }
 )
-"""Reasons that refuse a peer without rights. Each such refusal is logged with the peer."""
+"""Reasons for which a peer without rights may be refused. Each such refusal is logged with the
+peer."""
 MAX_LINES_PER_S = 50
 
 Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """Lets at most `lines_per_s` lines of the log pass per second."""
+    """A filter for a logger: passes at most `lines_per_s` lines per second."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
@@ -77,8 +79,8 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """Filters gRPC's log: returns False for the tracebacks of clients that left before their answer
-    was written."""
+    """Returns False for records of gRPC's log that only say that a client left before its answer
+    was written. A filter for that log."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None
@@ -90,7 +92,8 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
 
 
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
-    """Returns the refusal for any exception: the exception itself, or INTERNAL for a defect.
+    """Returns the refusal with which to answer a call that raised `error`: `error` itself if it is
+    a HotKVError, otherwise (a defect of the server) INTERNAL. Counts the refusal.
 
     Logs defects and refusals about rights. `who`: the caller, for the log.
     """
@@ -109,7 +112,8 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 
 async def abort(context: Any, error: HotKVError) -> NoReturn:
-    """Ends a call with the refusal's code, message and machine-readable reason."""
+    """Ends a call with an error: the gRPC code and the message, and the reason in a form for
+    programs."""
     code = CODES[error.reason]
     status = error_status(error, code.value[0])
     trailers = ((STATUS_KEY, status.SerializeToString()),)
@@ -118,17 +122,18 @@ async def abort(context: Any, error: HotKVError) -> NoReturn:
 
 
 async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs a unary call. This is the edge that turns exceptions into codes."""
+    """Runs the function `call` for a unary call, and returns its answer. If it raises, ends the
+    call with the matching gRPC code."""
     try:
         return await call()
     except Exception as error:  # noqa: BLE001 The edge of unary calls: every failure is an answer.
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Streams over a feed: shared by all calls that answer with a stream of the node's items.
+# Streams of the node's items to a client, from a feed.
 #
-# The first answer is empty: it says that reading has begun. A reader that is too slow misses items
-# and learns how many it missed.
+# The first answer is empty: it tells the client that reading has begun. A client that reads too
+# slowly misses items and learns how many it missed.
 
 
 Item = TypeVar("Item", bound=Measured)
@@ -137,7 +142,8 @@ Response = TypeVar("Response", bound=Message)
 
 MAX_RESPONSE_ITEMS = 256
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 16 * MAX_RESPONSE_ITEMS
-"""Most bytes of the items in an answer. In the message each item has some bytes more."""
+"""Most bytes of the items in one answer of a stream. The difference to MAX_MESSAGE_BYTES leaves
+room for a few bytes that the message adds to each item."""
 
 
 async def stream(
@@ -149,12 +155,15 @@ async def stream(
     response: Callable[[list[Part], int], Response],
     first: Callable[[], AsyncIterator[Item]] | None = None,
 ) -> AsyncIterator[Response]:
-    """Answers until the client ends the call. Refuses an unknown key space.
+    """Answers a call with a stream of items until the client ends the call. Refuses an unknown key
+    space.
 
-    message: returns the wire message of an item; None if the client did not ask for it.
-    response: makes an answer of messages and the number of lost items.
-    first: yields items to send before the feed's items. The feed's reader is opened before `first`
-        is called, so no item is missed between the two.
+    feeds: the feeds of this kind of item; the call opens one of them.
+    message: function that returns the wire message of an item; None if the client did not ask for
+        the item.
+    response: function that makes an answer from messages and the number of lost items.
+    first: function that yields items to send before the feed's items. The feed is opened before
+        `first` is called, so no item is missed between the two.
     """
     try:
         if key_space_id:

@@ -1,7 +1,7 @@
 """Health checking by gRPC's standard service (grpc.health.v1). If a client watches the health and
-does not read the answers, the server and other watchers do not wait for it.
+does not read the answers, neither the server nor other watchers wait for it.
 
-That is why the servicer of grpcio-health-checking is not used: it holds a lock while it writes to a
+The servicer of grpcio-health-checking is not used, because it holds a lock while it writes to a
 watcher, and needs the same lock to record a change. A client that stops reading would stop the
 server from reporting its health, and so from notifying systemd's watchdog.
 """
@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Holds the health state of each service by name; the empty name stands for the server. Event
-    loop only."""
+    """Answers health checks from the state of each service, by name; the empty name stands for the
+    whole server. On the event loop only."""
 
     def __init__(self) -> None:
         self._states: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {}
@@ -26,7 +26,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return f"HealthService({self._states})"
 
     def set(self, serving: Mapping[str, bool]) -> None:
-        """Sets the state of services from this call on."""
+        """Sets the states of all services, by name, and notifies the watchers if a state
+        changed."""
         kinds = health_pb2.HealthCheckResponse
         states = {
             name: kinds.SERVING if is_serving else kinds.NOT_SERVING
@@ -50,8 +51,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Sends the present state, then later states. Skips a state that changed again before the
-        watcher read the previous state."""
+        """Sends the present state of a service, then each new state. Skips a state that changed
+        again before the client read the state before it."""
         told = None
         while True:
             changed, state = (

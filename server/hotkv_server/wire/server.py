@@ -1,12 +1,12 @@
-"""Builds the gRPC servers, a server for each listener, and lists the services of each.
+"""Builds the gRPC servers, one for each listener, and adds the services to each.
 
 - `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
 - `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.
 - TCP, if the settings ask for it: the users' services, and health. If the settings ask for them,
-  also reflection, and the operators' services behind a proof.
+  also reflection, and the operators' services for peers that prove to be admins.
 
-Always true: connections, calls and message sizes are bounded on each. So MAX_INCOMPLETE_BYTES
-bounds the memory that the server holds for incomplete messages of clients.
+Always true: connections, calls and message sizes are bounded on each listener. So the memory that
+the server holds for incomplete messages of clients is at most MAX_INCOMPLETE_BYTES.
 """
 
 import asyncio
@@ -52,28 +52,28 @@ MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 GUESTS_TURN_S = 1.0
 MAX_ANSWERED = 2048
-"""Calls without a session whose message has arrived, on a listener: mostly transfers."""
+"""Most calls without a session, on a listener, whose whole message has arrived. Most of them are
+transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
-"""Most concurrent calls on a listener; the next call gets RESOURCE_EXHAUSTED. Each kind of call
+"""Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
 that may last has its own bound, which a client can't use up for other kinds. So there is always
-room for calls that are answered at once, above all health.
-"""
+room for calls that are answered at once, above all health checks."""
 WINDOW_BYTES = 64 << 10
-"""Bytes of a message that gRPC receives while no code reads the call's stream."""
+"""Bytes of a message that gRPC receives before any code of the server reads the call."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
-"""Most bytes of incomplete messages. From every stream that the server reads, gRPC buffers the
-bytes sent so far, up to the size that the prefix of the message declares. A prefix that declares
-more than MAX_MESSAGE_BYTES ends the call. Two of the listeners serve streams of SelectBlocks.
-"""
+"""Most bytes of incomplete messages in the server's memory. For each call that the server reads,
+gRPC buffers the bytes that have arrived, up to the size that the prefix of the message declares. A
+prefix that declares more than MAX_MESSAGE_BYTES ends the call. Two of the listeners serve streams
+of SelectBlocks."""
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
-"""The kernel's bound for a Unix socket's path (sun_path)."""
+"""Longest path of a Unix socket that the kernel accepts (sun_path)."""
 IDLE_CONNECTION_S = 600
-"""A connection without a call for this long is closed. Clients reopen it when they need it."""
+"""A connection without a call for this long is closed. Clients open it again when they need it."""
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -89,24 +89,25 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Health name that says whether a restart would help. All other names say whether calls are
-answered."""
+"""Service name in health checks whose state says whether the process is alive; if it is not
+serving, a restart would help. The states of all other names say whether calls are answered."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata key of an admin call on the Unix socket: a ticket, for the audit log."""
+"""Metadata key by which an admin call on a Unix socket sends a ticket. The ticket identifies the
+user in the audit log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where to listen and how.
+    """The addresses to listen on, and how to serve them.
 
     tcp_address: empty for no TCP.
     tls: None for TCP without TLS.
     malformed_per_s: how many malformed messages are answered per second; further answers wait.
-    audit: admin calls to record: off, changes or all.
-    audit_file: file for these calls; None records them in the server's log.
+    audit: which admin calls are recorded: off, changes or all.
+    audit_file: file in which they are recorded; None: in the server's log.
     """
 
     socket: Path
@@ -123,8 +124,8 @@ class Endpoints:
 
 
 class RpcServer:
-    """The gRPC side of a node, which serves from `start` on. The constructor raises OSError,
-    UnsafeError or ValueError if the server can't listen."""
+    """The gRPC servers of a node, which serve from `start` on. The constructor raises OSError,
+    UnsafeError or ValueError if they can't listen."""
 
     def __init__(
         self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints
@@ -144,7 +145,7 @@ class RpcServer:
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
         }
-        # In the order of their starts: operators can connect before users can.
+        # Started in this order, so that operators can connect before users can.
         self._servers = [self._admins(), self._users()]
         self.tcp_port = 0
         if endpoints.tcp_address:
@@ -170,7 +171,8 @@ class RpcServer:
         has_descriptor_socket: bool = False,
         is_admin: bool = False,
     ) -> list[Service]:
-        """Returns a listener's services, for users or for operators."""
+        """Returns the services of a listener: for operators if `is_admin`, otherwise for users.
+        `identify`: as in `Edge`."""
         node = self._node
         edge = Edge(node, self._access, identify, self.pace, self._guests, has_descriptor_socket)
         found = [
@@ -195,7 +197,7 @@ class RpcServer:
         return [service for service in found if service.is_admin == is_admin]
 
     def _add(self, services: Iterable[Service], server: grpc.aio.Server) -> list[str]:
-        """Registers services with a server and returns their names."""
+        """Adds services to a server and returns their names."""
         names = []
         for service in services:
             service.add(service.servicer, server)
@@ -250,8 +252,9 @@ class RpcServer:
         return server
 
     def _peer_of_ticket(self, opening: Any, context: Any) -> Peer:
-        """Returns the peer of the message's ticket; without a ticket, a peer without proofs. Raises
-        UNAUTHENTICATED if access needs a ticket and this ticket is not valid."""
+        """Returns the peer that fetched the ticket in the message `opening`; without a ticket, a
+        peer without proofs. Raises UNAUTHENTICATED if the ticket is not valid, unless access is
+        open to all."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())
@@ -263,14 +266,14 @@ class RpcServer:
         return peer or Peer("unix socket, a ticket of no use")
 
     def _admin_of_ticket(self, context: Any) -> Peer:
-        """Returns the peer of an admin call on a Unix socket, for the audit log. Whoever may open
-        the socket is an admin; a ticket identifies the user."""
+        """Returns the peer of an admin call on a Unix socket, for the audit log. Every process that
+        may open the socket is an admin; a ticket identifies its user."""
         ticket = dict(context.invocation_metadata() or ()).get(TICKET_KEY, b"")
         peer = self._tickets.redeem(ticket, time.monotonic()) if ticket else None
         return peer or Peer("unix socket, no ticket")
 
     async def start(self) -> None:
-        """Begins to serve, and sets health to SERVING."""
+        """Begins to serve, and sets the health states to SERVING."""
         for server in self._servers:
             await server.start()
         for path, mode in self._modes.items():
@@ -283,10 +286,10 @@ class RpcServer:
             self._guests.end_late(time.monotonic())
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
-        """Sets the health states.
+        """Sets the states that health checks return.
 
-        is_ready: health state of the server and of each service.
-        is_alive: health state under the name LIVENESS.
+        is_ready: the state of the server and of each service.
+        is_alive: the state under the name LIVENESS.
         """
         self._health.set(
             {
@@ -297,7 +300,7 @@ class RpcServer:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stops accepting calls, and ends calls in flight after `grace_s`."""
+        """Stops accepting calls. Ends calls that are still in flight after `grace_s` seconds."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._ending is not None:
             self._ending.cancel()

@@ -1,4 +1,5 @@
-"""SessionService: opens sessions, a session for each stream, and serves their calls."""
+"""SessionService: opens a session for each stream of the call Connect, and serves the session's
+calls on the stream."""
 
 import asyncio
 import contextlib
@@ -49,17 +50,18 @@ from hotkv_server.wire.guard.limits import Pace
 log = logging.getLogger(__name__)
 
 
-# The calls of a session's stream: which function serves which message, and when it answers.
+# `SessionCalls` chooses the function that serves a message of a session's stream, and decides when
+# the answer is sent.
 #
 # Always true: a call with a request id is answered once. Transfers are answered when they end.
-# Lookups and leases that must wait for a tier are answered after that, and leases and residencies
-# whose blocks must be compared with their check values after the comparison. Other calls are
-# answered before the next request of the session is served, unless a capability answers with a
-# task.
+# Lookups and leases that must wait for a tier are answered after that; leases and residencies whose
+# blocks must be compared with their check values, after the comparison. Other calls are answered
+# before the next request of the session is served, unless a capability answers with a task.
 
 
 class SessionCalls:
-    """Serves the calls of a session. `send`: sends answers that come later."""
+    """Serves the calls of one session. `send`: function that sends an answer which is ready only
+    later."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class SessionCalls:
         }
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
-        """Returns the answer to a failed call."""
+        """Returns the message that answers a call that raised `error`."""
         return session_pb2.ConnectResponse(
             error=error_detail(as_refusal(self._node, error, self._session.name))
         )
@@ -86,8 +88,8 @@ class SessionCalls:
     async def handle(
         self, request: session_pb2.ConnectRequest
     ) -> session_pb2.ConnectResponse | None:
-        """Serves a request. Returns None if the answer comes later, or if there is no answer.
-        Raises the call's errors."""
+        """Serves a request and returns its answer. Returns None if the answer is sent later, or if
+        the request has no answer. Raises the call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "lookup":
@@ -114,7 +116,7 @@ class SessionCalls:
                 )
             case "load":
                 load = self._traceable.load(node, session, request.load)
-                # The callback does not hold the transfer's message.
+                # Keep no reference to the request in the callback: its message may be large.
                 load.add_done_callback(partial(self._answer_load, request.request_id))
                 return None
             case "store":
@@ -159,8 +161,8 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Returns the answer of a capability's call; None if the answer comes later, or if there is
-        no answer."""
+        """Returns the answer to a message that a capability serves. `answer`: what the capability's
+        function returned. Returns None if the answer is sent later, or if there is none."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
@@ -171,12 +173,14 @@ class SessionCalls:
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
-        """Returns the error when the pace allows an answer."""
+        """Waits until `Pace` allows another answer to a malformed message, then returns the
+        error."""
         await self._pace.turn()
         return error
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
-        """Sends a task's result as the field `body` of the answer, or its error."""
+        """Sends the result of a finished task as the field `body` of an answer; sends the task's
+        error if it raised."""
         if done.cancelled():
             return
         try:
@@ -199,7 +203,7 @@ class SessionCalls:
             self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))
 
 
-# The stream of an open session: requests in, answers and notices out.
+# The stream of an open session carries requests in one direction, answers and notices in the other.
 #
 # Always true: requests are read one at a time, and no more are read while the client has many
 # unread answers. No answer overtakes an earlier notice.
@@ -207,28 +211,28 @@ class SessionCalls:
 
 LAST_WORDS_S = 2.0
 NOTICE_PAUSE_S = 0.02
-"""Pause between two messages of notices, unless an answer sends them earlier."""
+"""Shortest pause between two messages of notices. An answer sends waiting notices earlier."""
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
-"""While a client has this many unread answers, or unread bytes, the server reads no requests from
-it."""
+"""While a client has left this many messages or bytes unread, the server reads no further requests
+from it."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A client is disconnected if it leaves more than KEPT_BYTES unread and reads none of them for
+"""A session is ended if its client leaves more than KEPT_BYTES unread and reads nothing for
 SLOW_READER_S."""
 OUTBOX_BYTES = 32 << 20
 
 
 class SessionOutbox:
-    """Holds the messages that a session's client has not yet read.
+    """The queue of messages to a session's client.
 
-    write: sends a message, and waits while the client reads too slowly.
-    on_end: ends the session, given the reason.
-    takes_batches: True if the client accepts one message that carries several. The first message is
-        always sent alone.
+    write: function that sends a message, and waits while the client reads too slowly.
+    on_end: function that ends the session, given the reason.
+    takes_batches: True if the client accepts several messages in one. The first message is always
+        sent alone.
 
-    Always true: the outbox is bounded, by messages and by bytes. The session ends if the client
-    lets it fill up, or leaves much unread and reads none of it for some seconds.
+    Always true: the queue is bounded, by messages and by bytes. The session ends if the queue fills
+    up, or if the client leaves much unread and reads nothing for some seconds.
     """
 
     def __init__(
@@ -240,7 +244,8 @@ class SessionOutbox:
     ) -> None:
         self._write = write
         self._on_end = on_end
-        # With their sizes. The first are being written.
+        # Messages that were not written yet, each with its size in bytes. The first of them are
+        # being written.
         self._messages: deque[tuple[session_pb2.ConnectResponse, int]] = deque()
         self._came: asyncio.Future[None] | None = None
         self._takes_batches = takes_batches
@@ -253,7 +258,7 @@ class SessionOutbox:
         return f"SessionOutbox({len(self._messages)} messages, {self._unread_bytes} bytes)"
 
     def put(self, message: session_pb2.ConnectResponse) -> None:
-        """Adds a message. Ends the session if the outbox is full."""
+        """Queues a message. Ends the session if the queue is full."""
         if len(self._messages) >= OUTBOX_MESSAGES:
             self._on_end(unread())
             return
@@ -268,13 +273,14 @@ class SessionOutbox:
             self._look_later()
 
     async def room(self) -> None:
-        """Waits until the client has few enough unread answers to make another request."""
+        """Waits until so few messages are unread that the server may read another request
+        (`has_much`)."""
         while self.has_much():
             self._was_read.clear()
             await self._was_read.wait()
 
     async def send_all(self) -> None:
-        """Writes messages in order, until cancelled."""
+        """Writes the queued messages in order, until it is cancelled."""
         while True:
             if not self._messages:
                 self._came = asyncio.get_running_loop().create_future()
@@ -285,7 +291,7 @@ class SessionOutbox:
             else:
                 some = [message for message, _ in itertools.islice(self._messages, count)]
                 batch = session_pb2.ResponseBatch(responses=some)
-                # Free these messages: the next may come much later.
+                # Free the messages now: the next may come much later.
                 del some
                 await self._write(session_pb2.ConnectResponse(batch=batch))
                 del batch
@@ -295,14 +301,14 @@ class SessionOutbox:
             self._was_read.set()
 
     def _num_together(self) -> int:
-        """Returns how many of the first messages are written as one."""
+        """Returns how many of the first messages to write as one message."""
         if not self._takes_batches or not self._num_written or len(self._messages) == 1:
             return 1
         sums = itertools.accumulate(num_bytes for _, num_bytes in self._messages)
         return max(1, sum(1 for _ in itertools.takewhile(lambda n: n <= MAX_BATCH_BYTES, sums)))
 
     async def drained(self, timeout_s: float) -> None:
-        """Waits until all messages are written, at most `timeout_s`."""
+        """Waits until all queued messages are written, but at most `timeout_s` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._emptied(), timeout_s)
 
@@ -312,13 +318,13 @@ class SessionOutbox:
             await self._was_read.wait()
 
     def close(self) -> None:
-        """Stops watching the client."""
+        """Cancels the timer that watches whether the client reads."""
         if self._watch is not None:
             self._watch.cancel()
 
     def has_much(self) -> bool:
-        """Returns whether the client has left so much unread that the server reads no further
-        requests of it."""
+        """Returns True if the client has left so much unread that the server reads no further
+        requests from it."""
         return len(self._messages) >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
 
     def _look_later(self) -> None:
@@ -327,8 +333,8 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Ends the session if much is unread and the client has read nothing since `num_written`
-        messages were written."""
+        """Ends the session if much is unread and the client has read nothing since this check was
+        planned. `num_written`: number of messages written by then."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:
@@ -338,7 +344,7 @@ class SessionOutbox:
 
 
 class SessionStream:
-    """Runs the stream of an open session."""
+    """Runs the stream of an open session: reads its requests, and writes answers and notices."""
 
     def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._session = session
@@ -354,8 +360,8 @@ class SessionStream:
         requests: AsyncIterator[session_pb2.ConnectRequest],
         opened: session_pb2.ConnectResponse,
     ) -> HotKVError | None:
-        """Serves the session until the client or the server ends it. Returns the server's reason;
-        None if the client ended it."""
+        """Serves the session until the client or the server ends it. Returns the reason if the
+        server ended it; None if the client did. `opened`: the first message to send."""
         self._send(opened)
         reader = asyncio.create_task(self._read(requests))
         endings = {
@@ -367,7 +373,8 @@ class SessionStream:
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
-                # Answers in the outbox are still sent, if the client reads.
+                # The client has ended its requests: still send the queued answers, if it reads
+                # them.
                 await self._outbox.drained(LAST_WORDS_S)
         finally:
             self._outbox.close()
@@ -378,7 +385,7 @@ class SessionStream:
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         while True:
-            # Wait before reading a message: it may be large.
+            # Wait before the next message is read, because it may be large.
             if self._outbox.has_much():
                 await self._outbox.room()
             request = await anext(requests, None)
@@ -389,7 +396,7 @@ class SessionStream:
                 await self._serve_all(request.batch.requests)
             else:
                 await self._serve(request)
-            # Free this message: the next may come much later.
+            # Free the message now: the next may come much later.
             del request
 
     async def _serve_all(self, requests: Iterable[session_pb2.ConnectRequest]) -> None:
@@ -420,20 +427,21 @@ class SessionStream:
         self._ended.set()
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
-        """Sends an answer, after all earlier notices."""
+        """Queues an answer. Queues all waiting notices first."""
         if not self._session.notices.empty():
             self._send_notices([])
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Sends notices as they come. A store may evict blocks that many sessions know, so
-        evictions within some milliseconds share a message."""
+        """Queues notices as they come. A store may evict blocks that many sessions know, so
+        evictions within NOTICE_PAUSE_S are combined in one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
 
     def _send_notices(self, notices: list[Notice]) -> None:
-        """Sends these notices and all queued notices, with evictions combined into few messages."""
+        """Queues messages with these notices and all waiting notices. Combines evictions into few
+        messages."""
         while not self._session.notices.empty():
             notices.append(self._session.notices.get_nowait())
         groups, num_blocks = list[cache_pb2.GroupHashes](), 0
@@ -456,18 +464,18 @@ class SessionStream:
         self._outbox.put(session_pb2.ConnectResponse(eviction_notice=notice))
 
 
-# SessionService: opens sessions, one for each stream.
+# `SessionService` opens a session for each stream of Connect.
 #
-# Always true: however the stream ends, its session is settled and closed. A session acts for one
-# tenant. If there are tenants, its peer has proven its right to act for the tenant. Its engine's id
-# and name get the tenant's name as prefix, so that no other tenant can name its leases.
+# Always true: however the stream ends, its session is closed. A session acts for one tenant. If
+# tenants are configured, its peer has proven its right to act for the tenant. The engine's id and
+# name then begin with the tenant's name, so that no other tenant can name its leases.
 
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """Implements SessionService of session.proto."""
+    """Implements the service SessionService of session.proto."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -496,10 +504,10 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             why = await stream.run(request_iterator, self._opened(first, session))
         finally:
-            # Shielded, so that a broken stream cannot interrupt the settling.
+            # Shielded, so that a broken stream can't interrupt the closing of the session.
             await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
-            # Last, because it waits for the client to read.
+            # Abort last, because it waits for the client to read.
             log.warning("session ended number=%d: %s", session.record.number, why.message)
             await abort(context, as_refusal(self._node, why, session.name))
 
@@ -595,7 +603,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 def _version(opening: session_pb2.OpenSession) -> int:
-    """Returns the session's protocol version. Raises VERSION_MISMATCH."""
+    """Returns the protocol version that client and server both speak. Raises VERSION_MISMATCH."""
     oldest = opening.protocol_version
     newest = opening.newest_protocol_version or oldest
     version = agreed_version(oldest, newest)
@@ -610,7 +618,8 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the block table's salts, as signed numbers, in the session's order of groups."""
+    """Returns the salts that are mixed into hashes in the block table, as signed numbers: of the
+    key space's groups, then of the representations that the client declares."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.representation_salt, read_representations(opening.representations)),
@@ -619,7 +628,8 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
 
 
 async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
-    """Returns the message that opens the session; does not check rights. Raises INVALID_FIELD."""
+    """Reads the first message of a stream, which opens the session. Does not check rights. Raises
+    INVALID_FIELD if it is another message or does not come in time."""
     try:
         first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
     except (StopAsyncIteration, asyncio.TimeoutError):

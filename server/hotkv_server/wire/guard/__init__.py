@@ -1,1 +1,2 @@
-"""Checks that run before every service: peers, limits, audit."""
+"""Checks that every call passes before its service sees it: who the peer is, limits, and the audit
+log."""

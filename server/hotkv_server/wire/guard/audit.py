@@ -1,8 +1,8 @@
-"""The audit log: records which operator calls were made, by whom, and how they ended.
+"""The audit log: records calls of operators, who made each, and how it ended.
 
-It contains no hash, token or other content of a prompt: bytes and lists appear only by their size.
-A caller on the admin socket is identified by the ticket that it sends, over TCP by token or
-certificate.
+It contains no hash, token or other content of a prompt: of bytes and lists it shows only the size.
+A caller on the admin socket is identified by the ticket that it sends, a caller over TCP by token
+or certificate.
 """
 
 import errno
@@ -27,20 +27,21 @@ log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Whatever the server's level is.
 
 CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
-"""Methods that change the cache, or whether it serves. All other methods read."""
+"""Methods that change the cache, or whether the server serves. All other methods only read."""
 MAX_TEXT = 64
 FILE_MODE = 0o600
 MAX_REFUSED_PER_S = 10
-"""Most refused calls recorded a second: a caller without admin rights can't fill the disk."""
+"""Most refused calls that are recorded per second, so that a caller without admin rights can't fill
+the disk."""
 Who = Callable[[Any], Peer]
-"""Returns the peer of a call, given its context."""
+"""Function that returns the peer of a call, given the call's context."""
 
 
 class AuditLog:
-    """Writes the audit log (see the module).
+    """Writes the audit log: a line for each recorded call of an operator.
 
-    covers: off, changes (the methods of CHANGING) or all.
-    path: a file of JSON lines; None: the server's log.
+    covers: which calls are recorded: off, changes (the methods in CHANGING) or all.
+    path: file for the lines, in JSON; None: they go to the server's log.
     Raises OSError if the file can't be written.
     """
 
@@ -54,25 +55,28 @@ class AuditLog:
         return f"AuditLog({self.covers!r}, {self._file!r}, {self._refused!r})"
 
     def close(self) -> None:
-        """Writes how many lines were left out since the last report, and closes the file."""
+        """Writes how many lines were left out, if any, and closes the file."""
         self._tell_left_out()
         if self._file is not None:
             try:
                 self._file.close()
             except OSError as error:
-                # A full disk. Lines that the file did not get are in the log.
+                # The disk may be full. Lines that could not be written to the file are in the
+                # server's log.
                 log.error("the audit file was not closed: %s", error)
 
     def wants(self, method: str) -> bool:
-        """Returns whether calls of this method, as `/package.Service/Method`, are recorded."""
+        """Returns True if calls of this method are recorded. `method`: as
+        `/package.Service/Method`."""
         return self.covers == "all" or (
             self.covers == "changes" and method.rpartition("/")[2] in CHANGING
         )
 
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
-        """Records a call. Never raises, because the call has already been carried out.
+        """Records a call that has ended. Never raises, because the call can't be undone.
 
-        request: None for a refused call; at most MAX_REFUSED_PER_S of these are recorded a second.
+        request: the call's message; None for a refused call, of which at most MAX_REFUSED_PER_S are
+            recorded per second.
         outcome: `ok`, or the status that ended the call.
         """
         if request is None and not self._refused.take(time.monotonic()):
@@ -94,8 +98,8 @@ class AuditLog:
             log.warning("lines of %d refused calls were left out", count)
 
     def _write(self, fields: Mapping[str, object]) -> bool:
-        """Writes a line with the time to the file. Returns False if there is no file, or if the
-        write fails; the first failure is logged."""
+        """Writes a line with the time and `fields` to the file. Returns False if there is no file,
+        or if the write fails; only the first failure in a row is logged."""
         if self._file is None:
             return False
         line = json.dumps({"time": utc(time.time()), **fields})
@@ -111,8 +115,8 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """A regular file of mode FILE_MODE, reopened if the file was moved away. The file must not be a
-    symbolic link. Raises OSError, also when a line is written."""
+    """Writes lines to a regular file of mode FILE_MODE. Opens the file again if it was moved away.
+    The file must not be a symbolic link. Raises OSError, also when a line is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -146,8 +150,8 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def arguments(request: Any) -> dict[str, object]:
-    """Returns the fields of a message that are set: numbers, short texts, sizes of everything
-    else."""
+    """Returns the fields of a message that are set, for the audit log: numbers and the beginning of
+    texts as they are, of all else only the size."""
     found: dict[str, object] = {}
     for field, value in request.ListFields() if hasattr(request, "ListFields") else ():
         if isinstance(value, bytes):

@@ -1,10 +1,11 @@
-"""Checks every request of every method before its service sees it.
+"""`EdgeInterceptor` checks every request of every method before the service sees it.
 
 Bytes that can't be parsed, and messages with too many parts, get a canonical code with a reason,
 like any other bad input. gRPC itself would answer UNKNOWN and log a traceback. Health, reflection
-and channelz are checked in the same way; their streams are guests (`Guests`). If admin methods are
-guarded, each call of an admin method needs a proof. Each call has a request id: the `x-request-id`
-of its metadata, or a generated id. Calls of admin methods are audited.
+and channelz are checked in the same way; their streams count as guests (`Guests`). If admin methods
+are guarded, each call of an admin method needs a proof that its peer is an admin. Each call has a
+request id: the `x-request-id` of its metadata, or a generated id. Calls of admin methods are
+recorded in the audit log.
 """
 
 import asyncio
@@ -29,24 +30,24 @@ from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
-# Weights of messages: counts the parts of a message before it is parsed. A parser makes an object
+# The number of parts of a message is counted before the message is parsed. A parser makes an object
 # of each part, and a part can be as short as two bytes.
 #
-# Walks the wire format without making objects, counts the objects that a parser would make, and
-# stops above a bound. Packed bytes (hashes, ids, tokens) are skipped in one step: they cost little
-# here, and the calls bound them.
+# The count reads the wire format without making objects, counts the objects that a parser would
+# make, and stops above a bound. It skips packed bytes (hashes, ids, tokens) in one step, because
+# parsing them costs little; the calls themselves bound them.
 
 
 MAX_PARTS = 1 << 15
-"""Most fields, list entries and messages in a request: parsing this many takes some 20 ms of the
-event loop. A layout of 100 layers has a tenth of this number."""
+"""Most parts (fields, list entries and messages) of a request. Parsing so many takes about 20 ms of
+the event loop. A layout of 100 layers has a tenth of this number."""
 FREE_BYTES = 8192
-"""The parts of a message of at most this many bytes are not counted: it can't have many."""
+"""The parts of a message of at most this size are not counted, because it can't have many."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
-"""By field number: the message type, or None for numbers, whose lists are packed. Strings and bytes
-are left out."""
+"""Fields of a message whose content consists of parts, by field number: the type of the field's
+messages, or None for numbers, whose lists are packed. Strings and bytes are left out."""
 
 
 @cache
@@ -59,8 +60,8 @@ def _children(kind: Descriptor) -> Children:
 
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
-    """Returns whether a message of this kind has at most MAX_PARTS parts (fields, list entries and
-    messages). Raises DecodeError if the message is incomplete."""
+    """Returns True if the bytes `data`, a message of type `kind`, have at most MAX_PARTS parts
+    (fields, list entries and messages). Raises DecodeError if the message is incomplete."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -70,8 +71,9 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Returns the number of a message's parts (fields, list entries and messages); stops early
-    above MAX_PARTS. Raises IndexError if the message is incomplete."""
+    """Returns the number of parts (fields, list entries and messages) of the bytes `data`, a
+    message of type `kind`. Stops soon after it exceeds MAX_PARTS. Raises IndexError if the message
+    is incomplete."""
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -102,8 +104,8 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def request_id(kind: Descriptor, data: bytes) -> int:
-    """Returns the field `request_id` of a message without parsing the message; -1 if the message
-    does not begin with this field, as clients write it."""
+    """Returns the field `request_id` of the bytes `data`, a message of type `kind`, without parsing
+    it. Returns -1 if the message does not begin with this field; messages that clients write do."""
     field = kind.fields_by_name.get("request_id")
     if field is None or not data or data[0] != field.number << 3:
         return -1
@@ -115,7 +117,8 @@ def request_id(kind: Descriptor, data: bytes) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns a number, and the position after it."""
+    """Reads a number in protobuf's varint format at position `at`. Returns the number and the
+    position after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
@@ -135,17 +138,18 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 Guard = Callable[[Any], None]
-"""Raises HotKVError, given a call's context, if its peer is not an admin."""
+"""Function that raises HotKVError if the peer of a call, given by the call's context, is not an
+admin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Replaces a request that could not be parsed or had too many parts; names the reason.
+    """Takes the place of a request that could not be parsed or has too many parts. Says why.
 
-    request_id: number by which the client knows the request; -1 if it is unknown.
+    request_id: the id that the client gave the request in its message; -1 if it is unknown.
 
-    This object holds no exception object. An exception that is raised several times keeps the
-    frames of all its raises alive, with their requests.
+    This object holds no exception object, because an exception that is raised several times keeps
+    the frames of all its raises alive, with their requests.
     """
 
     reason: Reason
@@ -153,11 +157,12 @@ class Malformed:
     request_id: int = -1
 
     def error(self) -> HotKVError:
-        """Returns a new refusal, to be raised once."""
+        """Returns a new exception with the reason, to be raised once."""
         return HotKVError(self.reason, self.message)
 
     def WhichOneof(self, name: str) -> str:
-        """Behaves like a message's method: the stream's dispatch sees the body "malformed"."""
+        """Returns "malformed", as if that were the message's field: `SessionCalls.handle` calls
+        this method of every request."""
         return "malformed"
 
 
@@ -188,18 +193,19 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _begin(context: Any) -> None:
-    """Sets the request id for the call's task: from its metadata, or a new id."""
+    """Sets the request id of the current task (`logs.REQUEST_ID`): the id in the call's metadata,
+    or a new id."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
     is_good = isinstance(given, str) and GOOD_REQUEST_ID.fullmatch(given)
     REQUEST_ID.set(given if is_good else secrets.token_hex(8))
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Replaces the parsing of requests, and guards and audits admin methods.
+    """Parses and checks the requests of all methods; guards and audits admin methods.
 
-    who: names the peers of admin calls for the `audit` log.
+    who: function that returns the peer of an admin call for the audit log.
     admins: names of the services for operators.
-    guard: checked before each of their methods; None for no check.
+    guard: called before each call of those services; None for no check.
     """
 
     def __init__(
@@ -234,9 +240,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         is_admin = details.method[1:].rpartition("/")[0] in self._admins
         guard = self._guard if is_admin else None
         audited = details.method if is_admin and self._audit.wants(details.method) else ""
-        # Each method takes a stream, so that a request that arrives slowly can be ended for a newer
-        # guest (`Guests`). If a method took a single message, gRPC would show nothing before it is
-        # complete, and MAX_CALLS such calls could wait for ever.
+        # Serve each method as a method that takes a stream. Then a request that arrives slowly can
+        # be ended for a newer guest (`Guests`). If a method took a single message, gRPC would not
+        # show the call before the message is complete, and MAX_CALLS such calls could wait for
+        # ever.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
@@ -283,10 +290,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
-        """Records a call of an admin method at its end; for a stream, after the last answer.
+        """Records a call of an admin method in the audit log at the end of the `with` block; for a
+        stream, that is after the last answer.
 
         method: empty if the call is not audited.
-        Yields a function that takes the request, once it is accepted.
+        Yields a function to which the caller passes the request once it is accepted.
         """
         if not method:
             yield lambda request: None
@@ -299,7 +307,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             outcome = "cancelled"
             raise
         except BaseException:
-            # A call without an aborted status: an unexpected exception.
+            # An exception without an aborted status is unexpected.
             name = getattr(context.code(), "name", "OK")
             outcome = "unknown" if name == "OK" else name.lower()
             raise
@@ -307,7 +315,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """Returns the single request of a call if it may be served; otherwise ends the call."""
+        """Reads and returns the single request of a call. Ends the call instead if the request may
+        not be served."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)
@@ -327,8 +336,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the answers of a call to health, reflection or channelz, and counts the call as a
-        guest, because such a call may last."""
+        """Yields the answers of a call to health, reflection or channelz. Counts the call as a
+        guest, because it may last."""
         try:
             with self._guests.stay():
                 async for response in answers:
@@ -337,7 +346,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the requests of a stream. A malformed request ends the call."""
+        """Yields the requests of a stream. Ends the call at a malformed request."""
         async for request in requests:
             await self._check(request, context, None)
             yield request

@@ -1,6 +1,5 @@
-"""Bounds on the work that clients cause: the rate of answers to malformed messages, lines of the
-log, and long calls without a session.
-"""
+"""Bounds on the work that clients cause: `Pace` for answers to malformed messages, `LineBound` for
+lines of a log, and `Guests` for long calls without a session."""
 
 import asyncio
 import time
@@ -9,22 +8,23 @@ from contextlib import contextmanager
 
 from hotkv_proto.errors import HotKVError, Reason
 
-# Paces: throttle answers to malformed messages, and lines of the log.
+# `Pace` throttles answers to malformed messages, `LineBound` lines of a log.
 #
 # A malformed message costs the event loop as much as a call, and its sender can send the next as
-# soon as it has the answer. So only a few are answered at once each second. The others wait in one
-# queue for all clients. Clients that follow the protocol send none.
+# soon as it has the answer. So only a few are answered at once each second. The other answers wait
+# in one queue for all clients. Clients that follow the protocol send no malformed messages.
 
 
 BURST_S = 2.0
-"""After a quiet time, as many answers may be sent at once as the rate allows in BURST_S."""
+"""After a quiet time, as many answers may be sent without a wait as the rate allows in BURST_S."""
 MAX_WAIT_S = 1.0
-"""Longest wait for the answer to a malformed message. A flood over many connections is bounded by
-the number of calls that the server accepts at a time."""
+"""Longest wait of an answer to a malformed message. The number of calls that the server accepts at
+a time bounds floods over many connections."""
 
 
 class LineBound:
-    """Allows at most `lines_per_s` lines of a log per second, and counts the lines left out."""
+    """Allows at most `lines_per_s` lines of a log per second, and counts the lines that it did not
+    allow."""
 
     def __init__(self, lines_per_s: int) -> None:
         self._lines_per_s = lines_per_s
@@ -34,7 +34,7 @@ class LineBound:
         return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
 
     def take(self, now_s: float) -> bool:
-        """Returns whether a line may be written; counts it."""
+        """Returns True if another line may be written now, and counts it."""
         if int(now_s) != self._second:
             self._second, self._lines = int(now_s), 0
         self._lines += 1
@@ -43,15 +43,16 @@ class LineBound:
         return may_go
 
     def take_left_out(self) -> int:
-        """Returns how many lines were left out since the last call."""
+        """Returns how many lines were not allowed since the last call of this method."""
         left_out, self._left_out = self._left_out, 0
         return left_out
 
 
 class Pace:
-    """Delays answers to malformed messages and refused sessions. Event loop only.
+    """Delays answers to malformed messages, and refusals of sessions, so that only some are sent
+    per second. On the event loop only.
 
-    per_s: answers a second.
+    per_s: answers per second.
     """
 
     def __init__(self, per_s: float) -> None:
@@ -59,45 +60,47 @@ class Pace:
         self._due_s = 0.0
 
     def set_rate(self, per_s: float) -> None:
-        """Sets the answers per second from this call on."""
+        """Sets how many answers may be sent per second from now on."""
         self._interval_s = 1 / per_s
 
     def __repr__(self) -> str:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
-        """Waits until the next answer to a malformed message or refused session may be sent."""
+        """Waits until another answer to a malformed message, or another refusal of a session, may
+        be sent."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Reserves the next answer's turn and returns how long to wait for it."""
+        """Assigns the next free moment to an answer. Returns how long the answer must wait for it,
+        in seconds, at most MAX_WAIT_S."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)
 
 
-# Guests: calls that may last without a session. They watch health, read reflection, open a
-# session, or have not sent their whole request.
+# A guest is a call that may last without a session: it watches health, reads reflection, opens a
+# session, or has not sent its whole request.
 #
 # Always true: a new guest is always admitted. If there are too many, the oldest guest is ended, so
 # a client can't block others by holding calls open. A guest with a time limit ends after it.
 
 
 ARRIVAL_S = 10.0
-"""Time within which a whole request must have arrived."""
+"""Longest time in which a whole request must have arrived."""
 _NEVER_S = float("inf")
 
 
 class Guests:
-    """Admits at most `most` guests (calls that may last without a session) at a time. Event loop
-    only."""
+    """Admits at most `most` guests (calls that may last without a session) at a time. On the event
+    loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # `_until_s`: when each guest must have ended, oldest guest first. `_told`: guests that are
-        # being ended, with the reasons.
+        # `_until_s`: when each guest must end, the oldest guest first. `_told`: guests that were
+        #     cancelled, each with the reason.
         self._until_s: dict[asyncio.Task[object], float] = {}
         self._told: dict[asyncio.Task[object], str] = {}
 
@@ -109,9 +112,10 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the current task as a guest until the end of the `with` block. Raises OVERLOADED
-        in the block, wherever the task waits, if the task is ended: after `for_s`, or to make place
-        for a newer guest if this guest is the oldest."""
+        """Counts the current task as a guest (call that may last without a session) until the end
+        of the `with` block. The guest is ended after `for_s` seconds, or if it is the oldest when a
+        newer guest needs its place. Then the task's wait in the block is cancelled, and the block
+        raises OVERLOADED."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:
@@ -131,7 +135,7 @@ class Guests:
             self._told.pop(task, None)
 
     def end_late(self, now_s: float) -> None:
-        """Ends guests whose time is over."""
+        """Ends the guests (calls that may last without a session) whose time limit is over."""
         for task in [task for task, until_s in self._until_s.items() if until_s <= now_s]:
             self._tell(task, "the request did not come whole in time; send it again")
 

@@ -1,4 +1,5 @@
-"""Identifies peers: on a Unix socket by SO_PEERCRED, over TCP by token or client certificate."""
+"""Identifies the peer of a connection or call: on a Unix socket by SO_PEERCRED, over TCP by token
+or client certificate."""
 
 import socket
 import struct
@@ -11,13 +12,13 @@ BEARER = "bearer "
 CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 SO_PEERGROUPS = 59
 GROUPS_BYTES = 1024
-"""Size of the buffer that Python reads: 256 groups."""
+"""Size of the buffer for the ids of a peer's groups: room for 256 groups."""
 MAX_TOKEN = 4096
 
 
 def of_socket(connection: socket.socket) -> Peer:
-    """Returns the process that connected, with all the groups it had at that time. Raises
-    OSError."""
+    """Returns the process at the other end of a Unix socket, with the user and all the groups that
+    it had when it connected. Raises OSError."""
     pid, uid, gid = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
@@ -31,8 +32,8 @@ def of_socket(connection: socket.socket) -> Peer:
 
 
 def of_call(context: Any) -> Peer:
-    """Returns the peer of a call over TCP. The peer has certificate names only if the handshake has
-    verified the names."""
+    """Returns the peer of a call over TCP, with its token and the names in its client certificate.
+    It has certificate names only if the TLS handshake has verified them."""
     names = {
         name.decode(errors="replace")
         for key, values in context.auth_context().items()

@@ -1,7 +1,8 @@
-"""The server's certificates for TCP: read at start, and read again when their files change.
+"""The server's certificates for TCP: read at the start, and again when their files change.
 
-Unusable files (a key that does not match, half a file, a key that everybody may read) are logged
-once, and the previous certificates stay in use. gRPC asks at each handshake, on its own thread.
+If new files can't be used (a key that does not match, half a file, a key that every user may read),
+the problem is logged once, and the previous certificates stay in use. gRPC asks for changes at each
+handshake, on its own thread.
 """
 
 import logging
@@ -21,9 +22,10 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files.
+    """Paths of the PEM files for TLS.
 
-    client_ca: authority of client certificates. If given, every client must have a certificate.
+    client_ca: authority that signs client certificates. If given, every client must have a
+        certificate.
     """
 
     certificate: Path
@@ -53,14 +55,14 @@ class TlsFiles:
         )
 
     def stamp(self) -> Stamp:
-        """Returns a value that changes whenever a file changes. Raises OSError."""
+        """Returns a value that changes whenever one of the files changes. Raises OSError."""
         stats = [path.stat() for path in self.paths]
         return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in stats)
 
 
 class Certificates:
-    """Credentials of a server port that follow the files. Raises OSError, ssl.SSLError or
-    UnsafeError if the files can't be used."""
+    """The TLS credentials of a server port, which are renewed when the files change. The
+    constructor raises OSError, ssl.SSLError or UnsafeError if the files can't be used."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -74,12 +76,13 @@ class Certificates:
         )
 
     def fits(self, files: TlsFiles) -> bool:
-        """Returns whether these files can replace the current files: both sets, or neither, require
-        client certificates."""
+        """Returns True if these files can replace the current files while the server runs: both
+        require client certificates, or both do not."""
         return (files.client_ca is None) == (self._files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:
-        """Serves these files, which must fit and be readable, from the next handshake on."""
+        """Replaces the current files from the next handshake on. The caller has checked that the
+        new files fit and can be read."""
         with self._lock:
             self._files, self._stamp = files, ()
 
