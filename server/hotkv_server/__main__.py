@@ -1,4 +1,4 @@
-"""`python -m hotkv_server` is `hotkv-server`."""
+"""Lets `python -m hotkv_server` run the command `hotkv-server`."""
 
 import sys
 

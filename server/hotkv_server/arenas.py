@@ -1,4 +1,5 @@
-"""`hotkv-server arenas`: lists arenas in shared memory, and frees those whose server has ended."""
+"""The command `hotkv-server arenas`: lists arenas in shared memory, and removes arenas whose server
+has ended."""
 
 import argparse
 import json
@@ -14,7 +15,7 @@ MIB = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command."""
+    """Adds the flags of the command to its parser."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status: 0; 1 if an arena could not be removed; 2 for an
-    unknown name."""
+    unknown name of an arena."""
     found = find(options.folder)
     unknown = sorted(set(options.remove) - {arena.name for arena in found})
     if unknown:
@@ -118,7 +119,7 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
 
 
 def server_of(arena: ArenaLeft) -> str:
-    """Returns the state of the arena's server, in a few words."""
+    """Returns whether a server uses the arena, or for how long it has been gone, in a few words."""
     if arena.is_running is None:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:
@@ -132,5 +133,6 @@ def server_of(arena: ArenaLeft) -> str:
 
 
 def printable(text: str) -> str:
-    """Makes text of other users safe to print."""
+    """Returns text that other users may have written with all unprintable characters replaced by
+    question marks."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

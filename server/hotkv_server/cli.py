@@ -1,5 +1,5 @@
-"""`hotkv-server`: run the server, check its configuration and its tiers, compile its kernels, look
-after arenas, or simulate a cache over a trace."""
+"""The command `hotkv-server`: runs the server, checks its configuration and its tiers, compiles its
+kernels, lists and removes arenas, or simulates a cache over a trace."""
 
 import argparse
 import asyncio
@@ -22,15 +22,16 @@ SHARED_KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
 
 def kernels() -> list[str]:
     """Returns the names of all modules with kernels (functions that numba compiles) that a server
-    loads. The server's modules are called `kernels`."""
+    loads. In the server's own packages, these modules are called `kernels`."""
     top = Path(__file__).parent
     own = sorted(file.relative_to(top.parent) for file in top.rglob("kernels.py"))
     return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit status: 0; 1 if the server could not start; 2 for bad
-    settings or input; 130 after Ctrl-C. A broken invariant ends the process with 70."""
+    """Runs the command. Returns the exit status: 0; 1 if the server could not start or a check
+    failed; 2 for bad settings or input; 130 after Ctrl-C. A broken invariant ends the process with
+    70."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
-        # Not by `ended`: a server prints nothing, so a broken pipe would be a defect.
+        # Not through `ended`, which accepts a broken pipe: a server prints nothing, so a broken
+        # pipe would be a defect.
         try:
             return _run(known, flags)
         except KeyboardInterrupt:
@@ -139,7 +141,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     # gRPC's C code reads the variable when it is loaded. By default it prints the bytes that peers
     # send at the end of a connection to stderr.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # Makes the thread that takes gRPC's events also read the sockets, so that each message wakes
+    # Lets the thread that handles gRPC's events also read the sockets, so that each message wakes
     # one thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85.
     # With 1.71 they need more time.
     if tuple(map(int, version("grpcio").split(".")[:2])) >= (1, 85):

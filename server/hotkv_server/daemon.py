@@ -1,7 +1,8 @@
-"""The daemon: bind, map, prefault a first part, then ready; on SIGTERM drain, then stop.
+"""The daemon: binds its sockets, maps and prefaults a first part of its memory, and is then ready.
+On SIGTERM it drains, then stops.
 
-Owns the order of start and stop; `startup` has the steps. If an invariant of the core is broken, it
-closes and saves nothing, and ends as if it were killed, with BROKEN_STATUS.
+Decides the order of start and stop; `startup` has the steps. If an invariant of the core is broken,
+the process closes and saves nothing, and exits as if it were killed, with BROKEN_STATUS.
 """
 
 import asyncio
@@ -41,33 +42,41 @@ log = logging.getLogger(__name__)
 BROKEN_STATUS = 70
 """Exit status after a broken invariant (EX_SOFTWARE); a service manager starts the server again."""
 LAST_WORDS_S = 0.5
-"""Time for which a server with a broken invariant stays up, to notify health checks and systemd."""
+"""Time for which a server with a broken invariant stays up, so that health checks and systemd learn
+of it."""
 STOP_S = 40.0
-"""Longest time of a stop in addition to draining: transfers in flight, sessions, files."""
+"""Longest time of a stop after the drain: for transfers in flight, sessions and files."""
 SAVE_WAIT_S = 5.0
 STOP_CALLS_S = 0.5
-"""Longest wait for calls that are still being answered after the drain."""
+"""Longest time that the server waits, after the drain, for calls that it is still answering."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedNode:
-    """The node and the parts that it was made of."""
+    """The node, and the parts that it was made of and that must be closed after it.
+
+    cuda: the server's devices and copy engine.
+    below: the tiers below host memory; None without tiers.
+    """
 
     node: Node
     memory: NodeMemory
     cuda: CudaPart
     below: OpenedBelow | None
     is_new: bool = True
-    """Whether it began without blocks of an earlier server."""
+    """True if the server has no blocks of an earlier server."""
 
     @staticmethod
     def open(settings: Settings, *, reset: bool) -> "OpenedNode":
-        """Maps memory, looks for devices, and restores the blocks of an earlier server. Blocks the
-        calling thread. Raises StartError."""
+        """Maps the memory, opens devices and tiers, and restores the blocks of an earlier server.
+        Blocks the calling thread. Raises StartError.
+
+        reset: drops the blocks of an earlier server.
+        """
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
-        # If the start fails, files of an earlier server stay; files that this server made are
-        # removed.
+        # If the start fails, the files of an earlier server stay, and files that this server made
+        # are removed.
         is_new = memory.leftover is None
         with contextlib.ExitStack() as undo:
             undo.callback(memory.discard if is_new else memory.release)
@@ -89,7 +98,7 @@ class OpenedNode:
         return OpenedNode(node, memory, cuda, below, is_new)
 
     def fill(self) -> None:
-        """Prefaults the rest of table and arena, in the background."""
+        """Prefaults the rest of the block table and the arena, on a thread."""
         loop, node, memory = asyncio.get_running_loop(), self.node, self.memory
 
         def on_filled(filled_bytes: int, coming_bytes: int) -> None:
@@ -104,9 +113,11 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
-        """Closes all parts, after the node. `keep`: leaves the blocks to the next server.
-        `has_served`: False if the start has failed; files that outlive a cache then stay. Blocks
-        the calling thread."""
+        """Closes all parts. The node is closed already. Blocks the calling thread.
+
+        keep: True leaves the blocks to the next server; False removes them.
+        has_served: False if the start has failed; files that belong to no single cache then stay.
+        """
         self.memory.filling.close()
         self.cuda.close()
         if self.below is not None:
@@ -134,7 +145,7 @@ class OpenedNode:
 
 
 def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
-    """Makes health watch the parts that the node does not watch itself."""
+    """Makes `Health` watch the threads and sockets that the node does not watch itself."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)
@@ -148,7 +159,7 @@ def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> N
 
 
 class Herald:
-    """Reports the state of the server to gRPC's health service and systemd."""
+    """Reports the server's state to gRPC's health service and to systemd."""
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
         self._node = node
@@ -157,7 +168,7 @@ class Herald:
         self._told = ""
 
     async def tell(self) -> None:
-        """Reports the present state to gRPC's health service and to systemd. Feeds systemd's
+        """Reports the present state to gRPC's health service and to systemd. Signals systemd's
         watchdog if the server has no problems."""
         node, problems = self._node, self._node.health.problems(time.monotonic())
         draining = node.core.draining
@@ -178,7 +189,7 @@ class Herald:
 
 
 async def end_broken(node: Node, herald: Herald) -> NoReturn:
-    """Reports that an invariant is broken, and ends the process as a kill would."""
+    """Reports that an invariant is broken, then exits the process at once, as a kill would."""
     node.abandon()
     await herald.tell()
     await asyncio.sleep(LAST_WORDS_S)
@@ -196,7 +207,7 @@ async def wait_for_end(node: Node) -> None:
 
 
 def reload(reloader: Reloader) -> None:
-    """Reads the settings again, and notifies systemd before and after."""
+    """Reads the settings again. Notifies systemd before and after."""
     now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
     try:
@@ -231,12 +242,13 @@ async def serve(
     """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises
     StartError.
 
-    `reset`: drops the blocks that an earlier server left.
-    `load`: reads the settings again at SIGHUP; raises ValueError if the settings are wrong.
+    reset: drops the blocks that an earlier server left.
+    load: reads the settings again at SIGHUP; raises ValueError if they are wrong. None: SIGHUP
+        changes nothing.
     """
     started_s = time.monotonic()
-    # By default SIGHUP ends the process. A reload that is requested before the server is ready is
-    # done then.
+    # By default SIGHUP ends the process. If SIGHUP comes before the server is ready, the settings
+    # are reloaded when it is ready.
     asked_early = list[int]()
     signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
     process.hear_sigterm()

@@ -1,4 +1,5 @@
-"""The server's log: lines of text or of JSON. A line about a call has the id of the call."""
+"""The server's log: lines of text or of JSON. If a line is about a call, it has the request id of
+the call."""
 
 import contextvars
 import json
@@ -8,11 +9,11 @@ import time
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(call)s"
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""The id of the call that this task serves; empty in other tasks."""
+"""The request id of the call that the current task serves; empty in other tasks."""
 
 
 def set_up(level: str, form: str) -> None:
-    """Starts to log to standard error. `form`: text or json."""
+    """Starts logging to standard error. `form`: text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
@@ -32,9 +33,9 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as a JSON object on a line: `time` (RFC 3339, UTC), `level`, `logger`,
-    `message`, and if there are any, `request_id` and `exception`. The line is ASCII, so any locale
-    can print it, and contains no further line breaks."""
+    """Formats each record as a JSON object on one line: `time` (RFC 3339, UTC), `level`, `logger`,
+    `message`, and `request_id` and `exception` if the record has them. The line is ASCII, so any
+    locale can print it, and contains no further line breaks."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -51,6 +52,6 @@ class JsonLines(logging.Formatter):
 
 
 def utc(unix_s: float) -> str:
-    """Returns a time as 2026-11-22T04:05:06.789Z."""
+    """Formats a time as 2026-11-22T04:05:06.789Z."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
     return f"{whole}.{int(unix_s % 1 * 1000):03d}Z"

@@ -1,4 +1,5 @@
-"""Notifies systemd (sd_notify), if it listens. A notice that can't be sent is only logged."""
+"""Notifies systemd (sd_notify) of the server's state, if systemd started it. A notice that can't be
+sent is logged, and the server continues."""
 
 import contextlib
 import logging
@@ -14,7 +15,7 @@ EXTENSION_S = 30.0
 
 
 def notify(*lines: str) -> None:
-    """Sends assignments such as `READY=1`."""
+    """Sends notices, such as `READY=1`, to systemd. Does nothing if systemd expects none."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -29,14 +30,18 @@ def notify(*lines: str) -> None:
 
 
 def extension(seconds: float) -> str:
-    """Returns the assignment that asks for so many more seconds to start or to stop."""
+    """Returns the notice that asks systemd for `seconds` more to start or to stop."""
     return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
 
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """Asks systemd for more time to start or stop as long as `progress` (in bytes) grows while the
-    `with` block runs. Works on a thread, because the block may occupy its thread."""
+    """While the `with` block runs, asks systemd for more time to start or stop as long as
+    `progress` rises. Uses a thread, because the block may occupy its own.
+
+    what: what the server is doing, for systemd's status line.
+    progress: function that returns the bytes that are done.
+    """
     over = threading.Event()
 
     def beat() -> None:

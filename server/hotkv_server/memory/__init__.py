@@ -1,1 +1,2 @@
-"""Memory shared through files: the arena, the block table, engine memory."""
+"""Memory shared through files (arena, block table, engine memory), its limits, and the state file
+beside the arena."""

@@ -1,5 +1,5 @@
-"""The arena (the file of host memory with all slots) and the files beside it: block table, state,
-times of last use.
+"""The arena (the file of host memory with all slots) and the files beside it: block table, key
+spaces, and the blocks' times of last use.
 
 All files lie in one directory on tmpfs, which one server locks. They outlive the server: the next
 server over the directory continues with the arena unchanged and builds its own table from the old
@@ -30,23 +30,24 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 # ----------------------------------------------------------------------- Records of the block table
-# Records get memory in pieces, from the first record on. The start prefaults some; the thread that
-# fills the arena prefaults the rest.
+# The records of the table get memory in pieces, from the first record on. The start prefaults some;
+# the thread that fills the arena prefaults the rest.
 #
 # Always true: the first `num_entries` records have memory, and the number only grows. The core has
 # at most that many entries. So the server never writes to a record without memory, which could kill
 # the process.
 
 FIRST_ENTRIES = 1 << 21
-"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with the default number
-of blocks."""
+"""Number of records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with the
+default number of blocks."""
 PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """Prefaults the records of a table file, whose buckets have memory already.
+    """Prefaults the records in a block table's file. The table's buckets have memory already.
 
-    num_entries: how many entries may exist at the moment.
+    num_entries: number of records that have memory, which is the most entries that may exist at the
+        moment.
     """
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
@@ -59,12 +60,13 @@ class RecordsMemory:
 
     @property
     def is_done(self) -> bool:
-        """Whether all records have memory."""
+        """True if all records have memory."""
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults the first `num_entries` records, at most all. Blocks the calling thread. Raises
-        OSError if memory is short; the number of usable entries is then unchanged."""
+        """Prefaults the first `num_entries` records, or all if that is more than the table has.
+        Blocks the calling thread. Raises OSError if memory is short; `self.num_entries` is then
+        unchanged."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
@@ -75,17 +77,17 @@ class RecordsMemory:
             self.num_entries = end
 
     def back_rest(self) -> Iterator[int]:
-        """Prefaults the remaining records; yields `num_entries` after each piece. Each step blocks
-        for a piece. Raises OSError if memory is short."""
+        """Prefaults the remaining records in pieces. Yields the number of records with memory after
+        each piece. Each step blocks for a piece. Raises OSError if memory is short."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries
 
 
 # --------------------------------------------------------- For clients that read the arena in place
-# The file of the arena ends with the validity words (`hotkv_proto.words`), by which clients check
-# what they read. The file of the block table ends with the marks of the blocks that clients may
-# read directly in the arena.
+# The file of the arena ends with the validity words (`hotkv_proto.words`): numbers by which clients
+# check that the blocks they read were still pinned. The file of the block table ends with the
+# marks: a byte for each entry, 1 if clients may read its block directly in the arena.
 #
 # Always true: the words have memory, so writing a word never fails. The marks are in the table's
 # file, so that they are replaced together with the entry numbers they refer to. A file of an older
@@ -95,8 +97,8 @@ Marks = NDArray[np.uint8]
 
 
 def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
-    """Maps the validity words of an arena's file (by which clients check that blocks are still
-    pinned), writable, until the array is freed. Extends the file if it has no words. Raises
+    """Maps the validity words (by which clients check that blocks are still pinned) at the end of
+    an arena's file, writable, until the array is freed. Extends the file if it has no words. Raises
     OSError."""
     start = words_offset_bytes(arena_bytes)
     os.posix_fallocate(fd, start, WORD_BYTES)
@@ -104,20 +106,20 @@ def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
 
 
 def _marks_offset_bytes(geometry: TableGeometry) -> int:
-    """Returns where the marks (of entries that clients may read in the arena) begin in a table's
-    file."""
+    """Returns the offset in a table's file at which the marks (of entries that clients may read in
+    the arena) begin."""
     return -(-geometry.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def table_file_bytes(geometry: TableGeometry) -> int:
-    """Returns the size of a table's file in bytes, including the marks (of entries that clients may
-    read in the arena)."""
+    """Returns the size of a block table's file in bytes, including the marks (of entries that
+    clients may read in the arena)."""
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
-    """Returns the marks in a mapped table's file: by entry number, 1 for an entry that clients may
-    read in the arena, uint8 [capacity + 1]; all 0 if the file has no marks."""
+    """Returns the marks in the mapped file of a block table: by entry number, 1 for an entry that
+    clients may read in the arena, uint8 [capacity + 1]. All 0 if the file has no marks."""
     start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
     return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
 
@@ -134,8 +136,8 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 )
 FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
 KEPT_FILES = ("calibration-*", "ledger*", "names.json*")
-"""Measured copy speeds of devices, the ledger, and names. They are not part of the cache and are
-retained as long as the directory."""
+"""Patterns of files that belong to no single cache: measured copy speeds of devices, the ledger,
+and names. They stay in the directory when a cache is discarded."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,
@@ -147,32 +149,36 @@ FILES: Final = (
     OWNER_FILE,
     *(f"{name}.new" for name in (STATE_FILE, USE_FILE, OWNER_FILE)),
 )
-"""In the order of removal: without the state the other files are ignored. A server that is killed
-while it writes leaves the last of them."""
+"""The files of a cache, in the order in which they are removed: first the state file, without which
+a start ignores the other files. A server that is killed while it writes may leave a file that ends
+in `.new`."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
-"""The start prefaults the arena for FIRST_FILL_S, and at least FIRST_FILL_BYTES of it."""
+"""The start prefaults the arena for FIRST_FILL_S seconds, but at least FIRST_FILL_BYTES of it."""
 TABLE_HUGE_S = 0.1
-"""How long the start prefaults the table as huge pages. With small pages a cold lookup waits longer
-for page tables than for the table."""
+"""Longest time that the start spends to prefault the table as huge pages. With small pages, a
+lookup in a table that is not in the processor's cache waits longer for page tables than for the
+table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
-"""Pause between two tries: a process that only checks for a running server holds the lock for
-microseconds."""
+"""Pause between two tries to lock the directory. A process that only checks whether a server runs
+holds the lock for microseconds."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
 
 class BusyError(OSError):
-    """Raised if another server has locked the directory; the message names its pid."""
+    """Raised if another server has locked the directory. The message names its pid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """The cache that an earlier server left.
+    """The cache that an earlier server left in the directory.
 
-    last_used_s: float64 by entry number, in seconds of the monotonic clock; nan for entries newer
-        than the file of these times. None without the file.
+    table: its block table.
+    state: its slab size and key spaces.
+    last_used_s: time of last use of each entry, float64 by entry number, in seconds of the
+        monotonic clock; nan for entries newer than the file of these times. None without the file.
     marks: by entry number, 1 for entries that clients may read in the arena; valid until `adopt`.
     """
 
@@ -184,13 +190,16 @@ class Leftover:
 
 @dataclass(slots=True)
 class NodeMemory:
-    """Arena and table of a server.
+    """The files of a server in its directory: arena, block table and state.
 
-    arena: its `huge_bytes` counts the bytes in huge pages.
-    filling: prefaults the arena and says how much of it has memory.
-    words, marks: validity words and marks, for clients that read the arena directly (see above).
-    leftover: the cache of an earlier server, until `adopt`.
-    why_empty: why there is no leftover; empty on a fresh directory.
+    arena: the mapped arena; its `huge_bytes` counts the bytes in huge pages.
+    table_file, table: the mapped file of the block table, and the table in it.
+    filling: prefaults the arena and knows how much of it has memory.
+    records: prefaults the records of the table.
+    words, marks: validity words and marks, for clients that read the arena directly.
+    leftover: the cache of an earlier server, until `adopt`; None if there is none.
+    why_empty: why the files of an earlier server can't be used; empty if they can, or if there are
+        none.
     """
 
     directory: Path
@@ -216,16 +225,18 @@ class NodeMemory:
         """Opens the files in the directory if they fit the arguments; otherwise makes all files
         anew.
 
+        capacity: most entries of the block table.
         fresh_epoch: epoch of a new table, a random number that identifies the cache.
-        prefault: prefaults the table's buckets, some of its records, and as much of the arena as
-            FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages get
-            memory when they are written, and all of the arena counts as filled.
+        mode: permissions of new files.
+        prefault: if True, prefaults the table's buckets, some of its records, and as much of the
+            arena as FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages
+            get memory when they are written, and all of the arena counts as filled.
         place: called with (address, num_bytes) before the arena is prefaulted; chooses the NUMA
             nodes of its memory.
 
-        Raises BusyError, or OSError if memory is short; the error's message names the fix. Also
-        raises OSError if files can't be read at the moment (no permission, too many open files);
-        the cache is then left unchanged.
+        Raises BusyError if another server uses the directory. Raises OSError if memory is short,
+        with a message that names the fix, or if files can't be read at the moment (no permission,
+        too many open files); the cache is then left unchanged.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
@@ -290,19 +301,19 @@ class NodeMemory:
         return memory
 
     def adopt(self, state: ServerState, *, is_renumbered: bool = False) -> None:
-        """Replaces the old table by the new table, which has the retained entries, and saves its
-        state. Raises OSError.
+        """Replaces the old table by the new table, into which the caller has restored the entries,
+        and writes `state`. Raises OSError.
 
         is_renumbered: True if a key space number means different key spaces in the two tables. Then
-            no state exists while the tables are exchanged: a start that is killed there leaves an
-            empty cache, not blocks under the wrong key space.
+            the state file is removed before the tables are exchanged and written after. A start
+            that is killed in between leaves an empty cache, not blocks under the wrong key space.
         """
         if is_renumbered:
             (self.directory / STATE_FILE).unlink()
         else:
             self.save_state(state)
         if self._old_table is not None:
-            # The file uses entry numbers of the old table.
+            # The times of last use are by entry number of the old table.
             (self.directory / USE_FILE).unlink(missing_ok=True)
             (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
             self.leftover = None
@@ -312,12 +323,12 @@ class NodeMemory:
             self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
-        """Writes the state file, without which the next server can't interpret the arena. Must
-        return before the first block of a new key space is stored. Raises OSError."""
+        """Writes the state file, without which the next server can't interpret the arena. The call
+        must have ended before the first block of a new key space is stored. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:
-        """Saves when entries were last used. Raises OSError.
+        """Writes the file of the entries' times of last use. Raises OSError.
 
         last_used_s: float64 by entry number, seconds of the monotonic clock; nan if unknown.
         """
@@ -332,29 +343,30 @@ class NodeMemory:
         scratch.replace(self.directory / USE_FILE)
 
     def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
-        """Opens new descriptors of arena and table, to be sent and closed.
+        """Opens new descriptors of the files of arena and block table, read-only. The caller sends
+        and closes them.
 
-        writes_arena: the arena's descriptor is writable.
+        writes_arena: if True, the arena's descriptor is writable.
         """
         flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
         arena = os.open(self.directory / ARENA_FILE, access | flags)
         return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
 
     def release(self) -> None:
-        """Unlocks the directory for another server. Blocks while a piece of the arena is being
-        prefaulted."""
+        """Unlocks the directory, so that another server can use it, and leaves the files. Blocks
+        while a piece of the arena is being prefaulted."""
         self.filling.close()
         os.close(self._lock_fd)
 
     def remove(self) -> None:
-        """Removes the files; the files' memory is freed once no process maps the files. Blocks
-        while a piece of the arena is being prefaulted."""
+        """Removes all files and unlocks the directory. The files' memory is freed once no process
+        maps them. Blocks while a piece of the arena is being prefaulted."""
         self.filling.close()
         remove_files(self.directory, self._lock_fd)
 
     def discard(self) -> None:
-        """Removes the cache, whose server did not start. Files of earlier servers that outlive a
-        cache (KEPT_FILES) stay. Blocks while a piece of the arena is being prefaulted."""
+        """Removes the files of the cache after a failed start. Files that belong to no single cache
+        (KEPT_FILES) stay. Blocks while a piece of the arena is being prefaulted."""
         self.filling.close()
         _remove_files(self.directory)
         if any(any(self.directory.glob(pattern)) for pattern in KEPT_FILES):
@@ -364,21 +376,23 @@ class NodeMemory:
 
 
 def clear(directory: Path) -> None:
-    """Removes the files that servers have left in the directory. Raises BusyError if a server uses
+    """Removes all files that servers have left in the directory. Raises BusyError if a server uses
     the directory, or OSError."""
     if directory.is_dir():
         remove_files(directory, _locked(directory))
 
 
 def remove_files(directory: Path, lock_fd: int) -> None:
-    """Removes all files, then the lock, and the directory if it is empty."""
+    """Removes all files of servers in a locked directory, then the lock file, and the directory if
+    it is empty."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()
 
 
 def remove_by_descriptor(directory_fd: int) -> None:
-    """Removes the files of an open directory, even if its path has changed; the directory stays.
+    """Removes the files of servers in an open directory, even if its path has changed. The
+    directory stays.
 
     Raises BusyError, before it removes a file, if a server uses the directory; or OSError.
     """
@@ -387,7 +401,7 @@ def remove_by_descriptor(directory_fd: int) -> None:
 
 
 def _remove_all(directory: Path, lock_fd: int) -> None:
-    """Removes all files and the lock file, and releases the lock."""
+    """Removes all files of servers and the lock file, and releases the lock."""
     _remove_files(directory)
     for path in [path for pattern in KEPT_FILES for path in directory.glob(pattern)]:
         path.unlink(missing_ok=True)
@@ -401,8 +415,8 @@ def _remove_files(directory: Path) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Locks a file and writes this process's pid into it; returns its descriptor. Raises BusyError,
-    or OSError."""
+    """Locks the file at `path` and writes this process's pid into it. Returns the descriptor, which
+    holds the lock. Raises BusyError if another process holds it, or OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     for left in reversed(range(LOCK_TRIES)):
         try:
@@ -425,8 +439,9 @@ def lock_file(path: Path) -> int:
 def _locked(directory: Path) -> int:
     while True:
         fd = lock_file(directory / LOCK_FILE)
-        # A process that removes the directory's files removes the lock file while it holds the
-        # lock. Then this process has locked a file that is gone from the directory.
+        # A process that removes the directory's files also removes the lock file, while it holds
+        # the lock. This process may then have locked a file that is no longer in the directory: try
+        # again.
         try:
             if os.stat(directory / LOCK_FILE).st_ino == os.fstat(fd).st_ino:
                 return fd
@@ -447,7 +462,8 @@ def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Opens a file of this user. Raises OSError for a link, StateError for another user's file."""
+    """Opens a file that belongs to this user. Raises OSError for a symbolic link, StateError for
+    another user's file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
     owner = os.fstat(fd).st_uid
     if owner != os.geteuid():
@@ -459,9 +475,9 @@ def _open_own(path: Path, flags: int) -> int:
 def _usable(
     directory: Path, arena_bytes: int, slab_bytes: int
 ) -> tuple[Leftover | None, FileMapping | None, str]:
-    """Returns an earlier server's leftover and its table. If the files are not usable, returns the
-    reason instead; the reason is empty on a fresh directory. Raises OSError if the files can't be
-    read at the moment."""
+    """Returns the cache that an earlier server left, and the mapped file of its table. If the files
+    can't be used, returns None for both and the reason; the reason is empty if there are no files.
+    Raises OSError if the files can't be read at the moment."""
     if not (directory / STATE_FILE).exists() and not (directory / TABLE_FILE).exists():
         return None, None, ""
     try:
@@ -475,8 +491,8 @@ def _usable(
 
 
 def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Leftover, FileMapping]:
-    """Reads an earlier server's leftover. Raises StateError, ValueError or OSError if the files are
-    damaged or were made with other settings."""
+    """Reads the cache that an earlier server left. Raises StateError, ValueError or OSError if the
+    files are damaged or were made with other settings."""
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
         raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
@@ -499,7 +515,8 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
 
 
 def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:
-    """Reads the times of last use; None if there is no valid file for this table."""
+    """Reads the entries' times of last use. Returns None if there is no valid file for this
+    table."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""A thread that reads and writes files of one place, such as a disk, that may hang.
+"""`Clerk`: a thread that reads and writes the files of one place, such as a disk, because a call
+for a file may hang.
 
-Always true: each clerk has a daemon thread that no other code uses. So a call that hangs delays
-only this clerk's later calls. It never delays another place, an event loop or the end of the
-process.
+Always true: each clerk has a daemon thread of its own. So a call that hangs delays only the later
+calls of the same clerk. It never delays another place, an event loop or the end of the process.
 """
 
 import queue
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Clerk:
-    """Runs calls in order on its thread. Thread-safe."""
+    """Runs calls on its thread, one after another. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -27,18 +27,18 @@ class Clerk:
 
     @property
     def num_waiting(self) -> int:
-        """Calls that have not begun."""
+        """Number of calls in the queue that have not begun."""
         return self._queue.qsize()
 
     def do(self, call: Callable[[], T]) -> "Future[T]":
-        """Queues a call behind all earlier calls. Returns a future, which receives the call's
-        result or exception. Does not block."""
+        """Queues a call. Returns a future, which receives the call's result or exception. Does not
+        block."""
         future: Future[T] = Future()
         self._queue.put((future, call))
         return future
 
     def is_alive(self) -> bool:
-        """Returns whether the thread is alive."""
+        """Returns True if the thread is alive."""
         return self._thread.is_alive()
 
     def _work(self) -> None:

@@ -1,11 +1,12 @@
-"""Prefaults the arena from its start, in pieces, as huge pages if the kernel provides them. The
-start of the server fills a little, a thread the rest.
+"""Fills the arena: prefaults it from its start, in pieces, as huge pages if the kernel provides
+them. The start of the server fills a little, a thread the rest.
 
 Always true: the first `filled_bytes` bytes have memory and retain it, and the number only grows. A
-small file beside the arena (the note) records the number for the next server. Only this module
-touches bytes beyond it, so the server never writes to pages without memory. If memory runs short,
-filling ends for good and `problem` gives the reason: no piece is begun that would leave the machine
-or the control group less than `RESERVE_BYTES`, because the kernel would then kill a process.
+small file beside the arena, the note, records the number for the next server. Only this module
+touches bytes behind `filled_bytes`, so the server never writes to pages without memory. If memory
+runs short, filling ends for good and `problem` gives the reason: no piece is begun that would leave
+the machine or the control group less than `RESERVE_BYTES`, because the kernel would then kill a
+process.
 """
 
 import logging
@@ -24,21 +25,22 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time for a piece as huge pages. If the kernel takes longer or refuses, the rest is filled
-with pages of any size, and collapsed into huge pages afterwards."""
+"""Longest time to fill one piece with huge pages. If the kernel takes longer or refuses, the rest
+of the arena is filled with pages of any size, which `settle` collapses into huge pages
+afterwards."""
 HUGE_LOOK_S = 0.05
-"""How long the start counts huge pages of an earlier server's arena: enough for some hundred
-MiB."""
+"""Longest time in which the start counts huge pages in an arena that an earlier server has filled:
+enough for some hundred MiB."""
 COMING_S = 1.0
-"""`coming_bytes` counts the bytes that are filled within this time."""
+"""Time for which `coming_bytes` looks ahead, in seconds."""
 PAUSE_S = 0.01
 NOTE: Final = struct.Struct("<8sqq")
 NOTE_MAGIC: Final = b"HOTKVFI1"
 
 
 def read_note(path: Path, arena: FileMapping) -> int:
-    """Returns how many bytes of this arena file an earlier server has filled; 0 if the note is
-    missing or belongs to another file."""
+    """Reads the note: how many bytes of this arena file an earlier server has filled. Returns 0 if
+    the note is missing or belongs to another file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -51,10 +53,12 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """Fills the arena; see the module. Until `start`, only the thread that made this object uses
-    it.
+    """Fills the arena with memory: `fill_for` at the start, then a thread. Until `start`, only the
+    thread that made this object uses it.
 
-    filled_bytes: bytes that are known to have memory already.
+    filled_bytes: number of bytes, from the arena's start, that are known to have memory.
+    problem: why filling ended early; empty if it did not.
+    note: path of the note (`read_note`).
     """
 
     def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
@@ -64,7 +68,7 @@ class Filling:
         self._filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
-        # The end of the part for which huge pages were tried.
+        # The offset up to which `make_huge` has tried to make huge pages.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
         self._turn, self._changed = threading.Lock(), threading.Condition()
@@ -79,18 +83,18 @@ class Filling:
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes from the arena's start that have memory."""
+        """Number of bytes, from the arena's start, that have memory."""
         return self._filled_bytes
 
     @property
     def is_done(self) -> bool:
-        """Whether all of the arena has memory."""
+        """True if all of the arena has memory."""
         return self._filled_bytes == self._arena.num_bytes
 
     @property
     def coming_bytes(self) -> int:
-        """How many more bytes will have memory within COMING_S, at the speed of the last piece; 0
-        when filling has ended."""
+        """Number of bytes that will get memory within COMING_S seconds, at the speed of the last
+        piece; 0 when filling has ended."""
         return (
             0
             if self.problem
@@ -98,7 +102,8 @@ class Filling:
         )
 
     def progress(self) -> str:
-        """Returns the progress, or why filling ended, for people; empty once all is filled."""
+        """Returns how far the arena is filled, or why filling ended early, as text for people;
+        empty once the arena is filled."""
         if self.problem or self.is_done:
             return self.problem
         return (
@@ -107,11 +112,11 @@ class Filling:
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills for `budget_s`, but at least one piece and at least `least_bytes`. Blocks the
-        calling thread. Raises OSError if memory is short for even one piece."""
+        """Fills for `budget_s` seconds, but at least one piece and at least `least_bytes`. Blocks
+        the calling thread. Raises OSError if memory is short for even one piece."""
         if self._filled_bytes:
-            # An earlier server has filled these bytes. `settle` collapses the huge pages that are
-            # not counted in this time.
+            # An earlier server has filled these bytes: count their huge pages. `settle` handles
+            # those that are not counted in HUGE_LOOK_S.
             self._huge_end = self._arena.make_huge(
                 0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self._filled_bytes
             )
@@ -127,13 +132,13 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Prefaults a part beyond `filled_bytes` that holds stored blocks. Call before `start`.
-        Blocks; raises OSError."""
+        """Prefaults a part of the arena behind `filled_bytes` that holds restored blocks. Call it
+        before `start`. Blocks; raises OSError."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
-        """Blocks until the first `end` bytes are filled; before `start` the calling thread fills
-        these bytes itself. Raises OSError if filling ended before that."""
+        """Blocks until the first `end` bytes have memory. Before `start`, the calling thread fills
+        them itself. Raises OSError if filling ends before that."""
         while self._thread is None and self._filled_bytes < end:
             self._fill_next()
         with self._changed:
@@ -146,10 +151,11 @@ class Filling:
     def start(
         self, on_filled: Callable[[int, int], None], *, settles: bool, first: Iterable[object] = ()
     ) -> None:
-        """Fills the rest in the background.
+        """Starts the thread, which fills the rest of the arena.
 
-        on_filled: called from the thread after each piece, with `filled_bytes` and `coming_bytes`.
-        settles: the thread then calls `settle` for the whole arena; if False, the caller does.
+        on_filled: called on the thread after each piece, with `filled_bytes` and `coming_bytes`.
+        settles: if True, the thread then calls `settle` for the whole arena; if False, the caller
+            must.
         first: steps that the thread runs before it fills; if a step raises OSError, filling ends.
         """
 
@@ -176,7 +182,7 @@ class Filling:
         return ended or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops after the current piece. Blocks until then."""
+        """Stops the thread after its current piece. Blocks until then."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -189,8 +195,8 @@ class Filling:
     def settle(
         self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
     ) -> None:
-        """Waits until a part is filled, maps its pages and collapses them into huge pages, as far
-        as the kernel allows. Raises OSError.
+        """Waits until a part of the arena is filled. Then maps its pages into this process, and
+        collapses them into huge pages as far as the kernel allows. Raises OSError.
 
         Blocks the calling thread, which must not be the event loop's. Works in pieces with pauses,
         because every other mapping of memory in this process must wait for each piece.
@@ -225,8 +231,9 @@ class Filling:
             )
 
     def _fill_next(self) -> None:
-        """Fills a piece. Blocks the calling thread. Raises OSError if memory is short."""
-        # A caller of `wait` before `start` fills by itself, possibly still when the thread begins.
+        """Fills the next piece. Blocks the calling thread. Raises OSError if memory is short."""
+        # Locked, because a caller that entered `wait` before `start` fills by itself, and may still
+        # do so when the thread begins.
         with self._turn:
             start = self._filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
@@ -264,8 +271,8 @@ class Filling:
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """Records how far the arena is filled. The record is a single small write to memory, so it
-        is complete or absent even if the server is killed."""
+        """Writes the note: how far the arena is filled. It is a single small write to memory, so
+        the note is complete or unchanged even if the server is killed."""
         if self._note_fd < 0:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

@@ -1,9 +1,9 @@
-"""Finds arenas that servers have left in shared memory: their owners, whether a server runs on
-them, and how to free their memory.
+"""Finds arenas that servers have left in shared memory: who made them, whether a server uses them,
+and how to free their memory.
 
-Always true: an arena whose lock is held is never removed, nor any file in its directory. For other
-arenas only the server's own files are removed. Any user may be able to write to the folder, so
-links in it are not followed.
+Always true: if an arena's lock is held, neither the arena nor any file in its directory is removed.
+For other arenas only the server's own files are removed. Any user may be able to write to the
+folder, so links in it are not followed.
 """
 
 import contextlib
@@ -31,20 +31,21 @@ from hotkv_server.memory.arena import (
 
 SHARED_MEMORY = Path("/dev/shm")
 DEPTH = 2
-"""How many directory levels below the folder are searched: /dev/shm/hotkv-1234 and
-/dev/shm/mine/arena."""
+"""Number of directory levels below the folder that are searched, for example /dev/shm/hotkv-1234
+and /dev/shm/mine/arena."""
 MAX_OWNER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLeft:
-    """An arena directory.
+    """A directory with the arena of a server that runs or has ended.
 
-    name: path of the directory below the folder.
+    name: path of the directory, relative to the searched folder.
+    uid: user id of the directory's owner.
     num_bytes: memory that the arena's files use.
     arena_bytes: size of the arena.
     is_running: True if a server holds the lock; None if this user may not check.
-    pid, runtime_dir, version: of the last server; 0 or empty if unknown.
+    pid, runtime_dir, version: of the last server that used it; 0 or empty if unknown.
     idle_s: time since a file last changed.
     """
 
@@ -61,13 +62,13 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """True if no server uses the arena; False if a server does, or if this user may not
-        check."""
+        """True if certainly no server uses the arena. False if a server does, or if this user may
+        not check."""
         return self.is_running is False
 
 
 def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
-    """Records the arena's owner in a file beside it, for people. Raises OSError."""
+    """Writes a file beside the arena that tells people which server uses it. Raises OSError."""
     scratch = directory / f"{OWNER_FILE}.new"
     scratch.write_text(
         json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()})
@@ -76,13 +77,13 @@ def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
 
 
 def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
-    """Returns all arenas below a folder, sorted by name. Directories that this user can't read are
-    left out."""
+    """Returns all arenas in directories below a folder, sorted by name. Leaves out directories that
+    this user can't read."""
     return sorted(_below(folder, "", DEPTH), key=lambda found: found.name)
 
 
 def remove(found: ArenaLeft) -> int:
-    """Removes an arena; returns the bytes that are freed once no engine maps them.
+    """Removes an arena. Returns how many bytes are freed once no engine maps its files.
 
     Raises BusyError if a server uses the arena, or OSError.
     """
@@ -100,7 +101,7 @@ def remove(found: ArenaLeft) -> int:
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
-        # The directory has other files, or has been replaced.
+        # This fails if the directory has other files, or has been replaced.
         found.path.rmdir()
     return num_bytes
 
@@ -121,7 +122,7 @@ def _below(folder: Path, prefix: str, depth: int) -> Iterator[ArenaLeft]:
 
 
 def _look(path: Path, name: str) -> ArenaLeft | None:
-    """Returns the arena in a directory; None if it has no arena."""
+    """Returns the arena in the directory `path`; None if it has none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -151,7 +152,7 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
 
 
 def _stat(directory_fd: int, name: str) -> os.stat_result | None:
-    """Returns the status of a plain file; None for anything else."""
+    """Returns the status of a regular file; None if there is no regular file with this name."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
@@ -194,8 +195,8 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Returns whether a server holds the lock. Holds a shared lock for a moment, so `lock_file`
-    tries more than once."""
+    """Returns True if a server holds the lock; None if this user may not check. Holds a shared lock
+    for a moment; that is why `lock_file` tries more than once."""
     try:
         fd = os.open(
             LOCK_FILE,

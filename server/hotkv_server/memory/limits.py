@@ -1,5 +1,5 @@
 """Reads the limits of the machine: locked memory, memory of the control group, huge pages. The
-start uses them to warn of settings that do not fit."""
+start warns if the settings do not fit them."""
 
 import resource
 from pathlib import Path
@@ -12,21 +12,20 @@ NO_LIMIT = (1 << 63) - 1
 
 
 def memlock_bytes() -> int:
-    """Returns the most bytes that this process may lock, or pin for a GPU; NO_LIMIT if
-    unlimited."""
+    """Returns how many bytes this process may lock, or pin for a GPU; NO_LIMIT if unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def cgroup_bytes() -> int:
-    """Returns the smallest memory limit of this process's control group and its ancestors; NO_LIMIT
-    if the limits can't be read."""
+    """Returns the smallest memory limit among this process's control group and its ancestors;
+    NO_LIMIT if they have no limit or it can't be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """Returns the directories of this process's control group and its ancestors (version 2); empty
-    without a control group."""
+    """Returns the directories of this process's control group and its ancestors (version 2), the
+    own group first; empty without a control group."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -38,7 +37,7 @@ def _cgroups() -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the number in a file; NO_LIMIT if the file has no number."""
+    """Returns the number in a file; NO_LIMIT if the file contains no number or can't be read."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -47,8 +46,8 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """Returns the number behind a name in a file of names and numbers, times `unit`; NO_LIMIT if
-    the name is missing."""
+    """Returns the number that follows `name` in a file with a name and a number on each line, times
+    `unit`. NO_LIMIT if the name is missing or the file can't be read."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -57,10 +56,10 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the memory that can be allocated before the kernel must kill a process: the minimum
-    over the machine and this process's control groups.
+    """Returns how much memory can be allocated before the kernel must kill a process: the least
+    that the machine and this process's control groups have available.
 
-    NO_LIMIT if the kernel does not say. Files in the page cache count as available.
+    NO_LIMIT if the kernel does not say. Memory of files in the page cache counts as available.
     """
     least = _field(MEMINFO, "MemAvailable:", 1024)
     for directory in _cgroups():
@@ -78,7 +77,7 @@ def available_bytes() -> int:
 
 def machine_bytes() -> int:
     """Returns the memory of this machine, or the limit of this process's control groups if that is
-    smaller; NO_LIMIT if the kernel does not say."""
+    less; NO_LIMIT if the kernel does not say."""
     return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
 
 
@@ -91,7 +90,7 @@ def allocated_bytes(path: Path) -> int:
 
 
 def why_no_huge_pages() -> str:
-    """Returns the likeliest reason why the kernel provided no huge pages."""
+    """Returns the most likely reason why the kernel provided no huge pages, as text for people."""
     try:
         modes = SHMEM_HUGE.read_text().strip()
     except OSError:

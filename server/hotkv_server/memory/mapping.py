@@ -1,8 +1,9 @@
-"""A mapped file: bytes at an address, for as long as it is open.
+"""`FileMapping`: maps a file into memory, and guards the server against clients that truncate their
+files.
 
-Owns one descriptor and one mapping; `close` closes both. Always true: address and file offset are
-congruent modulo 2 MiB. The kernel provides huge pages only then, and Python's own mmap does not
-ensure it. A view from `array` must not be used after `close`.
+A mapping owns one descriptor; `close` unmaps the file and closes the descriptor. Always true:
+address and file offset are congruent modulo 2 MiB. The kernel provides huge pages only then, and
+Python's own mmap does not ensure it. A view from `array` must not be used after `close`.
 """
 
 import ctypes
@@ -27,9 +28,9 @@ _libc.signal.restype = ctypes.c_void_p
 #
 # Touching a page beyond the end of a file raises SIGBUS, which by default kills the process. No
 # check beforehand helps, because the file may be truncated in the middle of a copy. So mappings of
-# client memory are guarded: at the first such access the whole mapping is replaced by empty memory
-# of the server, its owner is notified, and the copy continues over zeros, which are discarded. Any
-# other SIGBUS kills the process.
+# client memory are guarded. At the first such access, the SIGBUS handler replaces the whole mapping
+# by empty memory of the server and calls the mapping's `on_cut`. The copy continues with zeros,
+# which are discarded later. Any other SIGBUS kills the process.
 #
 # The handler is Python. A thread that copies holds neither the GIL nor a lock at that moment, so it
 # may wait for the GIL there. Known fault: a SIGBUS sent with kill(2) may reach a thread that is
@@ -37,11 +38,11 @@ _libc.signal.restype = ctypes.c_void_p
 
 _SA_SIGINFO = 4
 _CODE_OFFSET, _ADDRESS_OFFSET = 8, 16
-"""Offsets of si_code and si_addr in siginfo_t, on 64-bit Linux."""
+"""Offsets of the fields si_code and si_addr in siginfo_t, on 64-bit Linux."""
 
 
 class _Action(ctypes.Structure):
-    """struct sigaction of glibc and musl on 64-bit Linux."""
+    """The C type struct sigaction of glibc and musl, on 64-bit Linux."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -53,17 +54,17 @@ class _Action(ctypes.Structure):
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
-"""By address: length, and the handler to call."""
+"""The guarded mappings, by address: length, and the function to call after a fault."""
 
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """Registers a handler for accesses beyond the file's end. The handler runs in the accessing
-    thread and must map memory in place of the mapping."""
+    """Guards a mapping: `on_fault` is called when a thread touches it beyond the file's end. It
+    runs in that thread, and must replace the mapping by memory."""
     _guarded[address] = num_bytes, on_fault
 
 
 def _release(address: int) -> None:
-    """Ends the guard of a mapping, before it is unmapped."""
+    """Ends the guard of a mapping. Called before the mapping is unmapped."""
     _guarded.pop(address, None)
 
 
@@ -83,7 +84,7 @@ _on_bus_error = _Handler(_handle)
 
 
 def install_guard() -> None:
-    """Installs the SIGBUS handler, once, at start. Raises OSError."""
+    """Installs the SIGBUS handler. Called once, at the start of the server. Raises OSError."""
     action = _Action(
         ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
     )
@@ -123,7 +124,8 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, fd: i
 
 
 def _map_aligned(fd: int, num_bytes: int) -> int:
-    """Maps the file, shared and writable, at a multiple of 2 MiB; returns the address."""
+    """Maps the file, shared and writable, at an address that is a multiple of 2 MiB. Returns the
+    address."""
     reserved_bytes = num_bytes + HUGE_PAGE_BYTES
     reserved = _map(
         None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1
@@ -143,14 +145,18 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def has_holes(fd: int) -> bool:
-    """Returns whether parts of a file have no memory yet. The process that first touches such a
-    part allocates the memory and is charged for it."""
+    """Returns True if parts of a file have no memory yet. The kernel allocates such a part when a
+    process first touches it, and charges that process."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
 
 
 class FileMapping:
-    """A shared mapping of the first `num_bytes` of a file."""
+    """Maps the first `num_bytes` of a file, shared and writable.
+
+    address: where the mapping begins in this process.
+    huge_bytes: bytes that `make_huge` has put into huge pages.
+    """
 
     def __init__(
         self,
@@ -161,13 +167,15 @@ class FileMapping:
         exclusive: bool = False,
         on_cut: Callable[[], None] | None = None,
     ) -> None:
-        """Takes over the descriptor, which the caller must not close, even if the constructor
-        raises. Raises ValueError if the file is shorter than `num_bytes`.
+        """Maps the file. The mapping owns the descriptor `fd` from here on, even if the constructor
+        raises: the caller must not close it. Raises ValueError if the file is shorter than
+        `num_bytes`.
 
+        name: name of the file, for messages.
         exclusive: True if the file belongs to the server, so that missing pages may be prefaulted.
-        on_cut: the file belongs to a client, which may truncate it at any time. Called from any
-            thread after this process has touched a missing page; from then on the mapping is empty
-            memory.
+        on_cut: function for a file of a client, which may truncate it at any time; None for other
+            files. It is called from any thread after this process has touched a page beyond the
+            end. From then on the mapping is empty memory.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -196,28 +204,30 @@ class FileMapping:
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
-        """Replaces the file by a new file. Existing mappings keep the old contents."""
+        """Replaces the file at `path` by a new file of `num_bytes`, and maps it. Existing mappings
+        keep the old contents."""
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)
         return FileMapping(fd, num_bytes, str(path), exclusive=True)
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns the bytes as a view, which must not be used after `close`."""
+        """Returns the mapped bytes as an array. It is a view, which must not be used after
+        `close`."""
         assert self._open, "mapping is closed"
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """Returns False if the file was truncated, so that touching the mapping could kill this
-        process."""
+        """Returns False if the file was truncated since it was mapped, so that its contents are
+        lost."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
-        """Returns whether parts of its file have no memory yet; see the function `has_holes`."""
+        """Returns True if parts of the file have no memory yet; see the function `has_holes`."""
         return self.look()[1]
 
     def look(self) -> tuple[bool, bool]:
-        """Returns `is_whole` and `has_holes`, from one look at the file."""
+        """Returns the answers of `is_whole` and `has_holes`, with a single system call."""
         found = os.fstat(self.fd)
         return (
             not self._is_cut and found.st_size >= self.num_bytes,
@@ -225,7 +235,7 @@ class FileMapping:
         )
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
-        """Prefaults every page of a part, with the page tables. Blocks; raises OSError if memory is
+        """Prefaults every page of a part, and its page tables. Blocks; raises OSError if memory is
         short."""
         num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
         try:
@@ -243,12 +253,12 @@ class FileMapping:
     def make_huge(
         self, start: int, budget_s: float, piece_bytes: int = COLLAPSE_BYTES, end: int | None = None
     ) -> int:
-        """Prefaults huge pages from `start` to `end`, until `budget_s` has passed or the kernel
-        refuses.
+        """Prefaults the bytes from `start` to `end` as huge pages, until `budget_s` seconds have
+        passed or the kernel refuses.
 
-        Returns the offset at which the work ended, a multiple of 2 MiB. Below this offset, the
-        kernel may have refused single huge pages. Adds to `huge_bytes`. Blocks the calling thread.
-        The budget is needed because a kernel that must compact memory first is slow.
+        Returns the offset that it has reached, a multiple of 2 MiB. Below this offset, the kernel
+        may have refused single huge pages. Adds to `huge_bytes`. Blocks the calling thread. The
+        time is limited because the kernel is slow if it must compact memory first.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -256,7 +266,7 @@ class FileMapping:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
             if got < length and length > HUGE_PAGE_BYTES:
-                # A page was in use for a moment: collapse the ranges one by one.
+                # A page may have been in use for a moment: collapse the huge pages one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)
                     for at in range(start, start + length, HUGE_PAGE_BYTES)
@@ -268,9 +278,10 @@ class FileMapping:
         return start
 
     def _collapse(self, start: int, num_bytes: int) -> int:
-        """Collapses a range into huge pages; returns its length, or 0 if the kernel refused."""
+        """Collapses a range into huge pages. Returns the length of the range, or 0 if the kernel
+        refused."""
         try:
-            # The kernel does not collapse a range without any page.
+            # The kernel collapses a range only if it has at least one page.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
                 self._advise(_POPULATE_WRITE, at, mmap.PAGESIZE)
             self._advise(_COLLAPSE, start, num_bytes)
@@ -279,7 +290,8 @@ class FileMapping:
         return num_bytes
 
     def close(self) -> None:
-        """Unmaps the memory and closes the file."""
+        """Unmaps the file and closes its descriptor. Does nothing if the mapping is closed
+        already."""
         if self._open:
             self._open = False
             _release(self.address)
@@ -287,7 +299,8 @@ class FileMapping:
             os.close(self.fd)
 
     def _replace(self) -> None:
-        """Replaces the mapping by empty memory, in the middle of the access that failed."""
+        """Replaces the mapping by empty memory, and calls `on_cut`. Called in the middle of the
+        access that failed."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)

@@ -1,7 +1,8 @@
-"""NUMA: chooses the machine's nodes for the arena, and the processors for a device's copy threads.
+"""NUMA: chooses the NUMA nodes of the arena's memory, and the processors for a device's copy
+threads.
 
 The nodes are read from /sys, without CUDA, because memory must be placed before it is prefaulted.
-If the machine refuses a placement, the server continues and logs one line.
+If the kernel refuses a placement, the server continues and logs one line.
 """
 
 import contextlib
@@ -17,14 +18,14 @@ DISPLAY_CLASS = "0x03"
 """First byte of the PCI class of GPUs, with or without a display."""
 UNKNOWN = -1
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Numbers of the system call (asm/unistd.h)."""
+"""Number of the system call mbind on each architecture (asm/unistd.h)."""
 _PREFERRED, _INTERLEAVE = 1, 3
 _MASK_WORDS = 16
 _WORD_BITS = 64
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Returns the numbers of a list in the kernel's notation, such as 0-3,8. Raises ValueError."""
+    """Parses a list of numbers in the kernel's notation, such as 0-3,8. Raises ValueError."""
     numbers: list[int] = []
     for part in filter(None, (part.strip() for part in text.strip().split(","))):
         first, _, last = part.partition("-")
@@ -41,12 +42,12 @@ def _read_list(path: Path) -> tuple[int, ...]:
 
 
 def memory_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the nodes that have memory; empty if the kernel does not say."""
+    """Returns the NUMA nodes that have memory; empty if the kernel does not say."""
     return _read_list(sys / "devices/system/node/has_memory")
 
 
 def processors(node: int, sys: Path = SYS) -> frozenset[int]:
-    """Returns the processors of a node; empty for UNKNOWN."""
+    """Returns the processors of a NUMA node; empty if the node is UNKNOWN."""
     return (
         frozenset(_read_list(sys / f"devices/system/node/node{node}/cpulist"))
         if node >= 0
@@ -55,10 +56,10 @@ def processors(node: int, sys: Path = SYS) -> frozenset[int]:
 
 
 def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
-    """Returns the node of a PCI device, or UNKNOWN.
+    """Returns the NUMA node of a PCI device, or UNKNOWN.
 
-    pci_bus_id: the device's PCI address in the notation of CUDA or /sys; CUDA may write eight
-        digits of the domain.
+    pci_bus_id: the device's PCI address, as CUDA or /sys writes it; CUDA may write eight digits of
+        the domain.
     """
     domain, _, rest = pci_bus_id.lower().partition(":")
     try:
@@ -70,7 +71,7 @@ def node_of(pci_bus_id: str, sys: Path = SYS) -> int:
 
 
 def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the nodes of the machine's NVIDIA GPUs, without duplicates, sorted."""
+    """Returns the NUMA nodes of the machine's NVIDIA GPUs, sorted and each once."""
     found: set[int] = set()
     for device in sorted((sys / "bus/pci/devices").glob("*")):
         with contextlib.suppress(OSError):
@@ -81,10 +82,14 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 
 def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the nodes that the setting `arena.numa` selects on this machine; empty if memory may
-    come from any node. Raises ValueError for a node without memory.
+    """Returns the NUMA nodes for the arena's memory that the setting `arena.numa` (`wanted`)
+    selects on this machine. Empty if memory may come from any node. Raises ValueError for a node
+    without memory.
 
-    auto: the nodes of all GPUs, interleaved; empty on a machine with one node, or without GPUs.
+    none: any node.
+    A number: that node.
+    interleave: all nodes that have memory; empty on a machine with one node.
+    auto: the nodes of all GPUs; empty on a machine with one node, or without GPUs.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
@@ -103,8 +108,9 @@ def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
 
 
 def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
-    """Makes memory that is not allocated yet come from these nodes, interleaved if there are
-    several, and from other nodes when they are full. Returns why that failed; empty on success."""
+    """Asks the kernel to allocate the pages of a memory range on these NUMA nodes: interleaved if
+    there are several, and on other nodes when they are full. Affects pages that have no memory yet.
+    Returns why the kernel refused; empty on success."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how to ask for it on {platform.machine()}"
@@ -134,8 +140,8 @@ def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
-    """Runs threads that are started inside on the given processors, as far as this process may use
-    them; on any processor if it may not use them."""
+    """Lets threads that are started in the `with` block run only on the wanted processors. If this
+    process may use none of them, the threads run on any processor."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:

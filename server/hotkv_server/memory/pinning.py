@@ -1,8 +1,9 @@
-"""Pins the arena for devices: a thread registers it with CUDA piece by piece, from its start.
+"""Pins the arena for devices: a thread registers the arena's memory with CUDA piece by piece, from
+its start.
 
 Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`. The number
-only grows until `close`, which unregisters all pieces. A refusal ends the thread: bytes that are
-not pinned are copied slowly, and `error` says which permission is missing.
+only grows until `close`, which unregisters all pieces. If CUDA refuses, the thread ends: bytes that
+are not pinned are copied slowly, and `error` says which permission is missing.
 """
 
 import logging
@@ -18,10 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class ArenaPinner:
-    """Pins the arena; see the module.
+    """Pins the arena piece by piece, on a thread of its own.
 
-    prepare: called with (start, num_bytes) before a part is pinned; the pages can't move
-        afterwards.
+    error: why pinning ended early; empty if it did not.
+    took_s: time that pinning has taken so far.
+    prepare: called with (start, num_bytes) before a part is pinned, because its pages can't be
+        moved afterwards.
     """
 
     def __init__(
@@ -58,16 +61,16 @@ class ArenaPinner:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes from the arena's start that are registered."""
+        """Number of bytes, from the arena's start, that are registered."""
         return self._pinned_bytes
 
     @property
     def is_done(self) -> bool:
-        """Whether all of the arena is pinned."""
+        """True if all of the arena is pinned."""
         return self._pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died before pinning ended."""
+        """Returns False if the thread has died before it pinned all of the arena."""
         return (
             self.is_done
             or bool(self.error)
@@ -77,7 +80,7 @@ class ArenaPinner:
         )
 
     def pin_next(self) -> None:
-        """Registers the next piece. Blocks the calling thread. Raises DeviceError."""
+        """Registers the next piece with CUDA. Blocks the calling thread. Raises DeviceError."""
         start = self._pinned_bytes
         count = min(self.piece_bytes, self.num_bytes - start)
         if self._prepare is not None:
@@ -86,12 +89,12 @@ class ArenaPinner:
         self._pinned_bytes = start + count
 
     def start(self) -> None:
-        """Pins the rest in the background."""
+        """Starts the thread, which pins the remaining pieces."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and unregisters all pieces. Blocks the calling thread. The copy engines
-        must be closed."""
+        """Stops the thread and unregisters all pieces. Blocks the calling thread. The caller has
+        closed the copy engines before."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -122,7 +125,7 @@ class ArenaPinner:
 
 
 def refusal(error: Exception, num_bytes: int) -> str:
-    """Returns why pinning failed, and which permission to grant."""
+    """Returns why pinning failed and which permission to grant, as text for people."""
     granted = limits.memlock_bytes()
     if granted < num_bytes:
         return (

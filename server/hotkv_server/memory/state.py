@@ -1,5 +1,5 @@
-"""The state file: a small file beside arena and block table with the server's key spaces. The next
-server needs it to interpret the blocks.
+"""The state file: a small file beside arena and block table that lists the server's key spaces. The
+next server needs it to interpret the blocks.
 
 Always true: the file is replaced as a whole before the first block of a new key space can be
 stored. So it has the key space of every ready block in the table. A file that has another format
@@ -20,17 +20,19 @@ from hotkv_proto.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
-"""Key spaces as JSON, computed once: each new key space causes a write of all of them."""
+"""Key spaces as JSON, each computed once: whenever a key space is added, all of them are
+written."""
 
 
 class StateError(Exception):
-    """Raised if the file can't be used; the message gives the reason."""
+    """Raised if the state file can't be used. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space with its number in the old server, and its kinds of representation (compact forms
-    of keys, for sparse attention) in the order of their numbers."""
+    """A key space in the state file, with its number in the server that wrote the file, and its
+    kinds of representation (compact forms of keys, for sparse attention) in the order of their
+    group indices."""
 
     number: int
     key_space: KeySpace
@@ -50,17 +52,18 @@ class ServerState:
 
 
 def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
-    """Replaces the state file. Raises OSError; the old file is then still whole. `sync`: as in
-    `replace_file`."""
+    """Replaces the state file as a whole. Raises OSError; the old file is then unchanged. `sync`:
+    as in `replace_file`."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
 
 
 def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
-    """Replaces a file's text as a whole. Raises OSError; the old file is then still whole.
+    """Replaces a file as a whole by a file with the text in `pieces`. Raises OSError; the old file
+    is then unchanged.
 
-    sync: True: returns only after the text has reached the disk.
+    sync: if True, returns only after the text has reached the disk.
     """
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
@@ -83,7 +86,7 @@ def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> No
 
 
 def _entry(known: KnownKeySpace) -> str:
-    """Returns a key space as JSON."""
+    """Returns the JSON text of a key space in the state file."""
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))
@@ -96,8 +99,8 @@ def _entry(known: KnownKeySpace) -> str:
 
 
 def read_state(path: Path) -> ServerState:
-    """Reads the file. Raises StateError if the file is missing or has another format, OSError if
-    the file can't be read at the moment."""
+    """Reads the state file. Raises StateError if the file is missing, has another format or is
+    damaged; OSError if it can't be read at the moment."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError) as error:
@@ -140,5 +143,5 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    """Converts the named lists back to tuples, which JSON does not have."""
+    """Returns the named fields as tuples: JSON has only lists."""
     return {name: tuple(fields[name]) for name in names if name in fields}
