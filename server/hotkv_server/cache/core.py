@@ -48,11 +48,11 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Amount of work, in blocks, that one part of a long operation may do. `_portions` adds leases to a
-part until the part has this much work."""
+"""Work of one part when many leases are ended: `_portions` adds leases to a part until their work
+reaches this number. The unit is a block; a lease counts LEASE_BLOCKS plus the blocks that it
+lists."""
 LEASE_BLOCKS = 1 << 10
-"""Cost of ending a lease without its blocks, expressed in blocks. `_portions` adds the number of
-blocks that the lease lists."""
+"""Work of ending a lease itself, without its blocks, as a number of blocks (LEASED_BLOCKS)."""
 BLOCKS = 1 << 12
 """Most blocks that one part of a long operation evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
@@ -336,8 +336,8 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts the named blocks that are not pinned. Yields for each part how many blocks it
-        evicted and how many it left because they were pinned or reserved."""
+        """Evicts the named blocks that are not pinned, in parts. Yields for each part how many
+        blocks it evicted, and how many stayed because they were pinned or reserved."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -346,8 +346,8 @@ class CacheCore(CacheBooks):
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
         """Predicts the result of `evict` without a change; of `evict_all` if `hashes` is None.
-        Yields for each part three numbers: blocks that would be evicted, blocks that would stay,
-        and bytes that would become free."""
+        Works in parts. Yields for each part three numbers: blocks that would be evicted, blocks
+        that would stay, and bytes that would become free."""
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
         else:
@@ -382,9 +382,9 @@ class CacheCore(CacheBooks):
             ]
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
-        """Evicts the blocks of a key space (0: of all key spaces) that are ready at the first step
-        and not pinned. Yields for each part how many blocks it evicted and how many it left because
-        they were pinned.
+        """Evicts, in parts, the blocks of a key space (0: of all key spaces) that are ready at the
+        first step and not pinned. Yields for each part how many blocks it evicted, and how many
+        stayed because they were pinned.
 
         May also evict a block that is stored while the eviction runs.
         """
@@ -395,8 +395,8 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:
-        """Removes all blocks of a key space that exist at the first step. Yields for each part how
-        many of the removed blocks were ready.
+        """Removes, in parts, all blocks of a key space that exist at the first step. Yields for
+        each part how many of the removed blocks were ready.
 
         After the last step, a lookup no longer finds these blocks. The write leases are aborted
         first. A block that is reserved at the first step may become ready only until its lease is
@@ -479,8 +479,8 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns which of the entries [n] a client may read directly in the arena, for example
-        because a residency of this server pins them."""
+        """Returns which of the entries [n] clients may read directly in the arena, because a
+        `Pinner` (residencies, for example) pins them."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)

@@ -66,7 +66,7 @@ class ReaderWords:
         self._earlier = 1 + np.flatnonzero(words[1 : MAX_SESSION_WORD + 1] & np.uint64(1))
         self._of_session: dict[int, int] = {}
         taken = set(self._earlier.tolist())
-        # Low words first: they share pages.
+        # Low words are assigned first, because they share pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
         # Written before any residency uses this generation, so that the next server chooses a
         # higher one.
@@ -212,7 +212,8 @@ class Grace:
             yield
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the pinned entries are miscounted or one of them has no slot.
+        Takes time linear in the capacity."""
         assert np.array_equal(np.sort(self.entries), np.flatnonzero(self._held)), (
             "kept entries miscounted"
         )

@@ -187,10 +187,10 @@ def restore(
     """Fills an empty core from the records [n, 18] of an old table. Returns what came back and what
     was dropped.
 
-    key_spaces: number in the old table to number in this core. The core's catalog knows these key
-        spaces, with their representations in the old order.
-    last_used_s: float64 [n] by old entry number, in seconds of `now_s`; nan for newer entries. None
-        if unknown.
+    key_spaces: number of each key space in this core, by its number in the old table. The core's
+        catalog knows these key spaces, with their representations in the old order.
+    last_used_s: time of last use of each entry, float64 [n] by old entry number, in seconds of
+        `now_s`; nan for newer entries. None if unknown.
     marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
         its table has no marks.
     """
@@ -231,7 +231,7 @@ def restore_below(
     """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
     table. Blocks are not compared with their seals (check values) here, but at each later read.
 
-    key_spaces: number in the old table to number in the core.
+    key_spaces: number of each key space in the core, by its number in the old table.
     """
     assert not below.space.index.num_entries, "restored into a tier that is in use"
     report = Restored()
@@ -303,7 +303,7 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records are possible: they name a known group or representation, have a slot
+    """Returns which records can be restored: they name a known group or representation, have a slot
     size that fits it, and a slot inside the arena at a valid offset for that size. A size fits if
     it equals the group's slot size, or the smaller size that `encoded_bytes` returns for it."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool

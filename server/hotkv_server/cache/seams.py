@@ -68,8 +68,8 @@ class Pinner(Protocol):
         Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if the books of this object disagree. Takes time linear in the
-        capacity."""
+        """Raises AssertionError if the state of this object is inconsistent. Takes time linear in
+        the capacity."""
 
 
 # Tiers below host memory: the disk and the shared stores.
@@ -131,5 +131,5 @@ class Below(Protocol):
         + 1]."""
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books of this object disagree. Takes time linear in the
-        capacity."""
+        """Raises AssertionError if the state of this object is inconsistent. Takes time linear in
+        the capacity."""

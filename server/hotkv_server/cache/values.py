@@ -15,8 +15,9 @@ Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]
 BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
-"""Rows of the arrays that are indexed by key space; a power of two. The row of a key space is its
-number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces share a row."""
+"""Number of rows in arrays that have a row for each key space; a power of two. The row of a key
+space is its number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces
+share a row."""
 FIRST_MOVE = 1 << 31
 """First number for moves of blocks between tiers. A reserved entry stores the number of its owner:
 a lease's number is below FIRST_MOVE, a move's number is FIRST_MOVE or higher."""

@@ -35,7 +35,7 @@ class RetentionPins:
         self._index = index
         self._tenants = tenants
         self._share = share
-        # A page gets memory with the first hold of an entry on it.
+        # The kernel allocates a page of this array when an entry on it is held for the first time.
         self._until_s = np.zeros(index.capacity + 1, np.float64)
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}

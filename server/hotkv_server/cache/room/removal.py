@@ -96,8 +96,8 @@ class Books:
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """Yields all entries that are not free, in arrays: those among the next PART_ENTRIES entry
-        numbers at a time."""
+        """Yields all entries that are not free, in parts: in each step those among the next
+        PART_ENTRIES entry numbers."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
                 np.uint32
@@ -306,7 +306,7 @@ def choose_windows(
     skips_free: bool = False,
 ) -> Parts[int]:
     """Chooses the windows (ranges of `length` adjacent slabs) to empty, the cheapest first. Stops
-    before a window number i that costs `limits[i]` or more. Marks the slabs of chosen windows in
+    when the i-th window would cost `limits[i]` or more. Marks the slabs of chosen windows in
     `chosen` and sets their `cost` to inf. Yields after each part; returns how many windows were
     chosen.
 

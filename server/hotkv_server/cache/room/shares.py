@@ -251,8 +251,8 @@ class TenantBook:
         return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
 
     def burst_bytes(self, tenant: int) -> int:
-        """Returns the most bytes that the tenant may use at the moment. After its bound was
-        lowered, this is what the tenant still uses."""
+        """Returns the most bytes that the tenant may use at the moment: its burst bound. If the
+        bound was lowered and the tenant still uses more, returns the bytes that it uses."""
         return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
@@ -360,8 +360,8 @@ that stores find room."""
 
 
 def most_pinned(capacity_bytes: int) -> int:
-    """Returns how many of `capacity_bytes` residencies, holds and read leases without a load may
-    pin together (`PinBudget`)."""
+    """Returns how many bytes may be pinned for long in an arena of `capacity_bytes`: by
+    residencies, holds and read leases without a load together (`PinBudget`)."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 

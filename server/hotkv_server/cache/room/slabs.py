@@ -20,9 +20,10 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import BoolMask, Int64s
 
 CHUNK_SLOTS = 1 << 14
-"""Most slots in a chunk (array of offsets) of `FreeSlots` before freed slots start a new chunk."""
+"""Most slots of a chunk (array of offsets) to which `FreeSlots` still appends freed slots; beyond
+that, freed slots start a new chunk."""
 FREE, ABSENT = -1, -2
-"""Values that replace the slot size in the array that stores for each slab the slot size it is lent
+"""Values in the array `SlabPool.slab_owner`, which has for each slab the slot size that it is lent
 to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
 
 
@@ -279,7 +280,8 @@ def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
     """Returns the length, in slabs, of runs (adjacent slabs that are lent together) for a slot size
     in an arena of `num_slabs`. It is the shortest length that loses at most MOST_LOST behind the
-    last slot, or the length that loses least if no length does."""
+    last slot. If no length within the bounds (RUNS_PER_ARENA, LONGEST_END) loses so little, it is
+    the length that loses least."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -349,9 +351,9 @@ class _SlabClass:
 
 
 def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Lists the items of places, of which place i has `counts[i]`. Returns for each item its place
-    and its number within the place, int64 [counts.sum()]. Counts (2, 1) give places (0, 0, 1) and
-    numbers (0, 1, 0)."""
+    """Numbers the items of several places, where place i has `counts[i]` items. Returns for each
+    item its place, and its number among the items of that place, int64 [counts.sum()]. Counts (2,
+    1) give places (0, 0, 1) and numbers (0, 1, 0)."""
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places, nth

@@ -99,8 +99,8 @@ class Room:
 
     def shares(self, size: int) -> bool:
         """Returns True if the arena also has slots of other sizes or representations (compact forms
-        of keys). Notifies the policy, which then may not refuse room to new blocks in order to keep
-        others."""
+        of keys). In that case the policy may not refuse room to new blocks in order to keep others;
+        this method notifies the policy (`Policy.allow_keeping`)."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
@@ -128,8 +128,8 @@ class Room:
                 floors.add(size, -count)
 
     def coming_slots(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots of this size will fit without evictions in about a
-        second, when the growing arena has more memory."""
+        """Returns how many of `count` slots of this size are not free now, but will be without
+        evictions in about a second, when the growing arena has more memory."""
         if not self.coming_bytes:
             return 0
         missing = count - self._pool.available_slots(size)
@@ -176,7 +176,8 @@ class Room:
         """Empties slabs of other sizes that are colder than this size's blocks, if this size is due
         for a comparison (REBALANCE_SHARE).
 
-        A comparison looks at every entry, so each comparison makes room for a share of the arena.
+        A comparison is slow, because it looks at every entry. So it makes room for a whole share of
+        the arena at once.
         """
         share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
         missing_bytes = (num_slots - self._pool.available_slots(slot_bytes)) * slot_bytes
@@ -192,7 +193,8 @@ class Room:
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
         """Returns which blocks may be evicted for the tenant `taker`, in the order in which to try:
-        each further element is for the case that evicting the blocks before is not enough."""
+        the next element is tried if evicting the blocks of the elements before it was not
+        enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -337,8 +339,8 @@ def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
 REFRESH_S = 1.0
-"""A block's last use may be at most this much older than the last use of any block after it in its
-chain."""
+"""Longest time by which the last use of a block may be older than the last use of a block after it
+in its chain. Beyond that, `Space.refresh_ancestors` marks the block as in use."""
 MAX_REFRESHED = 1 << 14
 """Most blocks before a used block in its chain that count as used with it."""
 
@@ -458,8 +460,8 @@ class Space:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Makes room for an `insert` of `count` keys. Yields after each part of the work; yields
-        nothing if there is room already or if the work is short.
+        """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
+        yield if there is room already or if the work is short.
 
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
@@ -519,9 +521,9 @@ class Space:
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
-        """Marks the blocks before this entry in its chain as in use too, unless they were used
-        within REFRESH_S and are hotter than the entry. Otherwise the head of the chain could be
-        evicted before its tail."""
+        """Marks the blocks before this entry in its chain as in use, so that the head of the chain
+        is not evicted before its tail. Does nothing if they were used within REFRESH_S and are
+        hotter than the entry."""
         chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return

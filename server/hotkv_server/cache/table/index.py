@@ -127,8 +127,8 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Sets the bit `mark` in the mask of written shards (a rank's part of a block each) of each
-        reserved entry. Returns the masks [n]. While an entry is reserved, its record stores the
+        """Sets the bit `mark` (of a shard, a rank's part of a block) in each reserved entry's mask
+        of written shards. Returns the masks [n]. While an entry is reserved, its record stores the
         mask in the upper half of the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
@@ -379,8 +379,8 @@ class Chains:
     def link(
         self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
     ) -> None:
-        """Links the entries of a chain, each with the entry before it. Also links entries that
-        existed before this call again: the block before them may have been evicted and stored again
+        """Links the entries of a chain, each with the entry before it. Entries that existed before
+        this call are linked again, because the block before them may have been evicted and stored
         under another entry number.
 
         words: entry words [n] of the chain's blocks; 0 for a block without an entry.
@@ -395,9 +395,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the end of the chain whose last block has the hash `last` [8]: the entries of
-        that block and of the ready blocks before it, in chain order. Walks back over at most `most`
-        blocks, and stops at a link that is not valid. Empty if the last block is not ready."""
+        """Returns the last blocks of the chain that ends with the hash `last` [8]: the entry of
+        that block, and those of `ancestors`, in chain order. Empty if the last block is not
+        ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -406,8 +406,8 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Returns the ready entries before this entry in its chain, in chain order: the `most`
-        nearest, or those up to the first link that is not valid."""
+        """Returns the ready entries before this entry in its chain, in chain order. Follows the
+        links back over at most `most` entries, and stops at the first link that is not valid."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
@@ -440,8 +440,8 @@ class Representations:
     """The representations in an index: compact forms of a block's keys, by which sparse attention
     selects blocks.
 
-    declared: False until a kind is declared, so that a server without representations skips their
-        cost.
+    declared: True once a session has declared a kind of representation. While it is False, methods
+        skip the work for representations.
     """
 
     def __init__(self, index: BlockIndex, free_slots: FreeSlots) -> None:

@@ -339,8 +339,8 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Sets the bit `mark` in the mask of written shards (a rank's part of a block each) of each
-    reserved entry. Writes the new masks into `masks`. While an entry is reserved, its record stores
+    """Sets the bit `mark` (of a shard, a rank's part of a block) in each reserved entry's mask of
+    written shards. Writes the new masks into `masks`. While an entry is reserved, its record stores
     the mask in the upper half of the check value."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark

@@ -1,5 +1,6 @@
 """ARC keeps two lists: blocks used once, and blocks used again. A ghost is a record of an evicted
-block. If a block is stored again whose ghost is of one list, that list's share of the cache grows.
+block. If a block with a ghost is stored again, the list from which it was evicted gets a larger
+share of the cache.
 
 Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
 paper handles one block at a time; here all blocks of a call see the shares from before the call.

@@ -64,8 +64,9 @@ for keys that they have evicted (ghosts)."""
 
 
 LEAK = 1e-3
-"""Weight of an additional term with unbounded c. It orders blocks whose c exceeds `most_doublings`,
-and makes the first blocks of a chain hotter than the last."""
+"""In the formula of `Contender`, the weight of a term in which c has no bound. The term orders
+blocks whose c exceeds `most_doublings`, and makes the first blocks of a chain hotter than the
+last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,9 @@ class Contender:
     c is log2 of the uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
-    most_doublings: bounds c. With 1, it counts only whether a block was used again. With 1 and a
-        short `memory_s`, it counts only whether the block was used again soon.
+    most_doublings: bounds c. With 1, the formula distinguishes only blocks that were used again
+        from other blocks. With 1 and a short `memory_s`, it distinguishes only blocks that were
+        used again recently.
     recency: 1 or -1. With -1, frequency decides; of blocks with equal frequency, the most recently
         used is evicted first, which suits a loop over more blocks than fit.
     hold_s: a block is not evicted within this time after its use. If room could be made only by
@@ -301,8 +303,9 @@ class Hotness:
     _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; 0 for an
         unknown entry.
     _uses: c (log2 of the uses), float32 [capacity + 1].
-    _held_until: until when `hold` holds the entry, in ticks, uint32 [capacity + 1]. Not reset when
-        an entry number is reused, so a new block may be held for the few seconds that are left.
+    _held_until: end of the time for which `hold` holds the entry back, in ticks, uint32 [capacity +
+        1]. Not reset when an entry number is reused, so a new block may be held back for the few
+        seconds that are left.
     """
 
     def __init__(self, capacity: int) -> None:

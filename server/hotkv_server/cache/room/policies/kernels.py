@@ -18,7 +18,8 @@ LEAK = 1e-3
 LOW_HALF = np.uint64(0xFFFF_FFFF)
 AHEAD = 8
 LIFT = 1e15
-"""A number above any heat. Added to the heat of keys that must not be evicted."""
+"""A number above any heat. `observe` adds it to the heat of keys that must not be evicted during
+the call."""
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -319,7 +320,8 @@ def observe(
             if keys[bucket, way] == key:
                 place, known = way, True
                 break
-            # Order: free ways, then ghosts, then keys that shadows hold; the oldest of each first.
+            # A new key takes a free way, or else the way of the oldest ghost, or else of the oldest
+            # key that a shadow cache holds.
             rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
             least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
             if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):
