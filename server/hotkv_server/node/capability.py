@@ -352,12 +352,13 @@ class Capability:
     ) -> None:
         """Called when a key space becomes known.
 
-        model_names: names by which requests to the session's engine address the model; empty if the
-            key space came without a session.
+        model_names: names by which requests address the model, as the session that brought the key
+            space reports them; empty if it came without a session.
         """
 
     def model_named(self, number: int, name: str) -> None:
-        """Called for each model name that a further session of a known key space brings."""
+        """Called when a later session of a known key space reports a name by which requests address
+        the model; once for each name."""
 
     def key_space_forgotten(self, number: int) -> None:
         """Called when a key space without blocks is forgotten."""

@@ -84,7 +84,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 
 # Lag: how late the event loop runs its callbacks, and which function blocked it longest.
 #
-# A timer call is due every TICK_S; if it is late, every other call is as late. If it is late by
+# A timer is due every TICK_S; when it runs late, every other callback is as late. If it is late by
 # more than HELD_S, a thread looks at the loop and records which function of hotkv it runs. Figures
 # cover WINDOW_S. While nothing is late, timer and thread slow down to QUIET_TICK_S, so that an idle
 # server takes little processor time; a delay then counts for all ticks that were left out.
@@ -120,7 +120,7 @@ class Lag:
 
 
 class LoopLag:
-    """Measures how late the event loop is on which it is started. Call `read` on that loop only."""
+    """Measures how late an event loop runs its callbacks. Call `start` and `read` on that loop."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))

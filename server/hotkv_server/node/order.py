@@ -6,8 +6,8 @@ process (closing memory, loading kernels) only after the work of all its streams
 waited for a stuck engine would block every other session. The server polls marks instead: it
 queries events, reads words in a file, or copies words from device memory to the host. A copy takes
 all words (at most 4 KiB), one copy runs at a time, and only while a transfer waits. A mark that is
-never reached delays only its own transfer. To find out, the server never writes to an engine's
-memory.
+never reached delays only its own transfer. The server only reads the engine's memory for this, and
+never writes to it.
 """
 
 import ctypes

@@ -19,7 +19,7 @@ from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
 
-# Effects: notices that the core's decisions leave behind, for sessions and capabilities.
+# Effects are the notices that the core's decisions cause, for sessions and capabilities.
 #
 # Always true: notices are sent in the order of the decisions, and before the effects of any later
 # decision. On the event loop only.
@@ -52,7 +52,8 @@ class Effects:
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: key space that has no block any more after a flush; 0 for none.
+        flushed_key_space_id: key space that has no block any more after a flush; 0 if there was no
+            flush.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]

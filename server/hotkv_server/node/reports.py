@@ -59,9 +59,9 @@ def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks on which a reported request counts as a use, a list for each group. These
-    are the blocks that the request's hit in the engine's own cache needed; all blocks of the prompt
-    if the request has a retention."""
+    """Returns the blocks that a reported request has used, a list for each group. These are the
+    blocks that its hit in the engine's own cache needed; all blocks of its prompt if it has a
+    retention."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens

@@ -70,8 +70,8 @@ class Timings:
         return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
 
     def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
-        """Adds the time from `began_s` to the answer to the histogram `times`: now, or when the
-        task `answer` ends. Returns `answer`."""
+        """Measures the time from `began_s` until the answer is ready: now, or when the task
+        `answer` ends. Adds it to the histogram `times`. Returns `answer`."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
         else:
@@ -559,8 +559,8 @@ class Transfers:
         return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        """Raises OVERLOADED if the session has as much in flight as it may have, or its owner as
-        much memory of transfers."""
+        """Raises OVERLOADED if the session has too many transfers or bytes in flight, or if the
+        transfers of its owner (tenant or engine) would use too much memory."""
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
