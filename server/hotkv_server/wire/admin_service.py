@@ -194,8 +194,8 @@ def _explain(
 
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
-    """Returns for each block [n] of the group with this `index` the position in `lying` of the
-    first tier in which it lies; -1 if it is in host memory or in no tier."""
+    """Returns for each block [n] of a group the first tier in which it lies, as a position in
+    `lying`; -1 if it is in host memory or in no tier. `index`: the index of the group."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in reversed(list(enumerate(lying))):
         first[one.masks[index]] = number
@@ -229,8 +229,9 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """Returns the group that limits the hit to `hit` tokens: the first that lacks a block for a hit
-    which is longer by the largest block size. -1 if the whole prompt hits."""
+    """Returns the index of the group that prevents a longer hit: the first group that lacks a block
+    for a hit that is longer than `hit` tokens by the largest block size. -1 if the whole prompt
+    hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:

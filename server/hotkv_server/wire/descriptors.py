@@ -262,7 +262,7 @@ class DescriptorServer:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
-        """Sends a session the descriptors of arena and block table that it may map."""
+        """Sends the client the descriptors of arena and block table that its session may map."""
         writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:

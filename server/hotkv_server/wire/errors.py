@@ -80,7 +80,7 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
     """Returns False for records of gRPC's log that only say that a client left before its answer
-    was written. A filter for that log."""
+    was written, so that the log drops them."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None
@@ -112,7 +112,7 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 
 async def abort(context: Any, error: HotKVError) -> NoReturn:
-    """Ends a call with an error: the gRPC code and the message, and the reason in a form for
+    """Ends a call with an error: sends its gRPC code, its message, and its reason in a form for
     programs."""
     code = CODES[error.reason]
     status = error_status(error, code.value[0])

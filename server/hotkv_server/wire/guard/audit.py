@@ -150,8 +150,8 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def arguments(request: Any) -> dict[str, object]:
-    """Returns the fields of a message that are set, for the audit log: numbers and the beginning of
-    texts as they are, of all else only the size."""
+    """Returns the fields of a message that are set, for the audit log: numbers as they are, the
+    beginning of texts, and of all other values only the size."""
     found: dict[str, object] = {}
     for field, value in request.ListFields() if hasattr(request, "ListFields") else ():
         if isinstance(value, bytes):

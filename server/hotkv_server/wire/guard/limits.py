@@ -99,8 +99,8 @@ class Guests:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # `_until_s`: when each guest must end, the oldest guest first. `_told`: guests that were
-        #     cancelled, each with the reason.
+        # `_until_s` has the time at which each guest must end, the oldest guest first. `_told` has
+        # the guests that were cancelled, each with the reason.
         self._until_s: dict[asyncio.Task[object], float] = {}
         self._told: dict[asyncio.Task[object], str] = {}
 
