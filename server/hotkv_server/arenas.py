@@ -133,6 +133,6 @@ def server_of(arena: ArenaLeft) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text that other users may have written with all unprintable characters replaced by
-    question marks."""
+    """Returns `text` with question marks in place of unprintable characters, because other users
+    may have written it."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,5 +1,5 @@
-"""The daemon: binds its sockets, maps and prefaults a first part of its memory, and is then ready.
-On SIGTERM it drains, then stops.
+"""The daemon: maps and prefaults a first part of its memory, restores the blocks of an earlier
+server, binds its sockets, and is then ready. On SIGTERM it drains, then stops.
 
 Decides the order of start and stop; `startup` has the steps. If an invariant of the core is broken,
 the process closes and saves nothing, and exits as if it were killed, with BROKEN_STATUS.

@@ -32,8 +32,8 @@ class Growth:
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
         """Reports to the core that the first `filled_bytes` of the arena have memory now, and wakes
-        waiting stores. `coming_bytes`: about how many more bytes get memory within moments; 0 once
-        the arena has all its memory."""
+        waiting stores. `coming_bytes`: about how many more bytes get memory within moments; 0 if no
+        more follow."""
         self._is_growing = coming_bytes > 0
         self._core.space.grow(filled_bytes, coming_bytes)
         self._grown.set()

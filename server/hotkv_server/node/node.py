@@ -221,7 +221,8 @@ class Node:
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space in host memory and in all tiers: afterwards no node finds a block
-        that was stored before the call.
+        that was stored before the call. Exception: the tiers that `pending_tiers` of the result
+        names did not answer; the server flushes them as soon as they do.
 
         If the caller is cancelled, the flush still runs to its end.
         """
