@@ -40,8 +40,7 @@ PINNED_BYTES = 4096
 
 
 class MarkReader(Protocol):
-    """Tells whether an engine's device has passed the marks (points in the device's queue) of a
-    session."""
+    """Tells whether an engine's device has passed the marks of a session."""
 
     kind: OrderKind
     num_marks: int
@@ -58,8 +57,7 @@ class MarkReader(Protocol):
 
 
 class EventMarks:
-    """Reads marks (points in the engine's device queue) that are CUDA events which the engine's
-    process records."""
+    """Reads marks that are CUDA events which the engine's process records."""
 
     kind = OrderKind.EVENTS
 
@@ -93,8 +91,8 @@ class EventMarks:
 
 
 class FileWords:
-    """Reads marks (points in the engine's device queue) that are counters in the words of a mapped
-    file. The device has passed a mark once its word has reached the mark's value."""
+    """Reads marks that are counters in the words of a mapped file. The device has passed a mark
+    once its word has reached the mark's value."""
 
     kind = OrderKind.FLAGS
 
@@ -120,8 +118,8 @@ class FileWords:
 
 
 class DeviceWords:
-    """Reads marks (points in the engine's device queue) that are counters in words of device
-    memory. Copies the words to host memory to read them.
+    """Reads marks that are counters in words of device memory. Copies the words to host memory to
+    read them.
 
     If the last copy does not show that the device has passed a mark, `has_passed` starts a new
     copy.
@@ -189,8 +187,7 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How the server finds out whether a session's device has passed a mark (a point in the
-    device's queue).
+    """How the server finds out whether a session's device has passed a mark.
 
     marks: reads the marks. None for the kind HOST: the engine itself sends a transfer only after
         its device has passed the mark.
@@ -235,8 +232,8 @@ class SessionOrder:
 
 
 class MarkGate:
-    """Delays a transfer until the engine's device has passed the transfer's mark (a point in the
-    device's queue). A copy engine calls `passed` until it returns True.
+    """Delays a transfer until the engine's device has passed the transfer's mark. A copy engine
+    calls `passed` until it returns True.
 
     on_released: called from any thread when the copy engine stops calling `passed`.
     """
@@ -259,8 +256,7 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Raises ValueError, which names the field, if an engine's offer of marks (points in its device
-    queue that the server can observe) is not valid."""
+    """Raises ValueError, which names the field, if an engine's offer of marks is not valid."""
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:

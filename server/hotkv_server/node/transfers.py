@@ -1,4 +1,6 @@
-"""Loads and stores of a node: each is checked, begun in the core, copied, and ended in the core.
+"""Loads and stores of a node: each is checked, begun in the core, copied, and ended in the core. A
+call names blocks in runs; a run is a chain of consecutive blocks of one group. A call may also name
+a mark: a point in the queue of the engine's device that the transfer must not precede (`order`).
 
 Always true: the blocks of a store are dropped if the engine revokes the store before its end. A
 session's transfers are bounded in number and bytes, so that other sessions find room. All methods
@@ -104,8 +106,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait for a mark (a point in the queue of the engine's device that a transfer must not
-precede). Far above the time of all work that an engine queues on its device."""
+"""Longest wait for a mark. Far above the time of all work that an engine queues on its device."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
 """Most transfers that a session may have in flight. It also may not begin a transfer while its
@@ -113,7 +114,7 @@ transfers in flight have as many bytes as the arena, or MIN_INFLIGHT_BYTES if th
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory that a transfer uses until it ends, in addition to its message: for the
-transfer, for each run (consecutive blocks of a group), and for each block."""
+transfer, for each run, and for each block."""
 
 
 class Deadline:
@@ -144,8 +145,8 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Begins the timeout, because the engine's device has passed the transfer's mark (the point
-        in its queue that the transfer must not precede). May be called from any thread."""
+        """Begins the timeout, because the engine's device has passed the transfer's mark. May be
+        called from any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
@@ -169,12 +170,10 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Ids of the blocks in the engine's memory, int64, an array for each run (consecutive blocks of a
-group)."""
+"""Ids of the blocks in the engine's memory, int64, an array for each run."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
 """Function that ends a transfer in the core. Its arguments are the outcome and the number of bytes
-moved. It returns the blocks' `BlockResult` values, an array for each run (consecutive blocks of a
-group)."""
+moved. It returns the blocks' `BlockResult` values, an array for each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,8 +447,7 @@ class Transfers:
 
         block_ids: where to write each block of `runs` in the engine's memory.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        after: writes begin only after the engine's device has passed this mark (a point in its
-            queue).
+        after: writes begin only after the engine's device has passed this mark.
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]
@@ -486,9 +484,8 @@ class Transfers:
         block_ids: where each block of `runs` lies in the engine's memory.
         timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
-        contents: token ids of each run (consecutive blocks of a group), for events; may be empty.
-        after: reads begin only after the engine's device has passed this mark (a point in its
-            queue).
+        contents: token ids of each run, for events; may be empty.
+        after: reads begin only after the engine's device has passed this mark.
         message_bytes: size of the request's message, which counts as memory of the transfer.
         """
         groups = [run.group_index for run in runs]

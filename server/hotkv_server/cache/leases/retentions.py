@@ -103,8 +103,8 @@ class RetentionPins:
         return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the holds (retention pins) whose time is over. Each step of the iterator examines
-        PART_ENTRIES entry numbers. Any other method may be called between two steps."""
+        """Ends the holds whose time is over. Each step of the iterator examines PART_ENTRIES entry
+        numbers. Any other method may be called between two steps."""
         if now_s < self._next_end_s:
             return
         soonest_s, self._next_new_end_s = np.inf, np.inf
@@ -117,8 +117,7 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
-        """Ends the holds (retention pins) of these entries at once. Skips entries that are not
-        held."""
+        """Ends the holds of these entries at once. Skips entries that are not held."""
         if self._num_held:
             self._end(each_once(entries[self._until_s[entries] > 0]))
 

@@ -1,5 +1,6 @@
 """`Reservations` opens and ends leases that reserve slots; `Stores` begins and ends stores under
-them."""
+them. Calls name blocks in runs: a run is a chain of consecutive blocks of one group, or of their
+representations (compact forms of a block's keys, for sparse attention)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ searches each for array attributes."""
 class Named:
     """The entries of the blocks that a call names, at the time they were looked up.
 
-    words: for each run (consecutive blocks of a group), an entry word per block: the entry number,
-        with the high bit set while the entry is reserved; 0 for a block without an entry.
+    words: for each run, an entry word per block: the entry number, with the high bit set while the
+        entry is reserved; 0 for a block without an entry.
     staying: ready entries that must not be evicted to make room for the call: the named entries,
         the blocks of named representations, and the entries before them in their chains.
     """
@@ -72,8 +73,7 @@ class CheckedCall:
     """A call that `make_room` has checked and made room for. `reserve` executes it.
 
     runs: the blocks that the call names.
-    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run (consecutive blocks of a
-        group), without representations (compact forms of keys).
+    listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
     named: the entries of the call's blocks. None if the call joins a lease, or if other calls ran
         since the entries were looked up.
     ttl_s: lifetime of the call's lease.
@@ -109,8 +109,7 @@ class Reservations:
     ) -> Parts[CheckedCall]:
         """Checks a call, then makes room for its blocks; yields after each part of the work. The
         caller calls `reserve` with the result right after the last part. Never evicts a block that
-        `runs` (consecutive blocks of a group each) names. Makes no room if the lease exists: its
-        blocks are reserved already.
+        `runs` names. Makes no room if the lease exists: its blocks are reserved already.
 
         If `reserve` would raise, raises before it evicts anything.
 
@@ -189,8 +188,7 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up the entries of the blocks that the runs (consecutive blocks of a group each)
-        name."""
+        """Looks up the entries of the blocks that the runs name."""
         space = self._books.space
         listed: list[Entries] = []
         kept: list[Entries] = []
@@ -288,7 +286,7 @@ class Reservations:
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
         """Returns the index's keys of all blocks of the runs, uint64 [n], run after run. A key is
         the block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs
-        of representations (compact forms of blocks' keys, for sparse attention)."""
+        of representations."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -335,9 +333,9 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run (consecutive blocks of a group): PRESENT,
-        IN_FLIGHT, RESERVED under this lease, or NO_SPACE for a block without an entry. Records a
-        use of the ready blocks. Clears the flag of reserved entries in `words`."""
+        """Returns the BlockResult values of a run: PRESENT, IN_FLIGHT, RESERVED under this lease,
+        or NO_SPACE for a block without an entry. Records a use of the ready blocks. Clears the flag
+        of reserved entries in `words`."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -413,9 +411,9 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations (compact forms of keys) that may be reserved. Returns the
-        positions in `wanted` whose block is ready or reserved under this lease. Sets the result to
-        IN_FLIGHT if another lease writes the block."""
+        """Selects the representations that may be reserved. Returns the positions in `wanted` whose
+        block is ready or reserved under this lease. Sets the result to IN_FLIGHT if another lease
+        writes the block."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -578,8 +576,8 @@ class Stores:
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
         """Ends a store after its copy has finished. Publishes the blocks that now have every shard
-        written, then their representations (compact forms of keys, for sparse attention). Returns
-        `BlockResult` values, an array for each run of the call.
+        written, then their representations. Returns `BlockResult` values, an array for each run of
+        the call.
 
         sums: sums of the copied bytes, for check values; an array for each run. May be empty.
         """
@@ -662,8 +660,8 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes representations (compact forms of keys), all of one kind, ready if their blocks are
-        ready; marks the others as aborted. Returns which became ready, as a mask."""
+        """Makes representations, all of one kind, ready if their blocks are ready; marks the others
+        as aborted. Returns which became ready, as a mask."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space

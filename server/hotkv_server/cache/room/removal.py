@@ -1,5 +1,6 @@
 """`Books` is the state of a tier. `Removal` removes entries from it: by eviction, flush or drop.
-`Rebalancer` empties slabs of one slot size for another slot size.
+`Rebalancer` empties slabs of one slot size for another slot size. Slabs are lent to a slot size in
+runs: ranges of adjacent slabs that are lent, and returned, together.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
 same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
@@ -372,9 +373,9 @@ class Rebalancer:
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
-    receiving size would otherwise evict, or if that size can't evict enough. A run (adjacent slabs
-    that were lent together) is emptied as a whole, so each of its slabs costs the heat of the run's
-    hottest block. A representation has the heat of its block.
+    receiving size would otherwise evict, or if that size can't evict enough. A run is emptied as a
+    whole, so each of its slabs costs the heat of the run's hottest block. A representation has the
+    heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -503,8 +504,8 @@ class Rebalancer:
         return self._of_runs(np.maximum, cost), np.sort(own)[:num_slots]
 
     def _of_runs(self, put_together: np.ufunc, of_slabs: NDArray[Any]) -> NDArray[Any]:
-        """Combines the values of all slabs of a run (adjacent slabs that were lent together).
-        Returns for each slab the combined value of its run.
+        """Combines the values of all slabs of a run. Returns for each slab the combined value of
+        its run.
 
         put_together: the ufunc that combines two values, for example np.maximum.
         """
@@ -544,8 +545,8 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts the entries in all runs (adjacent slabs that were lent together) that contain a
-        chosen slab, slab by slab. Yields after each part; returns how many entries it evicted."""
+        """Evicts the entries in all runs that contain a chosen slab, slab by slab. Yields after
+        each part; returns how many entries it evicted."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 

@@ -141,7 +141,8 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 class TenantBook:
     """Counts the bytes of slots that each tenant and each key space uses, and knows the tenants'
-    shares. Methods take a tenant as a number: its position in the book.
+    shares: a guarantee, and a burst bound, which is the most bytes that the tenant may use. Methods
+    take a tenant as a number: its position in the book.
 
     is_used: False if no shares are configured; then the whole arena counts as one tenant's.
     capacity_bytes: bytes of the arena that have memory.
@@ -256,8 +257,7 @@ class TenantBook:
         return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes the tenant may use within its burst bound (the most bytes
-        that it may use)."""
+        """Returns how many more bytes the tenant may use within its burst bound."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
@@ -320,17 +320,17 @@ class TenantBook:
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[tuple[int, int]]:
-        """Returns the tenants that use more than their burst bound (the most bytes that a tenant
-        may use), each with its excess in bytes. A tenant can exceed its bound only after a restart
-        with other settings, or after a change of the shares."""
+        """Returns the tenants that use more than their burst bound, each with its excess in bytes.
+        A tenant can exceed its bound only after a restart with other settings, or after a change of
+        the shares."""
         if not self.is_used:
             return []
         excess = self.used - self._set_burst
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
 
     def excess_bytes(self, tenant: int) -> int:
-        """Returns how many bytes the tenant uses above its burst bound (the most bytes that a
-        tenant may use); negative if it uses less."""
+        """Returns how many bytes the tenant uses above its burst bound; negative if it uses
+        less."""
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:

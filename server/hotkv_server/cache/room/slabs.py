@@ -1,5 +1,5 @@
-"""The pool of slots: an arena cut into slabs (pieces of equal size), which are lent to slot sizes
-in runs of adjacent slabs.
+"""The pool of slots: an arena cut into slabs (pieces of equal size). Slabs are lent to slot sizes
+in runs; a run is a range of adjacent slabs that are lent together.
 
 Owns which byte of the arena belongs to which slot. Slots lie side by side from the start of their
 run, so only bytes at the end of a run are lost: `run_slabs` chooses a length that loses few. If no
@@ -133,22 +133,19 @@ class SlabFloors:
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
-        """Returns how many slabs the size lacks for its floor (the number of slots promised to
-        it)."""
+        """Returns how many slabs the size lacks for its floor."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Returns how many slabs the size could give to other sizes and still have its floor (the
-        number of slots promised to it)."""
+        """Returns how many slabs the size could give to other sizes and still have its floor."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
-        """Returns the slot sizes that have a floor (promised slots)."""
+        """Returns the slot sizes that have a floor."""
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Returns how many free slabs must stay free for the floors (promised slots) of other
-        sizes."""
+        """Returns how many free slabs must stay free for the floors of other sizes."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
     @property
@@ -250,15 +247,13 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of a run (adjacent slabs that are lent together) that may lie unused behind its
-last slot."""
+"""Largest share of a run that may lie unused behind its last slot."""
 LONGEST_END = 100
-"""Most slabs that a run (adjacent slabs that are lent together) has in addition to the slabs that a
-single slot needs. More are not necessary: a run of 100 slabs loses less than one slab behind its
-last slot, which is the share MOST_LOST."""
+"""Most slabs that a run has in addition to the slabs that a single slot needs. More are not
+necessary: a run of 100 slabs loses less than one slab behind its last slot, which is the share
+MOST_LOST."""
 RUNS_PER_ARENA = (16, 32)
-"""Bounds for the number of runs (adjacent slabs that are lent together) that fit into an arena,
-which limit the length of a run.
+"""Bounds for the number of runs that fit into an arena, which limit the length of a run.
 
 At least 16, even if shorter runs lose more at their ends: a size must not take most of a small
 arena for its first block. At most 32, so that the gaps between runs of different sizes are small
@@ -267,21 +262,19 @@ of less than FEW_SLABS slabs.
 """
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena of fewer slabs, runs (adjacent slabs that are lent together) are as short as their
-slot size allows, because a single hot block keeps its whole run from being emptied."""
+"""In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
+block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns how many slabs one slot needs: the length of the shortest run (adjacent slabs that
-    are lent together)."""
+    """Returns how many slabs one slot needs: the length of the shortest run."""
     return -(-slot_bytes // slab_bytes)
 
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
-    """Returns the length, in slabs, of runs (adjacent slabs that are lent together) for a slot size
-    in an arena of `num_slabs`. It is the shortest length that loses at most MOST_LOST behind the
-    last slot. If no length within the bounds (RUNS_PER_ARENA, LONGEST_END) loses so little, it is
-    the length that loses least."""
+    """Returns the length, in slabs, of runs for a slot size in an arena of `num_slabs`. It is the
+    shortest length that loses at most MOST_LOST behind the last slot. If no length within the
+    bounds (RUNS_PER_ARENA, LONGEST_END) loses so little, it is the length that loses least."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -299,8 +292,7 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 class _SlabClass:
     """What the pool knows about one slot size: its slabs and its free slots.
 
-    run_slabs, slots_per_run: number of slabs and of slots in a run (adjacent slabs that are lent
-        together) of full length.
+    run_slabs, slots_per_run: number of slabs and of slots in a run of full length.
     num_slabs, num_slots: number of slabs and of slots in all runs of this size.
     """
 
@@ -333,14 +325,12 @@ class _SlabClass:
         )
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns how many slots of this size runs (adjacent slabs that are lent together) of these
-        lengths have. `lengths`: in slabs."""
+        """Returns how many slots of this size runs of these lengths have. `lengths`: in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 
     def slots_of(self, heads: Int64s, lengths: Int64s) -> Int64s:
-        """Returns the offsets of all slots in some runs (adjacent slabs that are lent together),
-        run by run in rising order.
+        """Returns the offsets of all slots in some runs, run by run in rising order.
 
         heads: first slab of each run.
         lengths: length of each run, in slabs.
@@ -447,8 +437,7 @@ class SlabPool:
         return num_runs * c.slots_per_run + rest * self.slab_bytes // c.slot_bytes
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns the number of slabs and of slots in a run (adjacent slabs that are lent together)
-        of full length for this slot size."""
+        """Returns the number of slabs and of slots in a run of full length for this slot size."""
         c = self._class(slot_bytes)
         return c.run_slabs, c.slots_per_run
 
@@ -466,8 +455,8 @@ class SlabPool:
         return self._owner
 
     def slab_head(self) -> Int64s:
-        """Returns for each slab the first slab of its run (adjacent slabs that are lent together);
-        the slab itself if it is not lent. The array is a view: do not change it."""
+        """Returns for each slab the first slab of its run; the slab itself if it is not lent. The
+        array is a view: do not change it."""
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
@@ -530,8 +519,7 @@ class SlabPool:
         return emptied[:count]
 
     def _give_back(self, c: _SlabClass, heads: Int64s) -> None:
-        """Frees the slabs of runs (adjacent slabs that were lent together) that have no used slot.
-        `heads`: the first slab of each run."""
+        """Frees the slabs of runs that have no used slot. `heads`: the first slab of each run."""
         lengths = self._length[heads]
         runs, nth = spread(lengths)
         slabs = heads[runs] + nth
@@ -550,9 +538,8 @@ class SlabPool:
         self._count_lent(c, -len(slabs))
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
-        """Returns for each offset the first slab of the run (adjacent slabs that are lent together)
-        to which a slot of this size at the offset could belong; -1 if no run could have a slot
-        there.
+        """Returns for each offset the first slab of the run to which a slot of this size at the
+        offset could belong; -1 if no run could have a slot there.
 
         If a run could start at several slabs, returns the nearest. Whole slots lie between two such
         starts, so one long run and two short runs have the same slots.
@@ -575,8 +562,8 @@ class SlabPool:
         """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
         overlap, are misaligned or lie outside the arena.
 
-        Rebuilds each run (adjacent slabs that were lent together) up to its last used slot. From
-        here on, the run's slabs count as having memory; the caller prefaults them.
+        Rebuilds each run up to its last used slot. From here on, the run's slabs count as having
+        memory; the caller prefaults them.
         """
         if not len(offsets):
             return

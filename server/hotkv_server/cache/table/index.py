@@ -1,5 +1,6 @@
-"""`BlockIndex` finds entries by key and is the only writer of the shared block table. `Chains` and
-`Representations` link entries with each other.
+"""`BlockIndex` finds entries by key and is the only writer of the shared block table. `Chains`
+links the blocks of a prompt, `Representations` each block with its representation: a compact form
+of its keys, by which sparse attention selects blocks.
 
 Always true: an entry number is free, reserved, ready or detached (removed from the table while
 pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
@@ -432,13 +433,12 @@ FreeSlots = Callable[[list[Words]], None]
 
 def blocks_first(groups: list[int]) -> list[int]:
     """Returns the positions in `groups`, reordered: groups of blocks come before groups of
-    representations (compact forms of keys)."""
+    representations."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
 class Representations:
-    """The representations in an index: compact forms of a block's keys, by which sparse attention
-    selects blocks.
+    """The representations in an index, each linked with its block.
 
     declared: True once a session has declared a kind of representation. While it is False, methods
         skip the work for representations.
@@ -454,12 +454,12 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation (compact form of keys, for sparse attention)."""
+        """Registers a kind of representation."""
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations (compact forms of keys)."""
+        """Returns which of the entries [n] are representations."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -468,20 +468,20 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns the entries of all representations (compact forms of keys) that are ready. Takes
-        time linear in the capacity."""
+        """Returns the entries of all representations that are ready. Takes time linear in the
+        capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns for each ready block [n] the entry of its representation (compact form of its
-        keys); 0 without a representation."""
+        """Returns for each ready block [n] the entry of its representation; 0 without a
+        representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
         """Returns for each entry [n] how many bytes of slots its removal would free: its own slot,
-        and for a block also the slot of its representation (compact form of its keys)."""
+        and for a block also the slot of its representation."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
@@ -489,24 +489,24 @@ class Representations:
 
     def blocks_of(self, entries: Entries) -> Entries:
         """Returns for each entry [n] the entry whose heat (order of eviction) counts for it: for a
-        ready representation (compact form of keys) its block, otherwise the entry itself."""
+        ready representation its block, otherwise the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which of the entries [n] are representations (compact forms of keys) that are
-        linked with a ready block."""
+        """Returns which of the entries [n] are representations that are linked with a ready
+        block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )
         return are
 
     def publish(self, entries: Entries, blocks: Entries, checks: Keys | None = None) -> None:
-        """Makes reserved representations (compact forms of keys) ready, each for a ready block, and
-        removes the blocks' former representations. `checks`: the representations' check values,
-        uint64 [n]; all 0 if not given."""
+        """Makes reserved representations ready, each for a ready block, and removes the blocks'
+        former representations. `checks`: the representations' check values, uint64 [n]; all 0 if
+        not given."""
         former = self.of(blocks)
         self._remove(former[former != 0])
         self._index.publish(
@@ -518,14 +518,14 @@ class Representations:
         self._records[entries, table.W_REPRESENTATION] = blocks
 
     def follow(self, parts: Sequence[Words]) -> None:
-        """Removes the representations (compact forms of keys) of blocks that were just removed.
-        `parts`: the records that the blocks had."""
+        """Removes the representations of blocks that were just removed. `parts`: the records that
+        the blocks had."""
         for rows in parts if self.declared else ():
             linked = rows[:, table.W_REPRESENTATION]
             self._remove(linked[linked != 0])
 
     def drop(self, entries: Entries) -> None:
-        """Removes ready representations (compact forms of keys); their blocks stay."""
+        """Removes ready representations; their blocks stay."""
         self._records[self._records[entries, table.W_REPRESENTATION], table.W_REPRESENTATION] = 0
         self._remove(entries)
 
@@ -538,8 +538,8 @@ class Representations:
         self._index.detach(entries[is_pinned])
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a link between a block and its representation (compact form of
-        its keys) is not mutual or joins different keys. Takes time linear in the capacity."""
+        """Raises AssertionError if a link between a block and its representation is not mutual or
+        joins different keys. Takes time linear in the capacity."""
         live = np.flatnonzero(self._index.states()).astype(np.uint32)
         is_ready = self._index.states()[live] == table.STATE_READY
         links = self._records[live, table.W_REPRESENTATION]

@@ -5,7 +5,7 @@ through `hotkv_proto.native.require`. `tests/core/test_index.py` has a model of 
 Always true: the server is the table's only writer. Records and buckets have the layout of
 `hotkv_proto.table`. The record of a free entry number holds the next free number in place of the
 slot's offset. Arguments named `mixed` are 64-bit keys of entries, as `BlockIndex.mixed` returns
-them.
+them. The pool lends slabs to a slot size in runs: ranges of adjacent slabs.
 """
 
 from typing import Any
@@ -99,9 +99,9 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the number of used slots of the run (adjacent slabs that were lent together)
-    in which each slot of `offsets` lies. Returns the number of runs whose count reached 0, and
-    writes their first slabs to the front of `emptied` [offsets].
+    """Adds `change` to the number of used slots of the run in which each slot of `offsets` lies.
+    Returns the number of runs whose count reached 0, and writes their first slabs to the front of
+    `emptied` [offsets].
 
     Returns -1, with nothing changed, if a slab is not lent to this size. Returns -2 if a count fell
     below 0.
@@ -134,8 +134,7 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all. The slots
-    lie in runs: adjacent slabs that are lent together.
+    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the rest of each gap. A rest lengthens the run before it, up to `longest` slabs, if that

@@ -112,10 +112,9 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the current task as a guest (call that may last without a session) until the end
-        of the `with` block. The guest is ended after `for_s` seconds, or if it is the oldest when a
-        newer guest needs its place. Then the task's wait in the block is cancelled, and the block
-        raises OVERLOADED."""
+        """Counts the current task as a guest until the end of the `with` block. The guest is ended
+        after `for_s` seconds, or if it is the oldest when a newer guest needs its place. Then the
+        task's wait in the block is cancelled, and the block raises OVERLOADED."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:
@@ -135,7 +134,7 @@ class Guests:
             self._told.pop(task, None)
 
     def end_late(self, now_s: float) -> None:
-        """Ends the guests (calls that may last without a session) whose time limit is over."""
+        """Ends the guests whose time limit is over."""
         for task in [task for task, until_s in self._until_s.items() if until_s <= now_s]:
             self._tell(task, "the request did not come whole in time; send it again")
 
