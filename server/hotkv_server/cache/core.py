@@ -8,6 +8,9 @@ Always true: after a store has ended, the next lookup finds its blocks. A pinned
 evicted; if its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps
 its slots until the copy ends. A block becomes ready only when every shard (each rank's part) is
 written.
+
+Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
+representation is a compact form of a block's keys, for sparse attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,8 +105,8 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and its kinds of representations (compact forms
-        of keys, for sparse attention) when they are seen first."""
+        """Opens a session. Registers its key space and its kinds of representations when they are
+        seen first."""
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
@@ -166,8 +169,8 @@ class CacheCore(CacheBooks):
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
         """Frees slots in host memory for blocks that are about to be promoted from a lower tier.
-        The generator yields after each part of the work. `runs`: the blocks to promote, consecutive
-        blocks of a group each; a block named here is not evicted."""
+        The generator yields after each part of the work. `runs`: the blocks to promote; a block
+        named here is not evicted."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -185,9 +188,8 @@ class CacheCore(CacheBooks):
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
-        representations (compact forms of keys, for sparse attention), whatever the order of the
-        runs (consecutive blocks of a group). A representation is reserved only if its block is
-        ready or reserved under this lease.
+        representations, whatever the order of the runs. A representation is reserved only if its
+        block is ready or reserved under this lease.
 
         retention: how long to retain the blocks; only the value of the first call under the lease
             id applies. The retention takes effect at once for blocks that are ready, and for other
@@ -280,8 +282,8 @@ class CacheCore(CacheBooks):
         """Ends a store after its copy has finished. Blocks that now have every shard written become
         ready. Returns `BlockResult` values, an array for each run of `begin_store`.
 
-        A representation (compact form of a block's keys, for sparse attention) whose block is not
-        ready by now is dropped; the representation's result is ABORTED.
+        A representation whose block is not ready by now is dropped; the representation's result is
+        ABORTED.
 
         sums: sums of the copied bytes, for check values; an array for each run in the order of
             `begin_store`. May be empty.

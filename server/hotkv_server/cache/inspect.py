@@ -3,6 +3,8 @@
 Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
 over all entries runs in parts; an entry that is added, removed or used between two parts may count
 or not. Code outside the node reads the core's state through this module.
+
+Entries are blocks or representations (compact forms of a block's keys, for sparse attention).
 """
 
 import string
@@ -36,8 +38,7 @@ class Census:
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact forms of keys, for sparse
-        attention) in any state.
+    representation_bytes: bytes of the slots of representations in any state.
     num_unverified: entries whose bytes must be compared with the check value before a load.
     blocks, representations: number of ready blocks and of ready representations of each key space,
         int64 by the row of the key space (KEY_SPACE_ROWS).
@@ -95,8 +96,8 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the core. `max_entries`: most entries, that is blocks and representations (compact
-    forms of keys) together."""
+    """Limits of the core. `max_entries`: most entries, that is blocks and representations
+    together."""
 
     max_entries: int
     max_blocks_per_call: int
@@ -125,8 +126,7 @@ class RoomFigures:
     full_capacity_bytes: bytes of the tier's storage once all of it has memory.
     used_bytes: bytes of slots that are reserved, ready or detached.
     pinned_bytes: bytes of the slots of pinned entries.
-    representation_bytes: bytes of the slots of representations (compact forms of keys, for sparse
-        attention).
+    representation_bytes: bytes of the slots of representations.
     num_blocks: number of ready blocks.
     num_unverified: number of entries whose bytes must be compared with the check value before a
         load.
@@ -147,8 +147,8 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations (compact forms of keys, for sparse attention), and
-    its numbers of ready blocks and representations."""
+    """A key space, its kinds of representations, and its numbers of ready blocks and
+    representations."""
 
     number: int
     key_space: KeySpace
@@ -165,8 +165,7 @@ class BlockFigures:
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if never used.
-    representation_bytes: slot size of the block's representation (compact form of its keys, for
-        sparse attention); 0 without a representation.
+    representation_bytes: slot size of the block's representation; 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
         or if the block before it is not in the index.
     """

@@ -1,5 +1,6 @@
 """Restoring: a new core imports the entries of an old block table, whether the old server stopped
-or was killed.
+or was killed. Entries are blocks or representations (compact forms of a block's keys, for sparse
+attention).
 
 Always true: ready entries return, each under its key and in its slot. So do detached entries
 (flushed while pinned) that clients may still read in the arena. A record that contradicts the key
@@ -115,7 +116,7 @@ class Restorable(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The key spaces, with their kinds of representations (compact forms of keys)."""
+        """The key spaces, with their kinds of representations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,8 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """The result of a restore: numbers of blocks and of representations (compact forms of keys)
-    that returned, and of dropped records by reason.
+    """The result of a restore: numbers of blocks and of representations that returned, and of
+    dropped records by reason.
 
     kept: number of entries that the old server's residencies had pinned and that are pinned again.
     lost_readers: True if such an entry could not be retained. Then no entry is pinned, and the
@@ -386,8 +387,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations (compact forms of keys) whose block
-    returned. Drops all other representations.
+    """Makes restored blocks ready, then the representations whose block returned. Drops all other
+    representations.
 
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.
@@ -429,8 +430,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations (compact forms of keys) may return: their block returned, has
-    their key, and links back to them.
+    """Returns which representations may return: their block returned, has their key, and links back
+    to them.
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.

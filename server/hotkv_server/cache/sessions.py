@@ -1,4 +1,8 @@
-"""Key spaces and sessions, and the checks that every call of a session passes."""
+"""Key spaces and sessions, and the checks that every call of a session passes.
+
+Sessions may declare kinds of representations for the blocks of their key space. A representation is
+a compact form of a block's keys, for sparse attention.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +48,7 @@ def _invalid(message: str) -> HotKVError:
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
     """Returns the approximate bytes of memory that the catalog uses for a key space with these
-    kinds of representations (compact forms of keys, for sparse attention)."""
+    kinds of representations."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -64,7 +68,7 @@ class _Holding:
 
 class Catalog:
     """The known key spaces, each a `KeySpaceRecord` with a number from 1 on. `revision`: rises when
-    a key space or a kind of representation (compact form of keys) is added or forgotten."""
+    a key space or a kind of representation is added or forgotten."""
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
@@ -110,9 +114,8 @@ class Catalog:
     def register(
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations (compact forms of keys, for sparse
-        attention) the first time they are seen. Returns the number of the key space and the group
-        index of each kind."""
+        """Registers a key space and kinds of representations the first time they are seen. Returns
+        the number of the key space and the group index of each kind."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -358,7 +361,7 @@ def check_named(
 
     groups: indices of the groups that the call names.
     most_blocks: the most blocks that a call may name.
-    only_blocks: if True, refuses groups of representations (compact forms of keys) too.
+    only_blocks: if True, refuses groups of representations too.
     """
     for group_index in groups:
         if not record.has(group_index):
@@ -408,8 +411,8 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and its kinds of representations (compact forms
-        of keys, for sparse attention) when they are seen first."""
+        """Opens a session. Registers its key space and its kinds of representations when they are
+        seen first."""
         if not engine_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "engine_id is empty; give one id to all sessions of an engine"

@@ -1,4 +1,8 @@
-"""Frozen values that the core accepts and returns."""
+"""Frozen values that the core accepts and returns.
+
+Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
+representation is a compact form of a block's keys, for sparse attention.
+"""
 
 import enum
 from collections.abc import Mapping
@@ -24,8 +28,7 @@ a lease's number is below FIRST_MOVE, a move's number is FIRST_MOVE or higher.""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256
-"""Most kinds of representations (compact forms of keys, for sparse attention) that sessions may
-declare for a key space."""
+"""Most kinds of representations that sessions may declare for a key space."""
 HOST_TIER, DISK_TIER = "host", "disk"
 """Names of the host-memory tier and of the disk tier below it."""
 
@@ -133,7 +136,7 @@ class LoadPositions:
 class SlotRun:
     """Where the blocks of a run lie that a transfer copies.
 
-    positions: positions of the copied blocks in the run (consecutive blocks of a group), int64 [m].
+    positions: positions of the copied blocks in the run, int64 [m].
     offsets: offsets of the blocks' slots in the arena, in bytes, int64 [m].
     entries: the blocks' entry numbers, uint32 [m].
     """
@@ -146,8 +149,7 @@ class SlotRun:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The result of `CacheCore.reserve`. Runs (consecutive blocks of a group) are in the order of
-    the call.
+    """The result of `CacheCore.reserve`. Runs are in the order of the call.
 
     results: for each run, its blocks' `BlockResult` values, uint8 [n].
     entries: for each run, its blocks' entry numbers, uint32 [n]; 0 for a block without an entry.
@@ -193,8 +195,7 @@ class SessionRecord:
     """A live session.
 
     number: the session's public number; only the node knows its secret id.
-    representations: group index of each kind of representation (compact form of keys, for sparse
-        attention) that the session declares.
+    representations: group index of each kind of representation that the session declares.
     """
 
     number: int
@@ -244,24 +245,22 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space and its number in this server. `representations`: kinds of representations
-    (compact forms of keys, for sparse attention) that sessions have declared; their group indices
-    start at MAX_GROUPS."""
+    """A key space and its number in this server. `representations`: kinds of representations that
+    sessions have declared; their group indices start at MAX_GROUPS."""
 
     number: int
     key_space: KeySpace
     representations: tuple[Representation, ...] = field(default=())
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space has a group, or a kind of representation (compact form of
-        keys), with this index."""
+        """Returns True if the key space has a group, or a kind of representation, with this
+        index."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )
 
     def shape(self, group_index: int) -> GroupSpec | Representation:
-        """Returns the group or the kind of representation (compact form of keys) with this
-        index."""
+        """Returns the group or the kind of representation with this index."""
         return (
             self.key_space.groups[group_index]
             if group_index < MAX_GROUPS
@@ -269,12 +268,13 @@ class KeySpaceRecord:
         )
 
     def representation(self, group_index: int) -> Representation:
-        """Returns the kind of representation (compact form of keys) with this index."""
+        """Returns the kind of representation with this index."""
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the group whose blocks the representations of this kind (compact forms of keys)
-        belong to. For the index of a group, returns the index itself."""
+        """Returns the index of the group to which the blocks of these representations belong.
+        `group_index`: the index of a kind of representation; for the index of a group, returns the
+        index itself."""
         return (
             group_index
             if group_index < MAX_GROUPS

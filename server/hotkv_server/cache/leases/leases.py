@@ -1,5 +1,6 @@
 """`LeaseBook` and `TransferBook`: all live read leases, write leases and transfers. The modules
-`reading` and `writing` add and end them."""
+`reading` and `writing` add and end them. Calls name blocks in runs; a run is a chain of consecutive
+blocks of one group."""
 
 import math
 from collections import Counter
@@ -389,10 +390,9 @@ class StoreTransfer:
 
     lease: None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
-    groups, entries, positions, results, depths: lists with one element for each run (consecutive
-        blocks of a group) of the call: its group, the entries that the store writes, the positions
-        of their blocks in the run, the `BlockResult` values so far, and the number of blocks before
-        the run in its sequence.
+    groups, entries, positions, results, depths: lists with one element for each run of the call:
+        its group, the entries that the store writes, the positions of their blocks in the run, the
+        `BlockResult` values so far, and the number of blocks before the run in its sequence.
     """
 
     session_number: int
@@ -415,7 +415,7 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run (consecutive blocks of a group) of the call."""
+        """Adds the next run of the call."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)

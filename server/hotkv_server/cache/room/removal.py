@@ -4,7 +4,8 @@ runs: ranges of adjacent slabs that are lent, and returned, together.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
 same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
-entry is never evicted.
+entry is never evicted. Entries are blocks or representations (compact forms of a block's keys, for
+sparse attention).
 """
 
 from collections import Counter
@@ -49,8 +50,7 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """The state of a tier: index, pool of slots, tenants, eviction policy and representations
-    (compact forms of keys, for sparse attention).
+    """The state of a tier: index, pool of slots, tenants, eviction policy and representations.
 
     used_bytes: bytes of the slots in use, by number of the key space.
     """
@@ -93,7 +93,7 @@ class Books:
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         """Returns the heat of each entry [n]: entries with the lowest heat are evicted first. A
-        representation (compact form of a block's keys) has the heat of its block."""
+        representation has the heat of its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -175,8 +175,7 @@ class Removal:
         """Evicts those of the given entries that are ready and not pinned. Returns how many it
         evicted.
 
-        An evicted block has a notice; an evicted representation (compact form of a block's keys)
-        has none.
+        An evicted block has a notice; an evicted representation has none.
         """
         going = self.going(entries)
         alone = self._representations.among(going)

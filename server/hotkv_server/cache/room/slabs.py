@@ -250,8 +250,8 @@ MOST_LOST = 0.01
 """Largest share of a run that may lie unused behind its last slot."""
 LONGEST_END = 100
 """Most slabs that a run has in addition to the slabs that a single slot needs. More are not
-necessary: a run of 100 slabs loses less than one slab behind its last slot, which is the share
-MOST_LOST."""
+necessary: a run of 100 slabs loses less than one slab behind its last slot, so at most 1 %
+(MOST_LOST)."""
 RUNS_PER_ARENA = (16, 32)
 """Bounds for the number of runs that fit into an arena, which limit the length of a run.
 
@@ -325,7 +325,8 @@ class _SlabClass:
         )
 
     def counts_of(self, lengths: Int64s) -> Int64s:
-        """Returns how many slots of this size runs of these lengths have. `lengths`: in slabs."""
+        """Returns for each run how many slots of this size it has. `lengths`: the lengths of the
+        runs, in slabs."""
         counts: Int64s = lengths * self._slab_bytes // self.slot_bytes
         return counts
 

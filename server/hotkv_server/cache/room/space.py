@@ -2,8 +2,9 @@
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
-needs the slots. Making room can take long, so it runs in parts. Representations are entries too,
-but they influence no decision: see `Representations`.
+needs the slots. Making room can take long, so it runs in parts. Representations (compact forms of a
+block's keys, for sparse attention) are entries too, but they influence no decision: see
+`Representations`.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,8 +72,8 @@ class Room:
         """Frees `count` slots of `size` bytes for the tenant with number `taker`, as far as entries
         may be evicted for that tenant. Yields after each part of the work.
 
-        is_block: True if the slots are for blocks. Representations (compact forms of keys) of other
-            blocks may then be dropped to make room.
+        is_block: True if the slots are for blocks. Representations of other blocks may then be
+            dropped to make room.
         has_promise: True if the room was reserved for a residency; representations may be dropped
             for the residency too.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
@@ -98,9 +99,9 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def shares(self, size: int) -> bool:
-        """Returns True if the arena also has slots of other sizes or representations (compact forms
-        of keys). In that case the policy may not refuse room to new blocks in order to keep others;
-        this method notifies the policy (`Policy.allow_keeping`)."""
+        """Returns True if the arena also has slots of other sizes or representations. In that case
+        the policy may not refuse room to new blocks in order to keep others; this method notifies
+        the policy (`Policy.allow_keeping`)."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
@@ -275,9 +276,8 @@ class Room:
     def _drop_representations(
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
-        """Drops the representations (compact forms of keys, for sparse attention) of the coldest
-        blocks until `missing` returns 0. The blocks stay. `slot_bytes`: drops only representations
-        of this slot size; 0: of any size."""
+        """Drops the representations of the coldest blocks until `missing` returns 0. The blocks
+        stay. `slot_bytes`: drops only representations of this slot size; 0: of any size."""
         books, representations = self._books, self._books.representations
         if not representations.declared or missing() <= 0:
             return
@@ -393,9 +393,9 @@ class Space:
         """Returns True if the policy may refuse room for slots of this size to new blocks, in order
         to keep others.
 
-        False while several slot sizes or representations (compact forms of keys) share the arena,
-        since entries of the other sizes would be evicted instead. False if there are tiers below,
-        which get only blocks that were stored here.
+        False while several slot sizes or representations share the arena, since entries of the
+        other sizes would be evicted instead. False if there are tiers below, which get only blocks
+        that were stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others

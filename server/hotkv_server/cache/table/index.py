@@ -1,6 +1,6 @@
 """`BlockIndex` finds entries by key and is the only writer of the shared block table. `Chains`
-links the blocks of a prompt, `Representations` each block with its representation: a compact form
-of its keys, by which sparse attention selects blocks.
+links the blocks of a prompt. `Representations` links each block with its representation: a compact
+form of its keys, by which sparse attention selects blocks.
 
 Always true: an entry number is free, reserved, ready or detached (removed from the table while
 pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
