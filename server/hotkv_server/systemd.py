@@ -37,7 +37,8 @@ def extension(seconds: float) -> str:
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
     """While the `with` block runs, asks systemd for more time to start or stop as long as
-    `progress` rises. Uses a thread, because the block may occupy its own.
+    `progress` rises. Does so on a thread, because the code in the block may occupy the calling
+    thread.
 
     what: what the server is doing, for systemd's status line.
     progress: function that returns the bytes that are done.

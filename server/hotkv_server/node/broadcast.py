@@ -15,7 +15,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Bytes that each item counts for in addition to its arrays."""
+"""Bytes that each item uses of the feed's limit (FEED_BYTES), in addition to the bytes of its
+arrays."""
 MAX_READERS = 64
 
 

@@ -42,7 +42,7 @@ from hotkv_server.node.session import LiveSession, SessionMemory
 # Timings: histograms of the durations of calls and transfers, and of the sizes of transfers, for
 # metrics.
 #
-# Always true: memory is fixed. On the event loop only.
+# Always true: they use a fixed amount of memory. On the event loop only.
 
 
 Answer = TypeVar("Answer")

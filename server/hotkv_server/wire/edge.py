@@ -32,8 +32,9 @@ listener."""
 class Edge:
     """The objects of one listener (socket or port), which its services use.
 
-    identify: function that returns the peer of a call with its proven identity, given the call's
-        message, which may hold a ticket, and its context. Raises HotKVError for an invalid proof.
+    identify: function that returns the peer of a call, with its proven identity. Its arguments are
+        the call's message, which may hold a ticket, and the call's context. Raises HotKVError for
+        an invalid proof.
     pace: delays answers to malformed messages.
     guests: bounds the calls that may last without a session.
     has_descriptor_socket: True if clients of this listener can use the descriptor socket.

@@ -52,8 +52,8 @@ MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 GUESTS_TURN_S = 1.0
 MAX_ANSWERED = 2048
-"""Most calls without a session, on a listener, whose whole message has arrived. Most of them are
-transfers."""
+"""Most calls without a session that a listener answers at a time, once their whole message has
+arrived. Most of them are transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
 that may last has its own bound, which a client can't use up for other kinds. So there is always

@@ -39,8 +39,8 @@ from hotkv_server.integrity.check_values import Sums
 
 LEASE_BYTES = 1024
 LIST_BYTES = 192
-"""Memory in bytes: LEASE_BYTES for a lease without its lists of blocks, LIST_BYTES in addition for
-each list."""
+"""Memory that a lease uses, in bytes: LEASE_BYTES for the lease itself, and LIST_BYTES for each of
+its lists of blocks."""
 
 
 def content_of(groups: Sequence[HashList]) -> int:

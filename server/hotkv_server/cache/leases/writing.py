@@ -143,8 +143,8 @@ class Reservations:
         parts.
 
         has_promise: True if the room was reserved for a residency.
-        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; None if the policy may not hold entries back.
+        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
+            used soon; None if it may not.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):

@@ -411,9 +411,9 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # First make room for whole runs, which lose least at their ends. Then for the shortest
-            # runs, because pinned blocks may leave only short gaps. At last lengthen gaps that may
-            # lack one slab for a slot.
+            # First empty slabs for whole runs, which lose least at their ends. Then for the
+            # shortest runs, because pinned blocks may leave only short gaps. Then only next to free
+            # slabs, because a gap may lack one slab for a slot.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)

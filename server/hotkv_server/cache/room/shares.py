@@ -78,9 +78,9 @@ class FairBound:
 
 
 class BoundShare(FairBound):
-    """Bounds one of several kinds of objects that use a common `FairBound`, for example leases,
-    which share a bound of memory. Each object of this kind uses `unit` units of the common
-    bound."""
+    """Bounds the number of objects of one kind, if several kinds of objects share the units of one
+    `FairBound`. An example is the memory bound that leases and transfers share. Each object uses
+    `unit` units of the shared bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)
@@ -95,12 +95,12 @@ class BoundShare(FairBound):
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` objects for the owner, here and in the common bound."""
+        """Acquires `count` objects for the owner, here and in the shared bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """Releases `count` of the owner's objects, here and in the common bound."""
+        """Releases `count` of the owner's objects, here and in the shared bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 

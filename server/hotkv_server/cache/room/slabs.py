@@ -99,11 +99,11 @@ class SlabFloors:
     lent: function that returns the number of slabs lent to a size.
     num_free: function that returns the number of free slabs.
 
-    Always true between two calls of the core: if some sizes have fewer slabs than their floors
-    need, that many slabs are free. A size gets free slabs only if enough stay free for the floors
-    of other sizes. A size gives slabs to another size only down to its own floor. So a size has
-    room for all promised slots, once its evictable blocks are evicted. The number of slabs that a
-    floor needs assumes the shortest runs, because those can be lent wherever free slabs lie.
+    Always true between two calls of the core: at least as many slabs are free as all sizes together
+    lack for their floors. A size gets free slabs only if enough stay free for the floors of other
+    sizes. A size gives slabs to another size only down to its own floor. So a size has room for all
+    promised slots, once its evictable blocks are evicted. The number of slabs that a floor needs
+    assumes the shortest runs, because those can be lent wherever free slabs lie.
     """
 
     def __init__(

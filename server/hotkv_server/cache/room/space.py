@@ -41,9 +41,9 @@ class Room:
 
     coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
         requests that were refused because they will fit then.
-    may_keep: True if the policy may refuse room to new blocks in order to keep others. False if
-        this is a tier below host memory, or host memory with tiers below it, because those tiers
-        get only blocks that were stored here.
+    may_keep: True if the policy may refuse room to a new block, so that older blocks stay. False if
+        this is a tier below host memory, or host memory with tiers below it: those tiers get a new
+        block only after it was stored in host memory.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -76,10 +76,10 @@ class Room:
             dropped to make room.
         has_promise: True if the room was reserved for a residency; representations may be dropped
             for the residency too.
-        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; None if the policy may not hold entries back. Ignored for a tenant within its
-            guarantee, and while entries of other slot sizes, representations or blocks in tiers
-            would be evicted instead.
+        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
+            used soon; None if it may not. Ignored for a tenant within its guarantee, and while
+            entries of other slot sizes, representations or blocks in tiers would be evicted
+            instead.
         """
         shares = self.shares(size)
         for wanted in self._tenants.portions(taker, size, count):
@@ -100,8 +100,8 @@ class Room:
 
     def shares(self, size: int) -> bool:
         """Returns True if the arena also has slots of other sizes or representations. In that case
-        the policy may not refuse room to new blocks in order to keep others; this method notifies
-        the policy (`Policy.allow_keeping`)."""
+        the policy may not refuse room to a new block so that older blocks stay; this method
+        notifies the policy (`Policy.allow_keeping`)."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
@@ -390,12 +390,12 @@ class Space:
         self.room.coming_bytes = coming_bytes
 
     def may_keep(self, slot_bytes: int) -> bool:
-        """Returns True if the policy may refuse room for slots of this size to new blocks, in order
-        to keep others.
+        """Returns True if the policy may refuse room for slots of this size to a new block, so that
+        older blocks stay.
 
         False while several slot sizes or representations share the arena, since entries of the
-        other sizes would be evicted instead. False if there are tiers below, which get only blocks
-        that were stored here.
+        other sizes would be evicted instead. False if there are tiers below: they get a new block
+        only after it was stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
@@ -464,8 +464,8 @@ class Space:
         yield if there is room already or if the work is short.
 
         has_promise: True if the room was reserved for a residency.
-        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
-            soon; ignored if `may_keep` returns False.
+        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
+            used soon; ignored if `may_keep` returns False.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:

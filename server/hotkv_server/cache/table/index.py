@@ -432,8 +432,8 @@ FreeSlots = Callable[[list[Words]], None]
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the positions in `groups`, reordered: groups of blocks come before groups of
-    representations."""
+    """Returns the positions in `groups` in another order: first those of groups of blocks, then
+    those of groups of representations."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 

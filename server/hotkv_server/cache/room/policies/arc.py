@@ -76,13 +76,13 @@ class ARC:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Does nothing: this policy never holds blocks back."""
+        """Does nothing: this policy never refuses to evict a block."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: this policy never holds blocks back."""
+        """Does nothing: this policy never refuses to evict a block."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: this policy never holds blocks back."""
+        """Does nothing: this policy never refuses to evict a block."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]

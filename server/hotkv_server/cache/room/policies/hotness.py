@@ -32,12 +32,12 @@ from hotkv_server.cache.room.policies.shared import (
 # The duel measures, while the cache serves, which setting of the hotness formula would get the most
 # hits.
 #
-# Each contender is a setting of the formula. It has a shadow cache over a small sample of keys,
-# which is scaled down like the sample and stores keys without bytes: those that the real cache
-# would hold with this setting. After every epoch (EPOCH_S), the contender whose shadow cache had
-# the most hits becomes the setting of the real cache; hits of older epochs count less. Source of
-# the sampling: Waldspurger et al., "Cache modeling and optimization using miniature simulations",
-# USENIX ATC 2017.
+# Each contender is a setting of the formula and has a shadow cache, which stores keys without
+# bytes: the keys that the real cache would hold with this setting. Shadow caches see only a small
+# sample of all keys, and are smaller than the real cache in the same proportion. After every epoch
+# (EPOCH_S), the contender whose shadow cache had the most hits becomes the setting of the real
+# cache; hits of older epochs count less. Source of the sampling: Waldspurger et al., "Cache
+# modeling and optimization using miniature simulations", USENIX ATC 2017.
 
 
 EPOCH_S = 60.0

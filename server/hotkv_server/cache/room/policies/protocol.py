@@ -5,6 +5,9 @@ index. The entries of a call are in chain order, each at most once. The first bl
 hotter than the last, so that the end of a chain is evicted first. Keys are 64-bit and outlive entry
 numbers: a policy recognizes by its key a block that was evicted and is stored again. No clock:
 `now_s` is passed in and never goes back.
+
+A policy may hold entries back: it then refuses to evict entries that it expects to be used soon,
+and a new block finds no room instead.
 """
 
 from collections.abc import Callable, Iterator
