@@ -122,8 +122,8 @@ class Counts:
 class RoomFigures:
     """How a tier's storage is used, in bytes, blocks and slabs.
 
-    capacity_bytes: bytes of the tier's storage that have memory.
-    full_capacity_bytes: bytes of the tier's storage once all of it has memory.
+    capacity_bytes: bytes that the tier can use now; of the arena, the part that has memory.
+    full_capacity_bytes: bytes that the tier can use once all of the arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached.
     pinned_bytes: bytes of the slots of pinned entries.
     representation_bytes: bytes of the slots of representations.

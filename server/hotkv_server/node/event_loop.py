@@ -95,7 +95,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
 QUIET_LAG_S = 0.005
-"""After a delay longer than this, the timer is due every TICK_S again."""
+"""After a delay longer than this, `LoopLag` measures every TICK_S again, not every QUIET_TICK_S."""
 WINDOW_S = 60.0
 HELD_S = 0.02
 """If the loop is later than this, the thread records which function the loop runs."""

@@ -137,8 +137,8 @@ class Room:
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns `coming_slots`, and subtracts these slots from `coming_bytes`: the caller refuses
-        them, and they will use that memory."""
+        """Returns how many of `count` slots the caller must refuse now, because memory for them
+        comes soon (`coming_slots`). Subtracts their bytes from `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
@@ -342,7 +342,7 @@ REFRESH_S = 1.0
 """Longest time by which the last use of a block may be older than the last use of a block after it
 in its chain. Beyond that, `Space.refresh_ancestors` marks the block as in use."""
 MAX_REFRESHED = 1 << 14
-"""Most blocks before a used block in its chain that count as used with it."""
+"""Most blocks that `Space.refresh_ancestors` marks as in use, before a block in its chain."""
 
 
 class Space:

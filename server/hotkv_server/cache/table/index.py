@@ -65,7 +65,8 @@ class BlockIndex:
         return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
-        """Registers the salts of a key space's groups, beginning with the group `first_group`."""
+        """Registers the salts of a key space's groups, beginning with the group `first_group`. A
+        salt is a number that is mixed into the hashes of a group."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:

@@ -42,7 +42,8 @@ MAX_PARTS = 1 << 15
 """Most parts (fields, list entries and messages) of a request. Parsing so many takes about 20 ms of
 the event loop. A layout of 100 layers has a tenth of this number."""
 FREE_BYTES = 8192
-"""The parts of a message of at most this size are not counted, because it can't have many."""
+"""The parts of a message of at most this size are not counted, because so small a message can't
+have many parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
