@@ -110,8 +110,9 @@ class BoundShare(FairBound):
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 
-# Tenants: how many bytes of the arena each uses, and whose blocks may be evicted for it. Bytes are
-# bytes of slots in any state (reserved, ready or detached), of blocks and representations.
+# `TenantBook` counts how many bytes of the arena each tenant uses, and decides whose blocks may be
+# evicted for a tenant. It counts the slots of blocks and representations in any state (reserved,
+# ready or detached).
 #
 # Always true: a tenant with a burst bound (the most bytes that it may use) never exceeds it. If the
 # bound was lowered, the excess only shrinks. A block is evicted for another tenant only while its

@@ -3,10 +3,13 @@ chooses the weights while serving.
 
 State per entry: t, the time of its last use, and c = log2 of its uses. A use counts half as much
 after each `memory_s`. heat = ±t + H·c, so one doubling of uses is worth H seconds of recency; the
-block with the lowest heat is evicted first. The duel compares settings of H (`half_life_s`) and of
-the rest of the formula (`Contender`), and applies the best. Entries store only t and c, so a new
-setting applies at once. Ghosts (records of evicted blocks) store t and c too; there are four for
+block with the lowest heat is evicted first. Entries store only t and c, so a new setting of the
+formula applies at once. Ghosts (records of evicted blocks) store t and c too; there are four for
 each block of the capacity.
+
+The duel compares contenders: settings of H (`half_life_s`) and of the rest of the formula. Each
+contender has a shadow cache, which stores keys without bytes. The contender whose shadow cache has
+the most hits is applied.
 """
 
 import math

@@ -2,7 +2,12 @@
 """Numba kernels of the eviction policies. Import this module at the first use and through
 `hotkv_proto.native.require`, which names the fix if Numba is missing: importing Numba takes a
 second. `tests/core/test_hotness.py`, `test_duel.py` and `test_ghosts.py` compare the kernels with
-plain Python implementations of the same rules."""
+plain Python implementations of the same rules.
+
+Terms: a ghost is a record of an evicted block. A contender is a setting of the formula of
+`Hotness`. Its shadow cache stores keys without bytes, and shows how many hits the setting would get
+(`hotness.Duel`).
+"""
 
 from typing import Any
 
