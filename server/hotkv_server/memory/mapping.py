@@ -218,8 +218,8 @@ class FileMapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """Returns False if the file was truncated since it was mapped, so that its contents are
-        lost."""
+        """Returns False if the file was truncated since it was mapped, so that touching the mapping
+        could kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
