@@ -83,8 +83,8 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes the key spaces and the blocks' times of last use. Its methods run on the event loop; a
-    `Clerk` thread writes the files."""
+    """Writes the key spaces and the blocks' times of last use. Its methods run on the event loop,
+    except `save_use`; a `Clerk` thread writes the files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
@@ -145,7 +145,8 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Collects all times of last use and writes them. Blocks the calling thread."""
+        """Collects all times of last use and writes them. Blocks the calling thread; not on the
+        event loop."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)
