@@ -80,7 +80,7 @@ class BlockIndex:
         )[0]
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Returns entry words as `find` does, but compares only 32 bits of each hash (the tag), as
+        """Returns entry words as `find` does, but compares only 32 bits of each key (the tag), as
         clients that map the table do. Faster than `find`, but only a hint: a word may belong to
         another hash."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
@@ -397,9 +397,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the last blocks of the chain that ends with the hash `last` [8]: the entry of
-        that block, and those of `ancestors`, in chain order. Empty if the last block is not
-        ready."""
+        """Returns the end of the chain whose last block has the hash `last` [8], in chain order: up
+        to `most` ready blocks before that block (as `ancestors` finds them), then the block itself.
+        Empty if the last block is not ready."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
