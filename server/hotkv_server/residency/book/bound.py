@@ -27,8 +27,8 @@ from hotkv_server.cache.room.slabs import SlabPool, aligned, shortest_run
 from hotkv_server.cache.values import Int64s
 
 MOST_NAMED_BYTES = 1 << 60
-"""Largest arena size that a refusal recommends. With a tiny `residency.share`, the needed size
-would be absurd."""
+"""Largest arena size that a refusal recommends, in case `residency.share` is so small that no size
+suffices."""
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
