@@ -43,7 +43,7 @@ class BlockRun:
         context.
     depth: position of the first block in the context, in blocks.
 
-    The server uses the other fields only for events. They may be empty:
+    The server uses the following fields only for events. They may be empty:
 
     token_ids: tokens of all the blocks, in order.
     lora_name: name of the LoRA adapter.

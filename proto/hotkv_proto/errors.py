@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Reason(enum.IntEnum):
-    """Why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
+    """The reason why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
 
     INVALID_FIELD = 1
     INVALID_HASH = 2

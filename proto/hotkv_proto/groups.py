@@ -32,7 +32,7 @@ _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
 class GroupKind(enum.IntEnum):
-    """How a group uses earlier tokens; numbered as `hotkv.v1.KvGroupKind`."""
+    """The way in which a group uses earlier tokens; numbered as `hotkv.v1.KvGroupKind`."""
 
     FULL_ATTENTION = 1
     MLA = 2
@@ -42,10 +42,10 @@ class GroupKind(enum.IntEnum):
 
 
 PREFIX_CLOSED = frozenset({GroupKind.FULL_ATTENTION, GroupKind.MLA})
-"""Kinds that need every block before the hit: a group that can serve n can serve any shorter
-hit."""
+"""Kinds of groups that need every block before the hit. If such a group can serve a hit, it can
+serve any shorter hit."""
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
-"""Kinds that need `window_tokens`."""
+"""Kinds of groups for which `GroupSpec.window_tokens` must be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """Checks the hits of alignment, 2 * alignment, ... count * alignment tokens. Returns a mask
-        [count] of the hits that the group can serve.
+        """Checks several hits: of `alignment` tokens, 2 * `alignment` tokens, … `count` *
+        `alignment` tokens. Returns a mask [count] of the hits that the group can serve.
 
         ready: which blocks of the prompt are ready [blocks].
         count: number of hits; none may exceed `reach_tokens`.

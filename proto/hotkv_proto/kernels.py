@@ -57,8 +57,8 @@ def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
 
 @intrinsic
 def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32). Compiler and CPU execute later accesses after this
-    load."""
+    """Loads array[row, column] (uint32). Later accesses happen after this load: the compiler and
+    the CPU do not move them before it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -71,8 +71,8 @@ def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32). Compiler and CPU execute earlier loads before this
-    load."""
+    """Loads array[row, column] (uint32). Earlier loads happen before this load: the compiler and
+    the CPU do not move them behind it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acquire")

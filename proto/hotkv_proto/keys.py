@@ -159,8 +159,8 @@ def unsigned_salt(number: int) -> int:
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:
-    """Returns the hashes of a group's blocks: each engine's hash that ends at the end of a block of
-    the group.
+    """Returns the hashes of a group's blocks. These are the engine's hashes that end at the end of
+    a block of the group.
 
     hashes: the engine's hashes, one per `hash_block_tokens`.
     block_tokens: tokens of a block of the group, a multiple of `hash_block_tokens`.

@@ -41,8 +41,9 @@ class Miss(enum.IntEnum):
     FAILED_LOAD = 10
     """The load of the hit failed."""
     PARTIAL_BLOCK = 11
-    """Tokens that never hit: those after the prompt's last full block, because only full blocks are
-    stored, and the block of the prompt's last token, because an engine always computes it."""
+    """Tokens that can't hit: the tokens after the prompt's last full block, because only full
+    blocks are stored, and the block of the prompt's last token, because an engine always computes
+    that token."""
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""
