@@ -98,7 +98,8 @@ def larger(builder: Any, x: Any, y: Any) -> Any:
 
 
 def exp2(builder: Any, x: Any) -> Any:
-    """Returns 2^x for x <= 0, with a relative error of 3e-6. Returns 2^-126 for x < -126 and NaN.
+    """Returns 2^x for x <= 0, with a relative error of 3e-6. Returns 2^-126 if x < -126 or x is
+    NaN.
 
     Uses the Taylor polynomial of degree 5 about the nearest integer.
     """

@@ -140,8 +140,8 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Returns the host and the port of a server over TCP; of a cluster, those of the first
-        server."""
+        """Returns the host and the port of a server over TCP. For a cluster, returns the host and
+        the port of the cluster's first server."""
         return self.hosts_and_ports[0]
 
     @property

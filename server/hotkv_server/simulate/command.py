@@ -231,7 +231,7 @@ class TierSize:
 
 def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
     """Replays the traces and returns the rows of the report, ordered by trace and capacity. For
-    each of them the policies come first, then the ideal caches."""
+    each capacity the rows of the policies come first, then the rows of the ideal caches."""
     percents = sorted(set(options.capacity_percent))
     rows: list[ReportRow] = []
     with _progress_bar(

@@ -22,7 +22,8 @@ kernels, and numpy's linear algebra."""
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
-"""Longest time for which the event loop holds the GIL while a copy thread waits for the GIL."""
+"""Longest time for which the event loop holds the GIL while a copy thread waits for the GIL, in
+seconds."""
 
 
 def hear_sigterm() -> None:

@@ -316,7 +316,8 @@ _fresh = itertools.count(begun(1 << 51), RAISES)
 class SharedMemoryTier(MemoryTier):
     """Implements `SharedTier` (a tier that nodes share, with epochs) over a `MemoryStore`.
 
-    on_epoch: called as by `RemoteTier`.
+    on_epoch: called with (fingerprint, epoch) if the store has another epoch than a call expected,
+        as by `RemoteTier`.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from typing import Any
 from hotkv_server.node.capability import Figures
 
 LATE_S, VERY_LATE_S = 0.02, 0.1
-"""Delays of the event loop (99th percentile), in seconds. Above the first the level is "look",
-above the second it is "bad"."""
+"""Delays of the event loop (99th percentile), in seconds. Above LATE_S the level is "look", above
+VERY_LATE_S it is "bad"."""
 WORTH_POINTS = 0.01
 """Least gain of the hit rate by more memory at which the verdict names memory as the limit."""
 NEAR_CEILING = 0.03

@@ -466,7 +466,9 @@ class ResidencyBook:
         return list(self._refusals.values())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Raises AssertionError if the register contradicts itself: if the ids or the counts do not
+        match the residencies, or the counted memory does not match the memory of the
+        residencies."""
         everything = self.all()
         is_open = [residency for residency in everything if not residency.is_closing]
         assert len(is_open) == len(self._by_id), "open residencies miscounted"

@@ -338,8 +338,8 @@ class Routes:
         return Reply.text(404, ALL_PATHS)
 
     def sight(self, request: Request) -> Sight | Reply:
-        """Returns what a request for a page may see. Returns a refusal if the headers of the
-        request do not suffice for its path."""
+        """Returns which details the answer to a request may show (`Sight`). Returns a refusal if
+        the headers of the request do not suffice for its path."""
         try:
             sight = self._access.judge(request.host, request.authorization)
         except PageRefusal as refusal:
