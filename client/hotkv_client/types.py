@@ -186,9 +186,9 @@ class EngineMemory:
 
     layout: where the engine's blocks lie in this memory.
     fds: file descriptor of each file handle of the layout. The caller keeps the descriptors open.
-    order: kinds of marks that the engine offers, for example CUDA events. By a mark the server
-        waits for earlier work on the engine's device. `Session.order_kind` returns the kind that
-        the server chose.
+    order: kinds of marks that the engine offers, for example CUDA events. A mark is a point in the
+        queue of work of the engine's device; the server waits until the device has passed it.
+        `Session.order_kind` returns the kind that the server chose.
     fence: a shared page through which another process can revoke stores; the caller then passes
         `fence_index` to each store. None: the session uses its own fence.
     """

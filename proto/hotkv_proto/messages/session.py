@@ -104,13 +104,14 @@ def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
 def memory_registered_message(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
     """Makes the answer to the registration of memory.
 
-    kind: the kind of device mark that the server has chosen.
+    kind: the kind of device mark (point in the device's queue of work) that the server has chosen.
     message: why the server has chosen no better kind; empty if it rejected no kind.
     """
     return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
 
 
 def read_memory_registered(message: session_pb2.MemoryRegistered) -> tuple[OrderKind, str]:
-    """Reads the kind of device mark that the server has chosen, and the reason why it chose no
-    better kind. Raises ValueError for an unknown kind, of a newer protocol."""
+    """Reads the kind of device mark (point in the device's queue of work) that the server has
+    chosen, and the reason why it chose no better kind. Raises ValueError for an unknown kind, of a
+    newer protocol."""
     return OrderKind(message.order or OrderKind.HOST), message.message

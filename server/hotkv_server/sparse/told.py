@@ -30,8 +30,8 @@ class LayerGrowth:
 
 
 class LayerFigures:
-    """Counts per engine and layer. Also counts per layer over all engines, since the server
-    started."""
+    """The sums of the counters of sparse decode: for each engine by layer, and over all engines by
+    layer since the server started."""
 
     def __init__(self) -> None:
         self._engines: dict[str, F64] = {}

@@ -144,7 +144,7 @@ class _Connection(asyncio.Protocol):
             # The node's event loop does not answer, so the probe must fail.
             self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
         except Exception as error:
-            # The edge of HTTP: every failure gets an answer.
+            # Every failure gets an answer. No other code handles the exceptions of this task.
             log.exception("no answer to a request of HTTP")
             text = f"{type(error).__name__}: a defect; the server's log says more"
             self._send(Reply.text(500, text, {}))

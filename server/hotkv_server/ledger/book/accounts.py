@@ -265,8 +265,8 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """Returns the account into which this account is folded. For the account of the whole node,
-        returns the same account."""
+        """Returns the account into which this account is merged if there are too many accounts. For
+        the account of the whole node, returns the same account."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
@@ -347,8 +347,9 @@ class Accounts:
         return row
 
     def _fold(self) -> None:
-        """Folds the least recently used account. Either removes it, or renames it to the account
-        into which it is folded. So repeated calls always reduce the number of accounts."""
+        """Folds the least recently used account: merges it into the account that `Account.folded`
+        returns. If that account does not exist yet, only renames the least recently used account; a
+        later call then reduces the number of accounts."""
         oldest = next(one for one in self._rows if one.folded() != one)
         row, target = self._rows.pop(oldest), oldest.folded()
         self.num_folded += 1

@@ -151,8 +151,8 @@ def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Returns the row numbers of the cells that are not all 0, int32 [n], and the values of these
-    rows, float64 [n, columns]."""
+    """Returns the numbers of the rows of `row.cells` that have a value other than 0, int32 [n], and
+    the values of these rows, float64 [n, columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells
