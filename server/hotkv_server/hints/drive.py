@@ -182,11 +182,13 @@ class HintDesk:
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
     def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
-        """Holds the blocks of a session whose request has ended, until the session is expected
-        back.
+        """Asks the eviction policy to keep the blocks of a session whose request has ended, until
+        the time at which the session is expected to return.
 
-        Does nothing if tenants have shares of the arena: held blocks would then make the server
-        refuse other tenants' blocks.
+        Does nothing if the hints of the request demote or release its blocks, if the hashes of
+        waiting requests exceed MAX_WAITING_BYTES, or if tenants have shares of the arena. With
+        shares, blocks that are kept for one tenant could make the server refuse blocks of other
+        tenants.
         """
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0

@@ -213,8 +213,8 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     async def hold(self, origin: Origin, until_s: float) -> None:
-        """Holds the blocks of an ended request until `until_s`, as far as the eviction policy
-        allows. Does nothing if the key space has been forgotten."""
+        """Asks the eviction policy to keep the blocks of an ended request until `until_s`. The
+        policy may keep only some of them. Does nothing if the key space has been forgotten."""
         assert origin.hashes is not None
         prompt = Prompt(origin.key_space_id, origin.hashes, 0, len(origin.hashes))
         with contextlib.suppress(HotKVError):
