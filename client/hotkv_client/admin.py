@@ -1,4 +1,4 @@
-"""Admin calls for operators and scripts: plain values in, plain values out."""
+"""Admin calls for operators and scripts. Calls accept and return plain Python values."""
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -13,7 +13,7 @@ from hotkv_proto.errors import HotKVError
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
 CHANGING = frozenset(("evict", "flush", "drain"))
-"""Calls that change something. The server records in its audit log who made them."""
+"""Calls that change the server's state. The server records their callers in its audit log."""
 TICKET_KEY = "hotkv-ticket-bin"
 
 
@@ -53,26 +53,26 @@ class AdminClient:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Returns whether the server serves. Uses the engines' socket, not the admin socket.
+        """Returns whether the server serves. Asks on the engines' socket, not on the admin socket.
 
-        service: "live" asks whether the server is healthy; the answer is True even while the server
-            drains.
+        service: "live" asks whether the server is healthy, which is also true while the server
+            drains. Empty: asks whether the server accepts work.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
-        """Returns the server's report about a topic, in the form of JSON.
+        """Returns the server's report about a topic, as parsed JSON.
 
-        Without a topic returns the names of all topics and the filters of each. docs/told.md
-        describes the fields.
+        If `topic` is empty, returns the names of all topics and the filters of each topic.
+        docs/told.md describes the fields.
         """
         given = {name: str(value) for name, value in filters.items() if value}
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
 
     def info(self) -> dict[str, Any]:
-        """Returns version, epoch (number that changes when the server loses the cache's contents),
-        state, devices, and `counters` by name."""
+        """Returns the server's version, epoch, state, devices, and `counters` by name. The epoch is
+        a number that changes when the server loses the cache's contents."""
         return self.tell("server")
 
     def tiers(self) -> list[dict[str, Any]]:
@@ -80,8 +80,10 @@ class AdminClient:
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Returns the key spaces with the number and bytes of their blocks. A non-zero
-        `key_space_id` limits the list to that key space."""
+        """Returns the key spaces with the number and bytes of their blocks.
+
+        key_space_id: limits the list to this key space; 0: all key spaces.
+        """
         return list(self.tell("key_spaces", key_space_id=key_space_id)["key_spaces"])
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -95,9 +97,10 @@ class AdminClient:
         page_token: str = "",
         hash_prefix: str = "",
     ) -> dict[str, Any]:
-        """Returns a page of the list of blocks, with `next_page_token`.
+        """Returns a page of the list of blocks, with a `next_page_token`.
 
-        hash_prefix: hexadecimal digits with which the hashes begin; empty for all.
+        page_token: the `next_page_token` of the page before; empty: the first page.
+        hash_prefix: limits the list to hashes that begin with these hexadecimal digits.
         """
         return self.tell(
             "blocks",
@@ -116,10 +119,11 @@ class AdminClient:
         everything: bool = False,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Drops the blocks that are named by packed `hashes`, or, with `everything`, all blocks of
-        a key space (0: of all key spaces). Pinned blocks stay.
+        """Drops blocks that are not pinned: the blocks with the packed `hashes`, or, with
+        `everything`, all blocks of a key space.
 
-        dry_run: drop no blocks; the answer says how many blocks and bytes a real call would drop.
+        key_space_id: the key space; with `everything`, 0 means all key spaces.
+        dry_run: drops no blocks; the answer has the blocks and bytes that a real call would drop.
         """
         return self._call(
             "preview_evict" if dry_run else "evict",
@@ -136,11 +140,11 @@ class AdminClient:
     def watch_requests(
         self, key_space_id: int = 0, seconds: float = 0
     ) -> Iterator[tuple[list[WatchedRequest], int]]:
-        """Yields pairs: requests that engines have reported, as they arrive, and the number of
-        requests that this stream missed after them because it was read too slowly.
+        """Yields pairs: requests that engines have reported, and the number of later requests that
+        this stream missed because the caller read it too slowly.
 
-        The first pair is empty. Every request that is reported after it is yielded or counted as
-        missed. The stream ends after `seconds`; 0: never.
+        The first pair is empty. Every request that is reported after it is either yielded or
+        counted as missed. The stream ends after `seconds`; 0: never.
         """
         return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
@@ -152,22 +156,25 @@ class AdminClient:
         tiers: bool = False,
         state: bool = False,
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Yields pairs: cache events as they happen, and the number of events that this stream
-        missed after them because it was read too slowly.
+        """Yields pairs: cache events, and the number of later events that this stream missed
+        because the caller read it too slowly.
 
-        The first pair is empty. Every event after it is yielded or counted as missed. The stream
-        ends after `seconds`; 0: never.
+        The first pair is empty. Every event after it is either yielded or counted as missed. The
+        stream ends after `seconds`; 0: never.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
-        state: begin with events for the blocks that are cached, if the server knows their tokens.
+        state: begin with an event for each cached block whose tokens the server knows.
         """
         return _admin_wire.subscribe(
             self._stubs, key_space_id, seconds, tiers, state, self._metadata
         )
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
-        """Asks the server to drain: to refuse new work, and to stop when all work has ended or
-        `timeout_s` has passed (0: the server's default). Returns when draining has begun."""
+        """Asks the server to drain. The server then refuses new work, and stops when all work has
+        ended or `timeout_s` has passed. Returns when draining has begun.
+
+        timeout_s: 0: the server's default.
+        """
         return self._call("drain", timeout_ms=int(timeout_s * 1000))
 
     def explain(
@@ -178,13 +185,13 @@ class AdminClient:
         session_id: str = "",
         tenant: str = "",
     ) -> list[dict[str, Any]]:
-        """Returns for each block of a prompt whether a lookup would hit it, and if not, why. The
-        result has one entry per key space.
+        """Returns for each block of a prompt whether a lookup would hit the block, and if not, the
+        reason. The result has one entry per key space.
 
         Name the prompt by `hashes`, `token_ids` or `session_id`:
         hashes: packed block hashes.
         token_ids: packed little-endian int32.
-        session_id: explains the latest prompts of this session instead of a given prompt.
+        session_id: explains the latest prompts of this user session instead of a given prompt.
         tenant: limits `session_id` to this tenant; empty: all tenants.
         """
         answer = self._call(
@@ -198,10 +205,10 @@ class AdminClient:
         return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
-        """Yields the key space as a dict, then the names of its hottest blocks in lists of (group
-        index, packed hashes).
+        """Yields the key space as a dict, then lists of its hottest blocks, the hottest block
+        first. A list has pairs of a group index and packed hashes.
 
-        byte_count: the total size of the named blocks, approximately; 0: all blocks.
+        byte_count: approximate total size of the named blocks; 0: all blocks.
         """
         return _admin_wire.export(
             self._warm_start, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
@@ -214,13 +221,13 @@ class AdminClient:
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
-        """Asks the server to promote blocks from lower tiers to host memory. Returns how many of
-        the blocks are then in host memory, in a lower tier, and in no tier.
+        """Asks the server to promote blocks from lower tiers to host memory. Returns the number of
+        the blocks that are then in host memory, in a lower tier, and in no tier.
 
         key_space: the dict that `export_blocks` yielded, or a key space id.
         groups: the blocks, as pairs of a group index and packed hashes.
-        prompts: more blocks, as prompts: pairs of packed hashes and packed token ids, of which one
-            may be empty.
+        prompts: further blocks, named by their prompts. A prompt is a pair of packed hashes and
+            packed token ids; one of the two may be empty.
         wait_s: longest time that the server waits for the promotions before it answers; 0: 10 s.
         """
         return _admin_wire.prefetch(
@@ -228,9 +235,12 @@ class AdminClient:
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Returns, for each tenant that has a session with this id: where the session's blocks are
-        stored, which hints named these blocks, and the receipt of the session's requests (prompt
-        tokens, hits, saved time)."""
+        """Reports about the user sessions with this id: returns one dict for each tenant that has
+        such a session.
+
+        The dict says where the session's blocks are stored, which hints named these blocks, and the
+        totals of the session's requests (prompt tokens, hits, saved time).
+        """
         told = self.hints(session_id=session_id, tenant=tenant)
         spaces = self.explain(session_id=session_id, tenant=tenant)
         known = {one["tenant"]: one for one in told["sessions"]}
@@ -247,8 +257,12 @@ class AdminClient:
     def hints(
         self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
     ) -> dict[str, Any]:
-        """Returns the latest `outcomes` of the hints that routers sent, and per tenant (`tenants`)
-        the state of its hints. `tenant` limits the answer to a tenant; empty: all tenants."""
+        """Returns the latest `outcomes` of routers' hints, and in `tenants` the state of each
+        tenant's hints.
+
+        message_id, session_id: limit the outcomes to this message or user session; empty: all.
+        tenant: limits the answer to this tenant; empty: all tenants.
+        """
         return self.tell(
             "hints",
             message_id=message_id,
@@ -263,11 +277,10 @@ class AdminClient:
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Returns the savings of the cache per engine, and the savings that a larger cache would
-        have.
+        """Returns the time and tokens that the cache saved per engine, and the further savings of a
+        larger cache.
 
-        since_s: computes the savings from the requests of this many last seconds; 0: from all
-            requests.
+        since_s: counts only the requests of the last `since_s` seconds; 0: all requests.
         """
         return self.tell("savings", since_s=since_s)
 
@@ -280,8 +293,8 @@ class AdminClient:
         return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
-        """Returns the metadata of a call, with a ticket that identifies the caller for the server's
-        audit log. If no ticket can be fetched, returns the metadata without it."""
+        """Returns the metadata of a call, with a ticket. The ticket tells the server's audit log
+        who made the call. If no ticket can be fetched, returns the metadata without a ticket."""
         path = descriptor_socket(self._target)
         if path is None:
             return self._metadata

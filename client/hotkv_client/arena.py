@@ -1,12 +1,12 @@
 """Maps the server's arena into this process.
 
-The link (the session's connection to the descriptor socket) provides the arena's descriptor. The
-descriptor is read-only unless the setting `security.arena_writers` names this process's user.
+The descriptor of the arena comes over the link, the session's connection to the descriptor socket.
+The descriptor is read-only unless the setting `security.arena_writers` names this process's user.
 
 Always true: this process never writes to the arena, even if the mapping is writable. The arena
-stays mapped as long as the object or a view of its `memory` is referenced, even after session and
-server have ended; until then its memory stays allocated. The server reuses slots, so a caller may
-read a block only while a lease or a residency pins it.
+stays mapped as long as the `Arena` or a view of its `memory` is referenced, even after the session
+and the server have ended; until then the system can't free the arena's memory. The server reuses
+slots, so a caller may read a block only while a lease or a residency pins the block.
 """
 
 import ctypes
@@ -22,12 +22,11 @@ from hotkv_proto.words import GENERATION
 
 # ----------------------------------------------------------------------------------- mapping a file
 
-# No code writes through the arrays.
+# Mapping of files. No code writes through the arrays that `map_file` returns.
 #
-# Always true: the address is a multiple of 2 MiB. The files consist of huge pages if the kernel
-# provides them. The kernel maps them as huge pages only at such addresses, which Python's own mmap
-# does not promise. With small pages, a cold lookup spends more time on page faults than on reading
-# the block table.
+# Always true: a mapping begins at a multiple of 2 MiB. Only there can the kernel map the files as
+# huge pages, and Python's own mmap does not promise such an address. With small pages, a cold
+# lookup spends more time on page faults than on reading the block table.
 
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -58,7 +57,7 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
     file_bytes = os.fstat(fd).st_size
     if file_bytes < num_bytes:
         raise OSError(f"the file has {file_bytes} bytes, not {num_bytes}")
-    # The file replaces a part of this mapping and is unmapped together with it.
+    # The file's mapping replaces a part of this mapping. Both are unmapped together.
     room = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
     )
@@ -84,11 +83,10 @@ class Arena:
 
     memory: uint8 [bytes], a read-only array of the arena's bytes.
     is_writable: whether the mapped pages are writable; CUDA registers only writable pages.
-    words: uint64 [n], read-only: validity words, by which `holds` checks that blocks stayed pinned
-        (`hotkv_proto.words`). Empty if the server has no residencies.
-    file_id: (device, inode) of the arena's file. If a restarted server reuses the arena of the
-        server before it, the id is the same, and memory that is registered with CUDA can stay
-        registered.
+    words: uint64 [n], read-only: the validity words (`hotkv_proto.words`), by which `holds` checks
+        that blocks stayed pinned. Empty if the server has no residencies.
+    file_id: (device, inode) of the arena's file. A restarted server may continue to use the same
+        file. If `file_id` has not changed, memory that is registered with CUDA can stay registered.
     """
 
     def __init__(
@@ -99,7 +97,9 @@ class Arena:
         Raises OSError if the system refuses or the file is shorter.
 
         fd: descriptor of the arena's file; the caller may close it after the call.
-        words_offset_bytes: place of the validity words in the file.
+        num_bytes: size of the arena.
+        words_offset_bytes: offset of the validity words in the file.
+        num_words: number of validity words.
         """
         status = os.fstat(fd)
         self.file_id = (status.st_dev, status.st_ino)
@@ -111,13 +111,12 @@ class Arena:
 
     def holds(self, opened: ResidencyOpened) -> bool:
         """Returns True if all blocks that a residency has pinned have stayed pinned until this
-        call, according to the validity words that the server writes behind the arena's bytes.
+        call. Compares the validity words, which the server writes behind the arena's bytes.
 
-        True: the bytes that the caller copied from `memory` before this call are the bytes that
-        were stored. False: the bytes may be other bytes; all later calls for the residency return
-        False too.
+        True: the bytes that the caller copied from `memory` before this call are the stored bytes.
+        False: the copied bytes may be wrong; all later calls for this residency return False too.
 
-        The caller's copy must be complete before this call reads the validity words. On x86-64
+        The caller must finish its copy before this call reads the validity words. On x86-64,
         program order guarantees that. On other machines the caller needs an acquire fence between
         copy and call.
         """
@@ -131,8 +130,11 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Returns True if all blocks that a residency has pinned have stayed pinned until this call,
-    according to the validity `words`. Returns False if `words` is empty."""
+    """Returns True if all blocks that a residency has pinned have stayed pinned until this call.
+    Returns False if `words` is empty.
+
+    words: the validity words behind the arena (`hotkv_proto.words`).
+    """
     return bool(
         len(words)
         and words[GENERATION] <= opened.generation

@@ -1,7 +1,7 @@
 """Opens gRPC channels to a server, with the credentials that identify both sides.
 
 On a Unix socket the server identifies the client by SO_PEERCRED, so the client sends no
-credentials. Over TCP a channel uses TLS if any TLS setting is given. A token travels in the
+credentials. Over TCP a channel uses TLS if any TLS setting is given. A token is sent in the
 metadata of calls; without TLS it is sent only to a loopback address. `why_unanswered` explains to
 an operator why a call got no answer.
 """
@@ -152,8 +152,8 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "log says why; over TCP it may also want TLS",
     ),
 )
-"""Sentences for an error UNAVAILABLE. Each entry has words that gRPC's details may contain, and the
-sentence for these words; the first entry that matches is used."""
+"""Explanations of the gRPC code UNAVAILABLE. An entry has texts that gRPC's details may contain,
+and the explanation for them. The first matching entry is used."""
 SENTENCES: dict[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         "no answer in time: the server is busy or hangs; --timeout-s waits longer"
@@ -167,8 +167,8 @@ SENTENCES: dict[grpc.StatusCode, str] = {
 
 
 def why_unanswered(code: grpc.StatusCode, details: str) -> str:
-    """Returns a sentence that explains why a call got no answer, with the gRPC code. Uses gRPC's
-    own `details` if no sentence fits."""
+    """Returns a sentence that explains why a call got no answer, with the gRPC code. Returns gRPC's
+    own `details` if this module has no explanation."""
     found = SENTENCES.get(code)
     if code is grpc.StatusCode.UNAVAILABLE:
         known = (text for words, text in UNREACHED if any(word in details for word in words))

@@ -41,17 +41,17 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 MAX_UNSENT = 1 << 14
-"""Most requests in the outbox, beside unanswered calls, to which a request without an answer is
-added. Beyond this the server hangs, although its system still answers gRPC's pings: the stream
-ends, so that the engine's memory does not grow."""
+"""Most unsent requests in the outbox, not counting calls that wait for an answer. With more, the
+server must be hanging, even if its system still answers gRPC's pings. `send_only` then ends the
+stream, so that the outbox does not fill the engine's memory."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
 DEVICE_GRACE_S = 1.0
 """Time that the client waits after a server's death before it fails loads into device memory.
 
 Copies that the dead server started on the device may still run, because the kernel closes a dead
-process's sockets and devices in any order. The copies take tens of milliseconds: a server has only
-a few pieces in flight on a device at a time (`copy.depth`).
+process's sockets and devices in any order. These copies take tens of milliseconds: a server has at
+most `copy.depth` pieces in flight on a device.
 """
 
 
@@ -60,10 +60,10 @@ class Pending:
     """A call that waits for its answer.
 
     future: the future that the answer resolves.
-    lease_id: the lease that an `acquire` call asked for; otherwise empty.
+    lease_id: the lease that an `acquire` call names; empty for other calls.
     transfer_id: id of a load or store; empty for other calls.
-    fence_index: the word of the fence (page shared with the server) that revokes this store; 0 if
-        the call can't be revoked.
+    fence_index: index of the word in the fence (page shared with the server) that revokes this
+        store; 0 if the call can't be revoked.
     call: name of the call, a field of `ConnectRequest.body`; set when the call is sent.
     """
 
@@ -76,17 +76,17 @@ class Pending:
 
 
 class Connection:
-    """A connection of a session, with the calls that wait for answers. Thread-safe once the
-    connection is open.
+    """A connection of a session, with the calls that wait for answers. Thread-safe once `open` has
+    returned.
 
     outbox: requests to send, in order; None ends the stream.
     link: the connection to the descriptor socket; None for a TCP target or if it is not needed.
-    table: the mapped block table; None without a link, or if the session does not use it.
+    table: the mapped block table; None without a link, or if the session does not use the table.
     opened: the server's answer to the opening of the session.
-    order_kind: the kind of mark (point in the queue of the engine's device) that the server chose
-        for transfers of this connection.
-    order_message: why the server rejected a part of the memory's device order; empty if it rejected
-        no part.
+    order_kind: the kind of mark that the server chose for the transfers of this connection. A mark
+        is a point in the queue of the engine's device.
+    order_message: the reason why the server rejected a kind of mark that the memory's `order`
+        offers; empty if it rejected no kind.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Connection:
         return len(self._pending)
 
     def open(self, ticket: bytes) -> None:
-        """Opens the session, opens the link and registers the engine's memory. Blocks the calling
-        thread.
+        """Opens the session, opens the link (the connection to the descriptor socket) and registers
+        the engine's memory. Blocks the calling thread.
 
         Raises HotKVError if the server refuses, OSError if the link fails, and grpc.RpcError if the
         stream breaks or if these steps together take longer than `connect_timeout_s`.
@@ -187,9 +187,10 @@ class Connection:
     def submit(
         self, request: _wire.Request, pending: Pending, after: After | None
     ) -> HotKVError | None:
-        """Sends a request. Its answer will resolve `pending.future`.
+        """Sends a request. The answer will resolve `pending.future`.
 
-        Returns None, or the error if the request was not sent; then `pending` is unchanged.
+        Returns None if the request was sent. Otherwise returns the error and leaves `pending`
+        unchanged.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
@@ -208,15 +209,18 @@ class Connection:
                 )
             request.request_id = next(self._request_ids)
             pending.call = request.WhichOneof("body") or ""
-            # From here on `Future.cancel` has no effect: a cancelled future could not be resolved.
+            # Makes `Future.cancel` ineffective: a cancelled future could not be resolved.
             pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
             self.outbox.put(request)
             return None
 
     def send_only(self, request: _wire.Request) -> None:
-        """Sends a request that has no answer. Drops a request that is too large and logs a warning.
-        If the server has left MAX_UNSENT requests unread, drops the request and ends the stream."""
+        """Sends a request that has no answer.
+
+        Drops a request that is too large, and logs a warning. If more than MAX_UNSENT requests wait
+        to be sent, drops the request and ends the stream.
+        """
         if (too_large := _too_large(request)) is not None:
             log.warning("not sent: %s", too_large.message)
         elif self.outbox.qsize() - len(self._pending) < MAX_UNSENT:
@@ -259,9 +263,8 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. If the transfer is a store with a word of the fence
-        (page by which stores are revoked), also revokes the store and resolves its future as
-        CANCELLED at once."""
+        """Asks the server to end a transfer. A store that has a word of the fence (page through
+        which stores are revoked) is also revoked, and its future resolves as CANCELLED at once."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
@@ -279,7 +282,7 @@ class Connection:
 
     def has_unrevocable_store(self) -> bool:
         """Returns whether a store in flight can't be revoked, because it has no word of the fence
-        (page by which stores are revoked)."""
+        (page through which stores are revoked)."""
         with self._lock:
             return any(
                 item.transfer_id and not item.is_load and not item.fence_index
@@ -289,8 +292,9 @@ class Connection:
     def end(self) -> None:
         """Closes the stream and fails the calls that wait for an answer.
 
-        Calls without engine memory and stores that can be revoked fail at once. Other transfers
-        fail when the server has closed the link or is dead, on a thread of their own.
+        Two kinds of calls fail at once: calls that touch no engine memory, and stores that can be
+        revoked. The other transfers fail when the server has closed the link or is dead; a separate
+        thread waits for that.
         """
         with self._lock:
             self._has_ended = True
@@ -301,8 +305,8 @@ class Connection:
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
             if item.fence_index and self._fence is not None:
-                # The server may be alive and may not know that the link broke. After this point the
-                # client can't revoke these stores any more.
+                # The server may be alive and unaware that the stream broke. The client revokes the
+                # stores now, because it forgets them here.
                 self._fence.revoke(item.fence_index)
                 told, item.future = item.future, Future()
                 told.set_exception(lost)
@@ -319,7 +323,7 @@ class Connection:
             try:
                 thread.start()
             except RuntimeError:
-                # No more threads can be started. The next connection waits until this is settled.
+                # No thread can be started. So this thread waits before it opens a connection.
                 self._settle(*arguments)
         else:
             self.link.close()
@@ -349,7 +353,7 @@ class Connection:
 def _too_large(request: _wire.Request) -> HotKVError | None:
     """Returns an error if a request is too large to send; None if it fits.
 
-    Sending a message that is too large would end the whole stream.
+    gRPC would end the whole stream at a message that is too large.
     """
     num_bytes = request.ByteSize() + REQUEST_ID_BYTES
     if num_bytes <= MAX_MESSAGE_BYTES:

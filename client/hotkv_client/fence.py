@@ -3,15 +3,15 @@
 The page consists of uint32 words. Each store in flight has a word; 1 means that the store is
 revoked. The server reads the word after the copy and before the commit. Once the word is set, the
 engine may overwrite the store's blocks at once, even if the server hangs: either the copy was
-committed before and is right, or it is never committed. A word is reused only after the server has
-answered the store.
+committed before, with the right bytes, or it is never committed. A word is reused only after the
+server has answered the store.
 
-`Fence`: the session that owns the page chooses the word of each store. `SharedFence`: another
-process of the engine (the scheduler) chooses the words through `Revocations`, for the pages of
-several sessions at once. That process can revoke a store before the session's own process learns
-that the store is not wanted. The page of a `SharedFence` also records for each word whether the
-session still waits for the server's answer. The session and the scheduler may set a store's word;
-only `Revocations` clears it.
+There are two kinds of fence. For a `Fence`, the session that owns the page chooses the word of each
+store. For a `SharedFence`, another process of the engine (the scheduler) chooses the words through
+`Revocations`, for the pages of several sessions at once. So the scheduler can revoke a store before
+the process of the session learns that the store is not wanted. The page of a `SharedFence` also
+records, for each word, whether the session still waits for the server's answer. Both the session
+and the scheduler may set a store's word; only `Revocations` clears it.
 
 A page's descriptor is closed when its `Fence` or `SharedFence` is garbage-collected. The words stay
 mapped as long as they are referenced.
@@ -30,19 +30,18 @@ from numpy.typing import NDArray
 from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
-"""End of the words that stores use in a shared fence (page by which stores are revoked): words 1 to
-SHARED_WORDS - 1.
+"""A `SharedFence` has words for stores at indices 1 to SHARED_WORDS - 1.
 
-Word SHARED_WORDS + i is not zero while a session has sent the store of word i and the server has
-not answered. The token of `FencePlace` starts at word TOKEN_WORD.
+Word SHARED_WORDS + i is not zero while a session waits for the server's answer to the store of word
+i. The token of `FencePlace` starts at word TOKEN_WORD.
 """
 TOKEN_WORD = 1000
 TOKEN_BYTES = 16
 
 
 class Fence:
-    """A session's own page, shared with the server, by which the session revokes stores. Words 1 to
-    FENCE_WORDS - 1 each serve one store in flight. Thread-safe."""
+    """A session's own page, shared with the server, through which the session revokes stores. Each
+    of the words 1 to FENCE_WORDS - 1 serves one store in flight. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -67,13 +66,13 @@ class Fence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight: sets the words of all stores (one word per store). `take`
-        clears a word for its next store."""
+        """Revokes all stores in flight, by setting all words. `take` clears a word before a new
+        store gets it."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """Frees a word of the page. Call this method when the server has answered the word's store,
-        or when the server is dead. Ignores 0."""
+        """Frees a word of the page for another store. Call it when the server has answered the
+        word's store, or when the server is dead. Ignores index 0."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -81,11 +80,12 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """The place of a shared fence, by which another process opens it.
+    """The place of a shared fence's page, by which another process opens the page.
 
     pid: process that owns the page.
     fd: descriptor of the page in that process.
-    token: random bytes on the page. A reader compares them, because a process id may be reused.
+    token: random bytes on the page. A process that opens the page compares them, because the system
+        may reuse a process id.
     """
 
     pid: int
@@ -94,8 +94,8 @@ class FencePlace:
 
 
 class SharedFence:
-    """A session's side of a fence (page by which stores are revoked) whose words another process
-    chooses. Thread-safe.
+    """The session's object for a fence whose words another process chooses (`Revocations`). The
+    fence is the page through which stores are revoked. Thread-safe.
 
     Sessions of the same process may share a `SharedFence`.
     """
@@ -132,13 +132,13 @@ class SharedFence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight: sets the words of all stores (one word per store) on this
-        session's page. `Revocations.take` clears a word for its next store."""
+        """Revokes all stores in flight, by setting all words for stores on this session's page.
+        `Revocations.take` clears a word before a new store gets it."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
-        """Records on the page that the server has answered the store of this word, or that the
-        server is dead. Ignores 0."""
+        """Records on the page that the session does not wait for an answer to the store of this
+        word any more: the server has answered, or is dead. Ignores index 0."""
         if index:
             self._words[SHARED_WORDS + index] = 0
 
@@ -147,15 +147,15 @@ class Revocations:
     """Chooses the words of the stores of several sessions, and revokes these stores on the pages of
     all sessions. For one thread.
 
-    A store has the same word on all pages. Always true: a word is cleared only after `end` was
-    called for it and no session waits for the server's answer. The constructor raises OSError or
-    ValueError if a page can't be mapped.
+    A store has the same word on all pages. Always true: a word is reused only after `end` was
+    called for it and no session waits for the server's answer to its store. The constructor raises
+    OSError or ValueError if a page can't be mapped.
     """
 
     def __init__(self, places: Sequence[FencePlace]) -> None:
         self._pages = [_found(place) for place in places]
-        # An earlier process may have chosen words for stores whose sessions still wait for the
-        # server's answers. Only this object can revoke those stores.
+        # An earlier scheduler process may have chosen words for stores that are still in flight.
+        # Only this object can revoke those stores now.
         self.revoke_all()
         self._ended = list(range(SHARED_WORDS - 1, 0, -1))
         self._free = self._answered()
@@ -202,7 +202,8 @@ class Revocations:
             page[1:SHARED_WORDS] = 1
 
     def end(self, index: int) -> None:
-        """Revokes a store and frees its word, which is reused once no session waits for the answer.
+        """Revokes a store and frees its word. The word is reused once no session waits for the
+        server's answer to the store.
 
         Call this method when no session will send the store again and the engine does not need the
         store's uncommitted blocks.

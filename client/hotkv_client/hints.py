@@ -1,4 +1,4 @@
-"""Sends cache hints to the server outside a request (for routers), and reads their outcomes."""
+"""Sends hints about cached blocks to the server, for routers, and reads the hints' outcomes."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -14,9 +14,9 @@ from hotkv_proto.errors import HotKVError
 class HintClient:
     """A client of the server's HintService, for one tenant. For one thread.
 
-    Calls block for at most `timeout_s` each and raise HotKVError.
+    Each call blocks for at most `timeout_s` and raises HotKVError.
 
-    tenant: whose blocks the hints concern; empty if the server has no tenants.
+    tenant: the tenant whose blocks the hints name; empty if the server has no tenants.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class HintClient:
     def send(
         self, envelope: Mapping[str, Any], key_space_id: int = 0, hashes: Sequence[bytes] = ()
     ) -> list[dict[str, Any]]:
-        """Sends an envelope (a set of hints) with the fields of vLLM's `kv_hints`. Returns an
-        outcome for each hint, as far as it is known.
+        """Sends an envelope (a set of actions) with the fields of vLLM's `kv_hints`. Returns the
+        outcomes of the actions that are known so far.
 
-        hashes: hashes of a prompt in the key space `key_space_id`. Actions that name no session
-            apply to this prompt.
+        key_space_id, hashes: a prompt, named by its key space and block hashes. Actions that name
+            no session apply to this prompt.
         """
         return _wire.send_hints(
             self._stub,
@@ -67,11 +67,11 @@ class HintClient:
     def outcomes(
         self, message_id: str = "", cursor: int = 0, page_size: int = 0
     ) -> tuple[list[dict[str, Any]], int]:
-        """Returns the hints' outcomes that have changed since an earlier call, and the cursor for
-        the next call.
+        """Returns the outcomes that have changed since an earlier call, and the cursor for the next
+        call.
 
         message_id: only outcomes of the envelope with this id; empty: of all envelopes.
-        cursor: the number that the earlier call returned; 0: all known outcomes.
+        cursor: the cursor that the earlier call returned; 0: all known outcomes.
         """
         return _wire.poll_hints(
             self._stub,
@@ -85,10 +85,10 @@ class HintClient:
         )
 
     def _ticket(self) -> bytes:
-        """Fetches a ticket, which proves which user this process runs as. Returns empty bytes if
-        the server refuses a ticket, over TCP, or if no tenant is set.
+        """Fetches a ticket, which proves which user this process runs as.
 
-        A server without tenants needs no ticket.
+        Returns empty bytes over TCP, without a tenant, or if no ticket can be fetched. A server
+        without tenants needs no ticket.
         """
         path = descriptor_socket(self._target)
         if path is None or not self._tenant:

@@ -1,9 +1,9 @@
 """The life of a session: a sequence of connections, with back-off between them.
 
-Owns the session's thread, its state, the engine's memory, and its fence (the page through which
-stores are revoked). Always true: at most one connection is open, and the state is CONNECTED only
-while a connection is open. Only `close` ends the thread. After a connection has failed, the thread
-opens a new connection, whatever the reason.
+`SessionLife` owns the session's thread, the session's state, the engine's memory, and the session's
+fence (the page through which stores are revoked). Always true: at most one connection is open, and
+the state is CONNECTED only while a connection is open. Only `close` ends the thread. If a
+connection fails for any reason, the thread opens a new connection.
 """
 
 import logging
@@ -29,10 +29,10 @@ class SessionLife:
     """Maintains a session's connection from `start` to `close`.
 
     memory: the engine memory that each connection registers; None for a session without memory.
-    connection: the open connection, or None.
-    opened: the server's answer when the last connection was opened.
-    fence: the page through which stores are revoked: `memory.fence`, or the session's own page;
-        None for a session without memory.
+    connection: the open connection; None while no connection is open.
+    opened: the server's answer when the latest connection was opened.
+    fence: the page through which stores are revoked. It is `memory.fence` if that is set, else the
+        session's own page; None for a session without memory.
     """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:
@@ -61,19 +61,19 @@ class SessionLife:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has answered and is opening the session, blocks until the server has opened
-        the session, at most `timeout_s`. Otherwise returns at once. Returns whether the session is
-        connected."""
+        """Waits until the server has opened the session, if a server has already answered. Blocks
+        at most `timeout_s`; returns at once if no server has answered. Returns whether the session
+        is connected."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             return self.state is LinkState.CONNECTED
 
     def close(self) -> None:
-        """Ends the connection and the thread. Then closes the fence, the page through which stores
-        are revoked, unless another process shares it.
+        """Ends the connection and the thread. Then drops the session's own fence (the page through
+        which stores are revoked); a fence that another process shares stays.
 
-        Blocks until the thread has ended, for at most 5 seconds. In a callback on that thread, does
-        not block; the thread ends after the callback.
+        Blocks until the thread has ended, for at most 5 seconds. If a callback of the session calls
+        this method, it does not block, and the thread ends after the callback.
         """
         self._closed.set()
         with self._changed:
@@ -81,12 +81,12 @@ class SessionLife:
         if connection is not None:
             connection.outbox.put(None)
         if awaited is not None:
-            # Without a server the thread would wait for a connection until its timeout.
+            # If no server answers, the thread would otherwise wait until its timeout.
             awaited.cancel()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(CLOSE_WAIT_S)
         if isinstance(self.fence, Fence) and not self.thread.is_alive():
-            # The thread has ended and has revoked the stores under way: the fence is unused now.
+            # The thread has ended and has revoked the stores in flight, so the fence is unused.
             self.fence = None
         self._set_state(LinkState.CLOSED, "closed")
 
@@ -110,8 +110,8 @@ class SessionLife:
             delay_s = min(2 * delay_s, self._config.reconnect_max_s)
 
     def _connect_and_serve(self) -> str:
-        """Opens a connection and resolves calls until the connection ends. Returns the reason for
-        the end."""
+        """Opens a connection and serves it until it ends. Returns the reason why the connection
+        ended."""
         config, why_no_ticket = self._config, ""
         connection = Connection(config, self.memory, self.fence)
         try:
@@ -154,7 +154,7 @@ class SessionLife:
         ready = grpc.channel_ready_future(channel)
         with self._changed:
             self._awaited = ready
-        # `close` sets the event before it looks for a future to cancel.
+        # `close` sets `_closed` before it reads `_awaited`: one of the two cancels the future.
         if self._closed.is_set():
             ready.cancel()
         try:
@@ -188,7 +188,8 @@ class SessionLife:
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
     def _lose(self, connection: Connection) -> None:
-        """Detaches the connection, so that no call uses it any more, then ends it."""
+        """Removes the connection from the session, so that no further call uses it. Then ends the
+        connection."""
         with self._changed:
             if self.connection is connection:
                 self.connection = None

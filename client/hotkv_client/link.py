@@ -1,10 +1,10 @@
 """The link: a connection to the server's descriptor socket that lives as long as the session.
 
-It carries the descriptors of the engine's memory to the server. The server sends back descriptors
-of the arena and the block table. The end of the link proves that the server can no longer touch the
-engine's memory: the server closes the link only after its last access, and if the server dies, the
-kernel closes the link. Copies that a dead server started on a device may still run for a moment
-(`connection.DEVICE_GRACE_S`).
+Over the link the client sends the descriptors of the engine's memory, and the server sends the
+descriptors of the arena and the block table. Once the link is closed, the server can no longer
+touch the engine's memory: a server closes the link only after its last access, and if the server
+dies, the kernel closes the link. Exception: copies that a dead server started on a device may still
+run for a moment (`connection.DEVICE_GRACE_S`).
 """
 
 import contextlib
@@ -31,8 +31,8 @@ def descriptor_socket(target: str) -> Path | None:
 
 
 def fetch_ticket(path: Path, timeout_s: float) -> bytes:
-    """Fetches a ticket: a token, accepted once, that proves to the server which user this process
-    runs as.
+    """Fetches a ticket from the descriptor socket. The ticket proves to the server which user this
+    process runs as; the server accepts a ticket once.
 
     Raises OSError if the socket does not answer, HotKVError if the server refuses.
     """
@@ -116,7 +116,8 @@ class Link:
             return self._arena
 
     def _let_go_of_arena(self) -> None:
-        """Drops the link's references to the arena. Mappings that are in use elsewhere stay."""
+        """Closes the arena's descriptor and drops the link's `Arena`. The arena stays mapped while
+        a caller still references it."""
         with self._lock:
             if self._arena_fd >= 0:
                 os.close(self._arena_fd)
@@ -124,7 +125,8 @@ class Link:
             self._arena_fd = -1
 
     def wait_closed(self) -> None:
-        """Blocks until the server has closed the link or is dead. Then closes this end too."""
+        """Blocks until the server has closed the link or has died. Then closes this end of the
+        link."""
         self._let_go_of_arena()
         with contextlib.suppress(OSError):
             while self._socket.recv(1):

@@ -1,8 +1,8 @@
-"""Splits values that are too large for one message, and joins the answers.
+"""Splits values that are too large for one message into parts, and joins the answers to the parts.
 
-Always true: the hashes or messages of a part have at most PART_BYTES in total, so the part and the
-other fields of its call fit into a gRPC message. A part has at most PART_BLOCKS hashes, the most
-that the server takes in a call. Parts keep the order of the values.
+Always true: a part has at most PART_BYTES of hashes or messages, so the whole call fits into a gRPC
+message. A part has at most PART_BLOCKS hashes, the most that the server accepts in a call. The
+parts keep the order of the values.
 """
 
 import threading
@@ -25,10 +25,10 @@ R = TypeVar("R")
 
 
 def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[GroupHashes]]:
-    """Splits lists of hashes into parts of at most PART_BYTES and PART_BLOCKS; returns at least one
-    part.
+    """Splits lists of hashes into parts, and returns at least one part.
 
-    If a list does not fit into a part, the rest of it is in the next part.
+    A part has at most PART_BYTES of hashes and at most PART_BLOCKS hashes. A list that does not fit
+    into a part continues in the next part.
     """
     most = left = min(PART_BYTES // hash_bytes, PART_BLOCKS)
     parts: list[list[GroupHashes]] = [[]]
@@ -48,7 +48,10 @@ def split_groups(groups: Sequence[GroupHashes], hash_bytes: int) -> list[list[Gr
 def join_masks(
     groups: Sequence[GroupHashes], answers: Sequence[Sequence[BoolMask]]
 ) -> tuple[BoolMask, ...]:
-    """Joins the masks that answer the parts of `split_groups` into one mask for each list."""
+    """Joins the answers to the parts of `split_groups`. Returns one mask for each list of `groups`.
+
+    answers: the answer to each part: one mask for each list of that part.
+    """
     pieces = iter([mask for answer in answers for mask in answer])
     joined = []
     for group in groups:
@@ -62,8 +65,8 @@ def join_masks(
 def split_messages(
     messages: Iterable[T], num_bytes: Callable[[T], int], most_bytes: int
 ) -> Iterator[list[T]]:
-    """Yields messages in parts of at most `most_bytes` and MAX_REPORTS messages. A larger message
-    is the only message of its part."""
+    """Yields the messages in parts of at most `most_bytes` and at most MAX_REPORTS messages. A
+    message of more than `most_bytes` has a part for itself."""
     part: list[T] = []
     size = 0
     for message in messages:
@@ -78,10 +81,13 @@ def split_messages(
 
 
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
-    """Returns a future that resolves when all `futures` have resolved: to `join` of their results
-    in order, or to the first future's exception if any failed."""
+    """Returns a future that resolves when all `futures` have resolved.
+
+    Its result is `join` of their results, in order. If some of them failed, it fails with the
+    exception of the first failed future in the order of `futures`.
+    """
     whole: Future[R] = Future()
-    # From here on `Future.cancel` has no effect: a cancelled future could not be resolved.
+    # Makes `Future.cancel` ineffective: a cancelled future could not be resolved.
     whole.set_running_or_notify_cancel()
     left, lock = len(futures), threading.Lock()
 

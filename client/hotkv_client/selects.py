@@ -1,8 +1,9 @@
 """A stream of selections: for a query, the server chooses the blocks that sparse attention reads.
 
-Used by engines that can't map the server's memory, and for inspection. Calls run one at a time:
-each waits for its answer. The stream begins with the first selection and ends with its session. The
-server's hot sets begin empty with each stream, so a sequence uses one stream for all its steps.
+Engines that can't map the server's memory use this stream, and so do tools for inspection.
+Selections run one at a time: each call waits for its answer. The first selection opens the stream;
+the stream ends with its session. A hot set of the server is valid within one stream only and is
+empty at first, so use the same stream for all decode steps of a sequence.
 """
 
 import queue

@@ -1,11 +1,13 @@
-"""A session with the server: one stream, reopened with back-off whenever it breaks.
+"""A session with the server: one gRPC stream, reopened with back-off whenever it breaks.
 
-Each call sends a message and returns a future for its answer. Calls never block, except `ping`. If
-a call's arguments are wrong, its future fails; calls without an answer raise the error. Always
-true: every future is resolved. The future of a load, or of a store that can't be revoked, is
-resolved only when the server can no longer touch the engine's memory for this transfer, because
-the server has answered or is dead. A store that can be revoked also resolves at `cancel` and when
-the connection breaks: from then on it can't commit.
+Most calls send a message and return a future for the answer. Only `ping` blocks until the server
+answers. If the arguments of a call are wrong, its future fails; a call without an answer raises the
+error instead.
+
+Always true: every future resolves. The future of a load resolves only when the server can no longer
+touch the engine's memory for this load, because the server has answered or is dead. The same is
+true of a store that can't be revoked. The future of a store that can be revoked also resolves at
+`cancel` and when the connection breaks: from then on the store can't commit.
 """
 
 import time
@@ -57,9 +59,9 @@ from hotkv_proto.order import OrderKind
 class Session:
     """A session with the server. Thread-safe.
 
-    The caller chooses the ids of sequences, leases, residencies and transfers. A sequence id must
-    be unique in the session. All sequences (contexts that are being decoded) end with the
-    connection.
+    The caller chooses the ids of sequences, leases, residencies and transfers. A sequence is a
+    context that the session decodes sparsely; its id must be unique in the session. All sequences
+    end when the connection ends.
     """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
@@ -79,7 +81,7 @@ class Session:
         return self._life.connection
 
     def start(self) -> None:
-        """Starts to connect in the background."""
+        """Starts the session's thread, which connects in the background."""
         self._life.start()
 
     def wait_connected(self, timeout_s: float) -> bool:
@@ -88,17 +90,18 @@ class Session:
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """If a server has answered and is opening the session, blocks until the server has opened
-        the session, at most `timeout_s`. Otherwise returns at once. Returns whether the session is
-        connected."""
+        """Waits until the server has opened the session, if a server has already answered. Blocks
+        at most `timeout_s`; returns at once if no server has answered. Returns whether the session
+        is connected."""
         return self._life.wait_opened(timeout_s)
 
     def close(self) -> None:
-        """Closes the connection, stops the session's thread and releases its own fence, the page
-        through which stores are revoked.
+        """Closes the connection, stops the session's thread, and drops the session's own fence (the
+        page through which stores are revoked).
 
         The server then ends the session's transfers and releases its leases. Blocks until the
-        thread has ended, for at most 5 seconds; in a callback of the session, does not block.
+        thread has ended, for at most 5 seconds. Does not block if a callback of the session calls
+        it.
         """
         self._life.close()
 
@@ -113,7 +116,7 @@ class Session:
     @property
     def epoch(self) -> int:
         """Returns the epoch of the server last connected to; 0 before the first connection. The
-        epoch changes when the server loses the cache's contents."""
+        epoch is a number that changes when the server loses the cache's contents."""
         return self._life.opened.epoch
 
     @property
@@ -139,8 +142,9 @@ class Session:
 
     @property
     def has_residency(self) -> bool:
-        """Returns True if the server supports residencies (room in host memory for a request, with
-        pinned blocks), as of the last connection; False before the first."""
+        """Returns True if the server last connected to supports residencies; False before the first
+        connection. A residency reserves room in host memory for a request and pins the request's
+        blocks there."""
         return self._life.opened.has_residency
 
     @property
@@ -166,19 +170,18 @@ class Session:
 
     @property
     def order_kind(self) -> OrderKind:
-        """Returns the kind of mark that transfers must use (`After`). The server chose the kind
-        from the ways in `EngineMemory.order`.
+        """Returns the kind of mark that `After` must carry. A mark is a point in the queue of the
+        engine's device. The server chose the kind from the kinds that `EngineMemory.order` offers.
 
-        Returns HOST without a connection, or if the memory offers no order.
+        Returns HOST without a connection, or if the memory offers no kind.
         """
         connection = self._connection
         return connection.order_kind if connection is not None else OrderKind.HOST
 
     @property
     def order_message(self) -> str:
-        """Returns why the server rejected a part of `EngineMemory.order` (the ways in which the
-        engine lets the server wait for earlier work on its device). Empty if the server rejected no
-        part, or if there is no connection."""
+        """Returns the reason why the server rejected a kind of mark that `EngineMemory.order`
+        offers. Empty if the server rejected no kind, or without a connection."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
@@ -235,12 +238,12 @@ class Session:
         *,
         wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
-        """Acquires a read lease: pins those blocks of `groups` that are ready.
+        """Acquires a read lease, which pins those blocks of `groups` that are ready.
 
-        If blocks are in lower tiers, the answer waits for their promotion, within a limit of the
+        If blocks are in lower tiers, the answer waits for their promotion, up to a limit of the
         server. If a block was stored before the server restarted, the server first compares the
-        block's bytes with the block's check value. The same call again gets the same answer. The
-        same `lease_id` with other blocks fails as DUPLICATE_ID.
+        block's bytes with the block's check value. A repeated call with the same `lease_id` and
+        blocks gets the same answer; with other blocks it fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
@@ -266,16 +269,18 @@ class Session:
         ttl_s: float = 0,
         retention: Retention = NO_RETENTION,
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
-        """Acquires a write lease: reserves slots for blocks that a store will write.
+        """Acquires a write lease, which reserves slots for blocks that a store will write.
 
-        Resolves to an array of `BlockResult` values for each run (consecutive blocks of a group).
-        `ttl_s`: time until the lease expires; 0: the server's default.
+        Resolves to an array of `BlockResult` values for each run.
+
+        runs: each run is a list of consecutive blocks of a group.
+        ttl_s: time until the lease expires; 0: the server's default.
         """
         return self._call(lambda: _wire.reserve(lease_id, runs, ttl_s, retention, self._hash_bytes))
 
     def release(self, lease_id: str) -> None:
-        """Releases a lease. The call has no answer. Without a connection the call does nothing,
-        because the server has already ended the lease."""
+        """Releases a lease. The call has no answer. Without a connection it does nothing, because
+        the server has already ended the lease."""
         self._send_only(_wire.release(lease_id))
 
     def open_residency(
@@ -287,11 +292,12 @@ class Session:
             reserves room for the blocks' representations (compact forms of keys, for sparse
             attention), of the kinds that this session declares.
 
-        The same call again gets the same answer. If the server `grows_residencies`, the call may be
-        repeated with more blocks; if that fails, the residency stays as it was. The residency
-        belongs to the engine and ends with this session. Fails as NO_ROOM_FOR_RESIDENCY if the room
-        is in use, as RESIDENCY_TOO_LARGE if there can never be enough room, and as NOT_ALLOWED if
-        there is no `arena()`.
+        A repeated call with the same arguments gets the same answer. If the server
+        `grows_residencies`, a repeated call may ask for more blocks; if that fails, the residency
+        stays as it was. The residency belongs to the engine and ends with this session.
+
+        Fails as NO_ROOM_FOR_RESIDENCY if other residencies use the room, as RESIDENCY_TOO_LARGE if
+        the room can never be large enough, and as NOT_ALLOWED if there is no `arena()`.
         """
         return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))
 
@@ -314,15 +320,17 @@ class Session:
         )
 
     def close_residency(self, residency_id: str) -> None:
-        """Closes a residency: the caller must not read its blocks after this call.
+        """Closes a residency. After this call the caller must not read the residency's blocks in
+        the arena.
 
-        The call has no answer. Without a connection the call does nothing, because the server has
-        already ended the residency.
+        The call has no answer. Without a connection it does nothing, because the server has already
+        ended the residency.
         """
         self._send_only(_wire.close_residency(residency_id))
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
-        """Reports to the server which blocks the engine used from its own device cache."""
+        """Reports to the server which blocks the engine used from its own device cache. The call
+        has no answer."""
         for part in split_groups(groups, self._hash_bytes):
             self._send_only(_wire.report_use(part, self._hash_bytes))
 
@@ -336,14 +344,14 @@ class Session:
         """Reports scheduled requests, ended requests and ended loads to the server. The call has no
         answer.
 
-        Raises HotKVError if a hash has another length than the key space's hashes.
+        Raises HotKVError if the length of a hash differs from the key space's `hash_bytes`.
 
         reports: for each scheduled request, the blocks that it used from the device cache, and how
-            long to retain its blocks.
-        prefill_tokens_per_s: prefill speed that this engine has measured; 0: unknown. If the speed
-            is known, lookups skip those blocks in a slow tier that the engine computes sooner than
-            it could load them.
-        ended: requests that have ended and that name a user's session or have hints.
+            long the server should retain its blocks.
+        prefill_tokens_per_s: prefill speed that this engine has measured; 0: unknown. With a known
+            speed, lookups skip blocks in a slow tier that the engine computes faster than it could
+            load them.
+        ended: ended requests that named a user's session or had hints.
         loads: loads that have ended since the previous report.
         """
         for request in _wire.report_requests(
@@ -362,7 +370,8 @@ class Session:
 
         hashes: hashes of the complete blocks of the context.
         select: settings with which the server selects blocks for the sequence (`selects`). None:
-            the server pins no blocks, and only reports (`report_sparse`) use the sequence.
+            the server makes no selections and pins no blocks; it uses the sequence only in reports
+            (`report_sparse`).
         """
         return self._call(
             lambda: _sparse_wire.create_sequence(
@@ -376,10 +385,10 @@ class Session:
         """Appends blocks that have become complete to a sequence.
 
         first_position: position of the first block of `hashes` in the context. If the sequence
-            already has a block at a position of `hashes`, the two hashes must be equal.
+            already has a block at one of the positions, both hashes must be equal.
 
-        If the server selects for the sequence, it replaces the sequence's lease by a lease of all
-        blocks that are ready now, even if `hashes` is empty.
+        If the server makes selections for the sequence, it also renews the sequence's lease, even
+        if `hashes` is empty. The new lease pins all blocks of the sequence that are ready now.
         """
         return self._call(
             lambda: _sparse_wire.append_blocks(
@@ -390,14 +399,13 @@ class Session:
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None:
-        """Reports to the server the sparse decode steps since the previous report. The server sends
-        no answer.
+        """Reports the sparse decode steps since the previous report. The call has no answer.
 
-        positions: by sequence id, int32 positions of the blocks that any layer selected, or added
-            to its hot set (the blocks that the layer keeps on the device). The server's eviction
+        positions: by sequence id, int32 positions of the blocks that a layer selected, or added to
+            its hot set (the blocks that the layer keeps on the device). The server's eviction
             policy counts these blocks as used.
-        counters: by layer and name, the growth of a counter. The names are those of
-            `SPARSE_COUNTERS`; another name raises HotKVError.
+        counters: by layer and by name, the growth of a counter since the previous report. Raises
+            HotKVError for a name that is not in `SPARSE_COUNTERS`.
         """
         self._send_only(_sparse_wire.report_sparse(positions, counters))
 
@@ -406,8 +414,8 @@ class Session:
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def read_events(self, most: int = 0) -> "Future[EventsRead]":
-        """Reads the next events of the key space: first the list of blocks that are cached now,
-        then each change.
+        """Reads the next events of the key space. The first events list the blocks that are cached
+        now; the later events report each change.
 
         Fails as NOT_ALLOWED unless `has_events`.
 
@@ -416,13 +424,13 @@ class Session:
         return self._call(lambda: _wire.read_events(most))
 
     def flush(self) -> "Future[Flushed]":
-        """Drops every block of this session's key space, whichever engine stored it. Resolves to
-        the number of ready blocks that were dropped.
+        """Drops every block of this session's key space, also blocks that other engines stored.
+        Resolves to the number of ready blocks that were dropped.
 
         After the answer no new lease can pin a block from before the flush, and the blocks of
-        stores in flight get the result ABORTED. The same is true on the other nodes that share a
-        tier, except in the tiers that `Flushed.pending_tiers` lists. If nodes share a tier, the
-        flush takes a second and a half.
+        stores in flight get the result ABORTED. The same is true on other nodes that share a tier
+        with this server, except for the tiers in `Flushed.pending_tiers`. If nodes share a tier,
+        the flush takes a second and a half.
         """
         return self._call(_wire.flush)
 
@@ -447,7 +455,7 @@ class Session:
         """Copies blocks that a read lease pins into the registered engine memory.
 
         after: the server writes only after the engine's device has passed this mark (a point in the
-            device's queue), and `timeout_s` begins then. None: the server may write at once.
+            device's queue); `timeout_s` begins at that time. None: the server may write at once.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
         """
         return self._call(
@@ -469,13 +477,14 @@ class Session:
     ) -> "Future[TransferResult]":
         """Copies blocks from the registered engine memory into the arena and commits them.
 
-        The first store under a `lease_id` reserves the slots; the stores of the other ranks name
-        the same lease and write their shards into these slots.
+        The first store under a `lease_id` reserves the slots. Other ranks store their shards of the
+        same blocks under the same `lease_id`, into these slots.
 
         after: the server reads only after the engine's device has passed this mark (a point in the
-            device's queue), and `timeout_s` begins then. None: the server may read at once.
-        fence_index: if `EngineMemory.fence` is set, the word of this shared fence that revokes the
-            store; another number than that of a word raises ValueError. Otherwise ignored.
+            device's queue); `timeout_s` begins at that time. None: the server may read at once.
+        fence_index: index of the word of `EngineMemory.fence` that revokes the store. Raises
+            ValueError if that shared fence has no such word for stores. Ignored without
+            `EngineMemory.fence`.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -502,20 +511,20 @@ class Session:
     def cancel(self, transfer_id: str) -> None:
         """Asks the server to end a transfer early. The transfer has ended when its future resolves.
 
-        If a store has a word of the fence (page by which stores are revoked), this call revokes the
-        store, and the store's future resolves at once as CANCELLED without results, even if the
-        server hangs. The store's blocks were committed before this call, or never will be. The
+        A store that has a word of the fence (page through which stores are revoked) is revoked at
+        once, even if the server hangs: its future resolves as CANCELLED, without results. The
+        server either committed the store's blocks before this call, or never commits them. The
         future of a load resolves when the server has stopped writing.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
 
     def revoke_stores(self) -> None:
-        """Revokes all stores in flight. After the return the engine may overwrite their blocks.
+        """Revokes all stores in flight. After this call the engine may overwrite their blocks.
 
         The futures of these stores resolve when the server answers. Raises SessionLostError if a
-        store can't be revoked because it has no word of the fence (page by which stores are
-        revoked); only `close` ends such a store.
+        store in flight has no word of the fence (page through which stores are revoked): such a
+        store can't be revoked, and only `close` ends it.
         """
         if self._life.fence is not None:
             self._life.fence.revoke_all()
@@ -524,8 +533,8 @@ class Session:
             raise SessionLostError("a store is under way that has no word of the fence")
 
     def selects(self) -> Selects:
-        """Opens a stream by which the server selects blocks for sequences of this session. The
-        caller closes it.
+        """Opens a stream in which the server selects blocks for sequences of this session. The
+        caller must close the stream.
 
         Raises SessionLostError without a connection.
         """

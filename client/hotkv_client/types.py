@@ -98,19 +98,20 @@ class WatchedRequest:
 class SelectConfig:
     """Settings of the selections that the server makes for a sequence.
 
-    config: the server uses only the parts that affect a selection.
+    config: the server uses only the fields that affect a selection.
     representation_group: group index of the representations (compact forms of blocks' keys) in this
         session, as `SessionConfig.representation_group` returns it.
-    layer_indices: the sparse layers, ascending. A shard's part of a representation holds these
-        layers in order. Each layer holds the formats of `config.scorers_of(layer)` in order. Each
-        format holds `kv_heads` heads.
+    layer_indices: the sparse layers, ascending. They define the order of a representation's data:
+        first by layer, within a layer by format in the order of `config.scorers_of(layer)`, within
+        a format by KV head.
+    kv_heads: KV heads per shard.
     hot_blocks: size of the hot set (the blocks in device memory) that the server records per layer
         and shard; 0: no hot set.
     scale: scale of attention; None: 1 / sqrt(head_size).
-    centres: centres that the representations were made with, for the heads of all shards; None: the
-        representations have none. The centres must belong to the kind that the session declares.
-        The server can't check this, because the kind's version is only a hash. With other centres
-        the selection is worse than without any.
+    centres: the centres with which the representations were built, for the heads of all shards;
+        None: they were built without centres. Pass the centres of the kind that the session
+        declares: with other centres the selection is worse than without any, and the server can't
+        check them, because the kind's version is only a hash.
     """
 
     config: "SparseConfig"
@@ -127,9 +128,9 @@ class SelectConfig:
 class SequenceCreated:
     """The answer to the creation of a sequence.
 
-    If the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context and
-    their representations (compact forms of keys). Positions in the context are then positions in
-    the lease's lists.
+    lease_id: if the server makes selections for the sequence, the lease that pins the first
+        `covered_blocks` blocks of the context and their representations (compact forms of keys). A
+        block's position in the context is then its position in the lease's lists too.
     """
 
     lease_id: str
@@ -141,8 +142,8 @@ class SequenceState:
     """The state of a sequence after blocks were appended.
 
     num_blocks: complete blocks of the sequence.
-    lease_id, covered_blocks: if the server selects, the lease that pins the `covered_blocks`
-        leading blocks of the context and their representations (compact forms of keys). This lease
+    lease_id: if the server makes selections for the sequence, the lease that pins the first
+        `covered_blocks` blocks of the context and their representations (compact forms of keys). It
         replaces the lease of the previous answer.
     """
 
@@ -155,18 +156,18 @@ class SequenceState:
 class SelectedBlocks:
     """The result of a selection by the server.
 
-    positions: int32, positions of the selected blocks in the context, ascending. The positions
-        include the blocks that are always kept.
+    positions: int32, positions of the selected blocks in the context, ascending. They include the
+        blocks that are always kept.
     weights: float32, a weight for each position; inf for blocks that are always kept.
     estimated_mass: estimated share of the attention that the selected blocks receive, 0 to 1.
 
-    The other arrays (int32) describe the hot set. These arrays are empty if the server maintains no
-    hot set:
+    The other arrays (int32) describe the hot set, the blocks that the caller keeps in device
+    memory. They are empty if the server maintains no hot set:
     load_positions, load_slots: blocks that the caller must load before it attends, and the slot for
-        each.
+        each of them.
     evict_positions: blocks that have lost their slot.
     hot_positions, hot_slots: blocks to which the caller may attend after the loads (ascending), and
-        the slot of each.
+        the slot of each of them.
     """
 
     positions: Int32s
@@ -185,8 +186,9 @@ class EngineMemory:
 
     layout: where the engine's blocks lie in this memory.
     fds: file descriptor of each file handle of the layout. The caller keeps the descriptors open.
-    order: ways in which the server can wait for earlier work on the engine's device, for example
-        CUDA events. `Session.order_kind` returns the way that the server chose.
+    order: kinds of marks that the engine offers, for example CUDA events. A mark is a point in the
+        queue of work of the engine's device; the server waits until the device has passed it.
+        `Session.order_kind` returns the kind that the server chose.
     fence: a shared page through which another process can revoke stores; the caller then passes
         `fence_index` to each store. None: the session uses its own fence.
     """
@@ -198,7 +200,7 @@ class EngineMemory:
 
     @property
     def is_on_devices(self) -> bool:
-        """Returns True if any of the memory is on a device."""
+        """Returns True if any part of the memory is on a device."""
         return any(handle.is_cuda for handle in self.layout.handles)
 
 
@@ -216,11 +218,11 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Paths of the TLS files and the token with which client and server identify themselves over
-    TCP. On a Unix socket these settings are ignored.
+    """The TLS files and the token with which client and server identify themselves over TCP. On a
+    Unix socket these settings are ignored.
 
-    Each field is a path except `tls_server_name`; empty: not used. Files are read at each new
-    connection, so the next connection uses a renewed file.
+    Each field is a path except `tls_server_name`; empty: not used. The files are read again for
+    each new connection, so a renewed file takes effect at the next connection.
 
     tls_ca: certificate of the authority that signs the server's certificate, PEM.
     tls_certificate, tls_key: the client's own certificate and key, PEM.
@@ -264,8 +266,11 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """An event: blocks were removed from a tier. `medium`: "CPU", "DISK" or "REMOTE". `tier`: name
-    of the tier; empty for host memory."""
+    """An event: blocks were removed from a tier.
+
+    medium: "CPU", "DISK" or "REMOTE".
+    tier: name of the tier; empty for host memory.
+    """
 
     group_index: int
     hashes: tuple[bytes, ...]
@@ -282,10 +287,10 @@ class BlocksCleared:
 class EventsRead:
     """The next events of a session's key space, in order.
 
-    begins_state: True if the events begin to list the blocks that are cached now. The reader must
-        first discard all blocks that it knows from earlier events. The first answer has this flag,
-        and an answer after the reader was too slow and has missed events.
-    has_more_state: True if the list of cached blocks continues in the next answer.
+    begins_state: True if the events begin a list of the blocks that are cached now. The reader must
+        first discard all blocks that it knows from earlier events. The first answer begins such a
+        list. So does the next answer after the reader was too slow and missed events.
+    has_more_state: True if the next answer continues the list of cached blocks.
     """
 
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
@@ -300,13 +305,13 @@ class SessionConfig:
     target: address of the server, `unix:/path/grpc.sock` or `host:port`.
     engine_id: id of the engine, the same for all of its sessions. Leases belong to the engine.
     representations: kinds of representations (compact forms of keys, for sparse attention) that are
-        stored with the blocks. In calls, kind i has the group index `len(key_space.groups) + i`
-        (`representation_group`). The server keeps a representation only if its block is ready: from
-        an earlier store, or from the same store. The server drops the representation with the
+        stored with the blocks. In calls, the group index of kind i is `len(key_space.groups) + i`
+        (`representation_group`). The server accepts a representation only if its block is ready,
+        from an earlier store or from the same store. It drops the representation together with the
         block.
     engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
     model_names: names by which requests address the model. Events and reports show them.
-    use_table: map the server's shared block table if the server offers it, so that `probe` works.
+    use_table: map the server's shared block table if the server offers it. `probe` needs the table.
     connect_timeout_s: longest time to wait for a server, and again for it to open the session.
     reconnect_initial_s, reconnect_max_s: shortest and longest back-off between connections.
     """
@@ -325,11 +330,11 @@ class SessionConfig:
     reconnect_max_s: float = 5.0
     credentials: Credentials = NO_CREDENTIALS
     on_state: Callable[[LinkState, str], None] | None = None
-    """Called from a client thread at each change of state, with a sentence that explains it."""
+    """Called from a client thread at each change of state, with the reason as a sentence."""
     on_evicted: Callable[[Evicted], None] | None = None
-    """Called from a client thread at each notice that the server has dropped blocks."""
+    """Called from a client thread each time the server reports that it has dropped blocks."""
 
     def representation_group(self, representation: Representation) -> int:
-        """Returns the group index, in this session, of a kind of representation (compact form of
-        keys). Raises ValueError if the session does not declare it."""
+        """Returns the group index of a kind of representation (compact form of keys) in this
+        session. Raises ValueError if the session does not declare the kind."""
         return len(self.key_space.groups) + self.representations.index(representation)

@@ -1,4 +1,4 @@
-"""Blocks in calls: how engines name them, which options a call may carry, and the results of calls.
+"""Blocks in calls: how engines name blocks, the options of a call, and the results of calls.
 
 `BlockRun` and `GroupHashes` name blocks by their hashes; `LoadRun` names blocks by their positions
 in a read lease. Enums have the numbers of the wire.
@@ -25,12 +25,12 @@ class GroupHashes:
 
 
 ExtraKey = str | bytes | tuple[str, int]
-"""A further input of a block's hash, besides the tokens, as in vLLM: an adapter's name or a cache
+"""An input of a block's hash in addition to the tokens, as in vLLM: an adapter's name or a cache
 salt (str), a digest of prompt embeddings (bytes), or the identifier of a multi-modal input with the
 position of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
-"""Approximate memory of an extra key in Python, without its characters."""
+"""Approximate memory of an `ExtraKey` in Python, without its characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class BlockRun:
         context.
     depth: position of the first block in the context, in blocks.
 
-    The server uses the next fields only for events. These fields may be empty:
+    The server uses the following fields only for events. They may be empty:
 
     token_ids: tokens of all the blocks, in order.
     lora_name: name of the LoRA adapter.
-    extra_keys: for each block the further inputs of its hash, as in vLLM's events; empty if no
-        block has any.
+    extra_keys: for each block the further inputs of its hash (`ExtraKey`); empty if no block has
+        any.
     """
 
     group_index: int
@@ -67,7 +67,8 @@ class RunContent:
 
     token_ids: int32 [blocks · block_tokens]; empty if the engine sent no tokens.
     lora_name: name of the LoRA adapter; empty without an adapter.
-    extra_keys: for each block the further inputs of its hash; empty if no block has any.
+    extra_keys: for each block the further inputs of its hash (`ExtraKey`); empty if no block has
+        any.
     """
 
     token_ids: NDArray[np.int32]
@@ -86,9 +87,10 @@ class RunContent:
 class LoadRun:
     """Blocks of a group to load under a read lease.
 
-    lease_positions: positions of the blocks in the list of this group's hashes that the lease was
-        acquired with, int32 [n].
-    block_ids: for each block, the id of the block in engine memory that receives it, int32 [n].
+    lease_positions: position of each block in the list of this group's hashes with which the lease
+        was acquired, int32 [n].
+    block_ids: for each block, the id of the block in engine memory that receives its bytes, int32
+        [n].
     """
 
     group_index: int
@@ -104,15 +106,15 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How a request wants the blocks that it uses to be retained.
+    """A request's wish for how long the server should retain the blocks that it uses.
 
-    The server may ignore this hint; the request is served in any case. Requests set this hint in
+    The server may ignore the wish; it serves the request in any case. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
     `hotkv.v1.Retention`.
 
-    priority: the eviction policy counts a use as 2^priority uses, -8 to 8.
-    ttl_s: time after a use in which the blocks still count as in use, at most a day.
-    pin: do not evict the blocks within `ttl_s`, up to the server's limit for pinned memory.
+    priority: the eviction policy counts a use of the blocks as 2^priority uses, -8 to 8.
+    ttl_s: time after a use for which the blocks still count as in use, at most a day.
+    pin: True: do not evict the blocks for `ttl_s`, up to the server's limit for pinned memory.
 
     Raises ValueError for a value out of range, or a pin without `ttl_s`.
     """
@@ -138,11 +140,11 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Options of a store, in addition to its blocks. The connector and the server both use this
-    class.
+    """Options of a store. The connector and the server both use this class.
 
-    retention: how to retain the blocks. All ranks store a block under the same write lease. The
-        first of these stores reserves the slots, and the server reads only its `retention`.
+    retention: how long to retain the blocks. All ranks store a block under the same write lease;
+        the server reads only the `retention` of the first store under the lease, which reserves the
+        slots.
     residency_id: an open residency of this engine (room reserved for a request whose context is in
         host memory), or empty. The residency pins each block of the store: at once if the block is
         already ready, otherwise when the store makes it ready.
@@ -161,14 +163,14 @@ NO_OPTIONS = StoreOptions()
 
 
 class BlockResult(enum.IntEnum):
-    """The result for a block of a store; numbered as `hotkv.v1.BlockResult`."""
+    """The result of a store for one of its blocks; numbered as `hotkv.v1.BlockResult`."""
 
     STORED = 1
     """The shards of all ranks are written and the block is ready: the next lookup finds it."""
     PRESENT = 2
     """The block was already ready; no bytes were copied."""
     WRITTEN = 3
-    """This rank's shard is written; the shards of other ranks are not yet."""
+    """This rank's shard is written; shards of other ranks are still missing."""
     RESERVED = 4
     """The lease holds a slot for the block; this rank's shard is not written yet."""
     NO_SPACE = 5
@@ -189,8 +191,8 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a transfer ended. The server no longer reads or writes engine memory for the transfer,
-    except for a store that the engine has revoked.
+    """The end of a transfer. After it the server does not access engine memory for this transfer.
+    Exception: after a store that the engine has revoked, the server may still read engine memory.
 
     num_bytes: bytes that were copied.
     results: for a store, a uint8 array of `BlockResult` values for each run (consecutive blocks of
@@ -210,12 +212,12 @@ class LeaseGrant:
     """The blocks that a read lease pins. If some blocks are not ready, the lease pins the others;
     that is not an error.
 
-    pinned: for each group of the call, a mask of its blocks that are pinned.
+    pinned: for each group of the call, a mask of the blocks that are pinned.
     ttl_s: time until the lease expires.
-    offsets: empty unless the call asked for offsets. For each group of the call, int64: bytes from
-        the arena's start to each block's slot, -1 if the block is not pinned. The offsets are valid
-        until the lease is released or expires or the connection is lost. Bytes that are read after
-        that may belong to any block.
+    offsets: for each group of the call, int64 offsets of the blocks' slots from the arena's start,
+        in bytes; -1 if a block is not pinned. Empty unless the call asked for offsets. Valid until
+        the lease is released or expires, or the connection is lost; after that the slot may hold
+        another block.
     """
 
     lease_id: str
@@ -228,12 +230,12 @@ class LeaseGrant:
 class ResidencyOpened:
     """An open residency: room in the arena that is reserved for a request's blocks.
 
-    By the fields after `residency_id` a reader of the arena checks that the blocks it read were
-    still pinned (`hotkv_proto.words`).
+    A reader of the arena uses the fields below to check that the blocks it read were still pinned
+    (`hotkv_proto.words`).
 
     word_index: index of the session's validity word behind the arena.
-    word_value: value of the validity word as long as the session's residencies are valid.
-    generation: the generation of the arena under which the residency was opened.
+    word_value: value of this word as long as the session's residencies are valid.
+    generation: the generation of the arena when the residency was opened.
     """
 
     residency_id: str
@@ -245,9 +247,9 @@ class ResidencyOpened:
 class Flushed(int):
     """The number of blocks that a flush has dropped, as an int.
 
-    pending_tiers: names of the tiers that do not answer. The server flushes such a tier as soon as
-        the tier answers. Until then other nodes may load blocks from before the flush from this
-        tier; if the tier is `disk`, this node may do so after a power loss.
+    pending_tiers: names of the tiers that did not answer. The server flushes such a tier as soon as
+        it answers. Until then other nodes may load blocks from before the flush from this tier. For
+        the tier `disk`, this node may load such blocks after a power loss.
     """
 
     pending_tiers: tuple[str, ...]

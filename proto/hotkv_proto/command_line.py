@@ -1,5 +1,5 @@
-"""A parser of command lines. Each error is a single line; for an unknown flag or word it suggests a
-known name that is similar. `ended` ends a command that is interrupted."""
+"""A parser of command lines with errors of a single line. If a flag or word is unknown, the error
+suggests a similar name. `ended` runs a command and handles interruptions."""
 
 import argparse
 import difflib
@@ -21,8 +21,8 @@ class Parser(argparse.ArgumentParser):
     flag or word. Its subparsers do the same."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses all arguments. An unknown argument ends the program with an error, which suggests
-        a flag of the subcommand."""
+        """Parses all arguments. An unknown argument ends the program with an error that suggests a
+        flag of the subcommand."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             self._named(found).error(f"unrecognized arguments: {' '.join(rest)}")
@@ -40,12 +40,12 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2 and a line on standard error."""
+        """Ends the program with status 2 and prints a line to standard error."""
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """Returns argparse's message. For an unknown flag or word returns a message with the
-        closest known name instead."""
+        """Returns argparse's message. If a flag or word is unknown, returns a message that suggests
+        the closest known name."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]
@@ -90,7 +90,7 @@ def ended(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Otherwise Python would write the buffered rest when it exits, and fail again.
+        # Otherwise Python would write its buffer again when it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return 0

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""Least ratio of the largest to the smallest size at which `fitted` may count the whole cost as
-fixed, if cost does not grow with size."""
+"""Least ratio of the largest to the smallest size at which `fitted` counts the whole cost as fixed
+if the cost does not grow with size."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
@@ -14,8 +14,8 @@ def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     sizes: sizes of the measured transfers [n].
     seconds: durations of these transfers [n].
 
-    The results are a least-squares fit; both are at least 0. If the fixed part would be negative,
-    all of the cost counts as cost per unit. If the cost does not grow with size, all of it counts
+    The results are a least-squares fit, and at least 0. If the fixed part would be negative, the
+    whole cost counts as cost per unit. If the cost does not grow with size, the whole cost counts
     as fixed cost if the sizes differ by a factor of WIDE, otherwise as cost per unit. Returns zeros
     if no size is above 0.
     """

@@ -1,8 +1,8 @@
-"""The error base and the reason enum of hotkv.
+"""The base class of hotkv's errors, and the enum of their reasons.
 
-A refusal always carries a reason and a sentence that names the problem and the fix. If a field is
-wrong, the sentence begins with the field's path. A miss, an answer that is not ready yet, and a
-lease that pins fewer blocks than asked for are return values, never errors.
+A refusal always has a reason and a sentence that names the problem and the fix. If a field is
+wrong, the sentence begins with the field's path. Three outcomes are return values, never errors: a
+miss, an answer that is not ready yet, and a lease that pins fewer blocks than requested.
 """
 
 import enum
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Reason(enum.IntEnum):
-    """Why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
+    """The reason why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
 
     INVALID_FIELD = 1
     INVALID_HASH = 2
@@ -56,8 +56,8 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.RESIDENCY_TOO_LARGE: False,
     Reason.UNKNOWN_RESIDENCY: False,
 }
-"""Whether the same call, unchanged, may succeed later. It has an entry for each `Reason`, which a
-test proves. docs/wire.md says for each reason what to do instead."""
+"""Whether the same call, unchanged, may succeed later. A test checks that every `Reason` has an
+entry. docs/wire.md names a remedy for each reason."""
 
 
 class HotKVError(Exception):
@@ -87,8 +87,9 @@ class HotKVError(Exception):
 
 
 class NoAnswerError(HotKVError):
-    """The server could not be reached, or did not answer in time; it may have executed the call.
-    `reason` is INTERNAL, because no reason of the protocol fits; `reason_name` is NO_ANSWER."""
+    """The server could not be reached, or did not answer in time. The server may have executed the
+    call. `reason` is INTERNAL, because no reason of the protocol fits; `reason_name` is
+    NO_ANSWER."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.INTERNAL, message)
@@ -103,9 +104,12 @@ class NoAnswerError(HotKVError):
 
 
 class SessionLostError(HotKVError):
-    """There is no connection to the server, or the connection broke before the server answered; the
-    server may have executed the call. If a load fails with this error, or a store that could not be
-    revoked, the server can no longer access the engine's memory for this load or store."""
+    """There is no connection to the server, or the connection broke before the server answered. The
+    server may have executed the call.
+
+    If a load fails with this error, the server can no longer access the engine's memory for this
+    load. The same is true of a store that could not be revoked.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.UNKNOWN_SESSION, message)

@@ -1,5 +1,5 @@
-"""Names the packages that an extra of hotkv needs, for messages that advise how to install them.
-They are on PyPI; hotkv itself is not."""
+"""Names the packages of an extra, for messages that advise how to install them. These packages are
+on PyPI; hotkv itself is not."""
 
 import re
 import shlex
@@ -7,8 +7,8 @@ from importlib import metadata
 
 
 def packages(extra: str) -> list[str]:
-    """Returns the packages of an extra with their version bounds; an empty list if hotkv is not
-    installed as a package, or has no such extra."""
+    """Returns the packages of an extra with their version bounds. Returns an empty list if hotkv is
+    not installed as a package, or has no such extra."""
     try:
         needed = metadata.requires("hotkv") or []
     except metadata.PackageNotFoundError:

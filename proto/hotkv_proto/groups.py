@@ -1,11 +1,13 @@
 """KV cache groups and the hit rule.
 
-A group is a set of layers whose blocks are kept alike, as in vLLM. A request hits n tokens only if
-*every* group can serve position n. The kind of a group decides which earlier blocks it needs
-(`GroupSpec.first_needed_block`). Full attention needs all blocks before n, so a group that can
-serve n can serve any smaller n. The other kinds need only a range of blocks that ends at n, so they
-may serve n but not a smaller n. `longest_hit` returns the greatest n that all groups serve. All
-functions are pure and work on numpy masks, without Python code per block. Groups may have any
+A group is a set of layers whose blocks are managed alike, as in vLLM. A request hits n tokens only
+if *every* group can serve a hit of n tokens. The kind of a group decides which blocks before
+position n it needs for that (`GroupSpec.first_needed_block`). Full attention needs all blocks
+before n, so a group that can serve n can serve any smaller n. The other kinds need only a range of
+blocks that ends at n, so they may serve n but not a smaller n. `longest_hit` returns the greatest n
+that all groups can serve.
+
+All functions are pure and work on numpy masks, without Python code per block. Groups may have any
 order; equal specs are evaluated once.
 """
 
@@ -20,16 +22,17 @@ from numpy.typing import NDArray
 BoolMask = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
 Probe = Callable[[Int64s], BoolMask]
-"""Returns which of the blocks at the given positions (int64 [k], ascending) are ready [k]."""
+"""A function that returns a mask [k] of the ready blocks at the given positions (int64 [k],
+ascending)."""
 
 PROBES_PER_ROUND = 32
-"""Number of blocks that `longest_prefix` probes in one call. In one call the CPU's cache misses
+"""Number of blocks that `longest_prefix` probes in one call. The CPU's cache misses of one call
 overlap."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
 class GroupKind(enum.IntEnum):
-    """How a group uses earlier tokens; numbered as `hotkv.v1.KvGroupKind`."""
+    """The way in which a group uses earlier tokens; numbered as `hotkv.v1.KvGroupKind`."""
 
     FULL_ATTENTION = 1
     MLA = 2
@@ -39,10 +42,10 @@ class GroupKind(enum.IntEnum):
 
 
 PREFIX_CLOSED = frozenset({GroupKind.FULL_ATTENTION, GroupKind.MLA})
-"""Kinds that need every block before the hit: a group that can serve n can serve any shorter
-hit."""
+"""Kinds of groups that need every block before the hit. If such a group can serve a hit, it can
+serve any shorter hit."""
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
-"""Kinds that need `window_tokens`."""
+"""Kinds of groups for which `GroupSpec.window_tokens` must be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ class GroupSpec:
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:
-        """Returns the first token whose KV is needed to continue at position `hit_tokens`."""
+        """Returns the first token whose KV a request needs to continue after a hit of
+        `hit_tokens`."""
         match self.kind:
             case GroupKind.FULL_ATTENTION | GroupKind.MLA:
                 return 0
@@ -94,17 +98,19 @@ class GroupSpec:
                 return max(0, hit_tokens - 1)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """Returns the first block needed to continue at `hit_tokens`. The blocks from there up to
-        `hit_tokens // block_tokens` are needed."""
+        """Returns the first block that a request needs to continue after a hit of `hit_tokens`. It
+        needs the blocks from there up to, but not including, block `hit_tokens // block_tokens`."""
         return min(
             self.first_needed_token(hit_tokens) // self.block_tokens,
             hit_tokens // self.block_tokens,
         )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """Returns an upper bound of this group's hits, in tokens. A group whose kind of attention
-        needs every earlier block (`PREFIX_CLOSED`) reaches up to the first missing block; other
-        groups reach to the end of the prompt. The bound leaves room for `blocks_after`.
+        """Returns an upper bound of the hits that this group can serve, in tokens.
+
+        A group whose kind needs every earlier block (`PREFIX_CLOSED`) reaches up to the first
+        missing block. Other groups reach to the end of the prompt. In both cases the bound leaves
+        room for `blocks_after`.
 
         ready: which blocks of the prompt are ready [blocks].
         blocks_after: number of blocks behind the hit that must be ready too.
@@ -113,9 +119,10 @@ class GroupSpec:
         return max(0, blocks - blocks_after) * self.block_tokens
 
     def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
-        """Returns whether the group can serve a hit of `hit_tokens`, a multiple of the block size
-        that is at most `reach_tokens`.
+        """Returns whether the group can serve a hit of `hit_tokens`.
 
+        ready: which blocks of the prompt are ready [blocks].
+        hit_tokens: a multiple of the block size, at most `reach_tokens`.
         blocks_after: number of blocks behind the hit that must be ready too.
         """
         return bool(
@@ -127,15 +134,18 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """Returns which of the hits alignment, 2 * alignment, ... count * alignment (in tokens) the
-        group can serve, as a mask [count]. All these hits must be at most `reach_tokens`.
+        """Checks several hits: of `alignment` tokens, 2 * `alignment` tokens, … `count` *
+        `alignment` tokens. Returns a mask [count] of the hits that the group can serve.
 
-        blocks_after: number of blocks behind a hit that must be ready too."""
+        ready: which blocks of the prompt are ready [blocks].
+        count: number of hits; none may exceed `reach_tokens`.
+        blocks_after: number of blocks behind a hit that must be ready too.
+        """
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
         step = alignment // self.block_tokens
-        # Missing blocks before each position: a range is complete exactly if the number at its
-        # start equals the number at its end.
+        # Counts the missing blocks before each position. A range has no missing block exactly if
+        # the counts at its start and at its end are equal.
         missing = np.zeros(step * count + blocks_after + 1, np.int32)
         np.cumsum(~ready[: len(missing) - 1], out=missing[1:])
         at_end = missing[step + blocks_after :: step]
@@ -143,8 +153,8 @@ class GroupSpec:
             hits = np.arange(1, count + 1) * alignment
             at_start = missing[hits // self.window_tokens * self.window_tokens // self.block_tokens]
         else:
-            # Each hit needs a range of the same length before it, or all blocks from the root if
-            # there are fewer.
+            # Each hit needs a range of this length before it, or all blocks from the start of the
+            # prompt if there are fewer.
             past_tokens = 1 if self.kind is GroupKind.MAMBA else self.window_tokens - 1
             span = -(-past_tokens // self.block_tokens)
             whole = min(count, span // step)
@@ -170,15 +180,16 @@ def longest_hit(
     alignment: int = 0,
     draft_groups: Collection[int] = (),
 ) -> int:
-    """Returns the longest prefix in tokens that every group can serve.
+    """Returns the longest prefix that every group can serve, in tokens.
 
-    ready: for each group a mask with a flag per block; blocks beyond its end are not ready.
+    ready: for each group a mask with a flag per block; blocks behind the end of a mask are not
+        ready.
     limit_tokens: upper bound of the result, for instance prompt length - 1.
     alignment: the result is a multiple of `alignment`, which must be a multiple of all block sizes;
-        0 chooses the least common multiple of the block sizes.
-    draft_groups: indices of groups in which the KV of a token depends on the token after it (EAGLE,
-        MTP). In these groups the block behind the hit must be ready too, which proves that the
-        token behind the hit is the same. Has no effect on Mamba groups.
+        0: the least common multiple of the block sizes.
+    draft_groups: indices of the groups in which the KV of a token depends on the token after it
+        (EAGLE, MTP). In these groups the block behind the hit must be ready too: only then is the
+        token behind the hit known to be the same. Has no effect on Mamba groups.
 
     Raises ValueError if `alignment` is not a multiple of all block sizes. Source: EAGLE's
     last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.
@@ -210,9 +221,12 @@ def longest_hit(
 def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
-    """Merges groups that need the same blocks: in the merged mask a block is ready if it is ready
-    in all of these groups. Returns for each merged group its spec, its mask, and how many blocks
-    behind a hit must be ready too (`blocks_after`)."""
+    """Merges groups that need the same blocks. In the merged mask a block is ready if it is ready
+    in all of the merged groups.
+
+    Returns for each merged group its spec, its mask, and the number of blocks behind a hit that
+    must be ready too (`blocks_after`).
+    """
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)
@@ -226,17 +240,17 @@ def _distinct_rules(
 
 
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
-    """Counts the leading blocks that are ready.
+    """Returns the number of leading blocks that are ready, as a hint.
 
     Assumes that no block behind a missing block is ready, so a few rounds of probes suffice. If an
-    answer contradicts this, every block is probed. A missing block between two probed ready blocks
-    is not noticed. So the result is a hint: it may be too long, never too short. A lease gives the
+    answer contradicts the assumption, probes every block. But a missing block between two probed
+    ready blocks stays unnoticed. So the result may be too large, never too small. A lease gives the
     exact answer.
     """
     low, high = 0, num_blocks
     while low < high:
-        # The positions are spread over [low, high - 1] and include both ends, so a full hit and a
-        # full miss need one round.
+        # The positions include both ends of [low, high - 1]. So a full hit and a full miss need
+        # only one round.
         asked = (
             np.arange(low, high)
             if high - low <= PROBES_PER_ROUND
@@ -261,8 +275,8 @@ def _leading(ready: BoolMask) -> int:
 
 
 def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
-    """Returns for each group the range of block indices that a hit of `hit_tokens` needs; empty
-    ranges if `hit_tokens` is 0."""
+    """Returns for each group the range of block indices that a hit of `hit_tokens` needs. Returns
+    empty ranges if `hit_tokens` is 0."""
     if hit_tokens <= 0:
         return [range(0) for _ in groups]
     return [
@@ -276,9 +290,10 @@ def check_context_parallel(
 ) -> None:
     """Raises ValueError if hotkv can't cache a group under context parallelism.
 
-    is_sharded: True if the group's tokens are distributed over the decode ranks; `block_tokens`
-        then counts the tokens of all decode ranks.
-    decode_ranks, prefill_ranks: sizes of the two groups of ranks (DCP, PCP).
+    block_tokens: tokens of a block; if `is_sharded`, the tokens of all decode ranks together.
+    is_sharded: True if the group's tokens are distributed over the decode ranks.
+    decode_ranks, prefill_ranks: number of ranks in decode and prefill context parallelism (DCP,
+        PCP).
 
     Source: the assertions of `HybridKVCacheCoordinator` and its managers in vLLM 0.32.
     """

@@ -2,11 +2,12 @@
 
 An envelope is a message with a list of actions, such as retaining or prefetching the blocks of a
 session. Only this module knows the names, versions and payloads of the protocol. vLLM's PR #53423
-defines the envelope and leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name the
-actions and outcomes that this module implements. Always true: `read` never raises, whatever an
-envelope contains. If an action is wrong, only this action is rejected, with a reason that names the
-field. Sizes are bounded (MAX_ACTIONS, MAX_ID_CHARS). The server serves requests in any case, also
-if it can't execute a hint.
+defines the envelope and leaves the actions to the receiver. RFCs #51428, #52113 and #57103 name the
+actions and outcomes that this module implements.
+
+Always true: `read` never raises, whatever an envelope contains. If an action is wrong, only this
+action is rejected, with a reason that names the field. Sizes are bounded (MAX_ACTIONS,
+MAX_ID_CHARS). A request is served even if the server can't execute its hints.
 """
 
 import enum
@@ -22,15 +23,16 @@ PROTOCOL_MAJORS = ("0", "1")
 ACTION_VERSION = "1.0"
 ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
-"""An optional prefix of an action's type, as in KVCR's `kv.fetch`."""
+"""A prefix that the type of an action may have, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Most actions of an envelope that are read. The further actions share one rejection."""
+"""Most actions of an envelope that are read. All further actions get a single rejection."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
 MAX_TOKENS = 1 << 31
 ENVELOPE_ACTION_ID = "*"
-"""Action id of an outcome for all actions of an envelope that have no separate outcome."""
+"""Action id of an outcome that applies to a whole envelope, or to all actions beyond
+MAX_ACTIONS."""
 _UNSET: Any = object()
 Kind = TypeVar("Kind", bound=enum.Enum)
 
@@ -53,7 +55,7 @@ class ActionType(enum.Enum):
 
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Kinds of actions that are executed when their request has ended, if they name the request's own
+"""Kinds of actions that are executed after the end of their request, if they name the request's own
 blocks or its session."""
 
 
@@ -61,10 +63,10 @@ class Status(enum.Enum):
     """The outcome of an action.
 
     accepted: done for all blocks.
-    clipped: done for some of the blocks, or for less than was asked.
+    clipped: done for some of the blocks, or with reduced values.
     deferred: not done yet, or not finished.
     rejected: not done.
-    missing: there is no such session or block.
+    missing: the session or all of the blocks do not exist.
     """
 
     ACCEPTED = "accepted"
@@ -78,10 +80,10 @@ class Status(enum.Enum):
 class Target:
     """The blocks to which an action applies.
 
-    session_id: the blocks of the latest prompt of this user's session; empty: the blocks of the
+    session_id: the blocks of the latest prompt of this user session; empty: the blocks of the
         request that carried the action.
-    start_tokens, end_tokens: only the blocks of the prompt's tokens [start, end); an end of None
-        means the end of the prompt.
+    start_tokens, end_tokens: only the blocks that have tokens from `start_tokens` to before
+        `end_tokens` of the prompt; None: the end of the prompt.
     """
 
     session_id: str = ""
@@ -100,11 +102,11 @@ class Target:
 class Action:
     """An action of an envelope that was read without an error.
 
-    action_id: id that the router has chosen, or the action's place in the envelope, such as `#0`.
-    priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action asks for;
+    action_id: id that the router has chosen, or the action's index in the envelope, such as `#0`.
+    priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action requests;
         0 for other kinds.
-    deadline_s: for `prefetch`: time, from reading on, after which the prefetch is given up; 0 for
-        other kinds.
+    deadline_s: for `prefetch`, the time after which the server stops waiting for the prefetch,
+        counted from the reading of the envelope; 0 for other kinds.
     clipped: text that names the values that were reduced to their bounds; empty if no value was
         reduced.
     """
@@ -133,7 +135,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An action of an envelope that has an error.
+    """An action of an envelope that was rejected, because it has an error.
 
     kind: the action's type as the router wrote it, shortened.
     reason: sentence that names the wrong field.
@@ -146,7 +148,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The actions and rejections of an envelope."""
+    """The actions that were read from an envelope, and the rejected actions."""
 
     message_id: str = ""
     actions: tuple[Action, ...] = ()
@@ -156,10 +158,10 @@ class Hints:
         return bool(self.actions or self.rejected)
 
     def split(self, session_id: str) -> "tuple[Hints, Hints]":
-        """Returns two parts: the actions to execute at once, with all rejections; and the actions
-        to execute when their request has ended (see AT_END).
+        """Splits the hints by the time of execution. Returns the actions to execute at once, with
+        all rejections; then the actions to execute after the end of their request (see AT_END).
 
-        session_id: the user's session that the request belongs to; empty if the request names no
+        session_id: the user session to which the request belongs; empty if the request names no
             session.
         """
         own = ("", session_id)
@@ -170,9 +172,9 @@ class Hints:
     def retention(self) -> Retention:
         """Returns the combined retention of the actions that apply to all blocks of the request.
 
-        The result has the highest priority and the longest `ttl_s`. If an action retains or pins
-        the blocks, actions that demote or release them are ignored. If an action pins the blocks,
-        `ttl_s` is the longest of the pins.
+        The result has the highest priority and the longest `ttl_s`. If an action pins the blocks,
+        `ttl_s` is the longest of the pins. If an action retains or pins the blocks, actions that
+        demote or release them are ignored.
         """
         asked = [a.retention for a in self.actions if a.target == Target()]
         keeping = [r for r in asked if r.ttl_s or r.priority > 0] or asked
@@ -187,7 +189,8 @@ NO_HINTS = Hints()
 
 
 class _WrongField(Exception):
-    """Raised for an action with a wrong field; names the field and the fault."""
+    """Raised for a wrong field of an envelope or an action; the message names the field and the
+    fault."""
 
 
 def read(envelope: Any) -> Hints:
@@ -230,7 +233,7 @@ def _read(envelope: Any) -> Hints:
 
 
 def _free_id(number: int, known: set[str]) -> str:
-    """Returns an id for the action with this index that no action before it has."""
+    """Returns an id for the action with index `number` that is not in `known`."""
     action_id = f"#{number}"
     while action_id in known:
         action_id += "'"
@@ -331,7 +334,7 @@ def _identifier(value: Any, name: str) -> str:
 
 
 def is_identifier(value: Any) -> bool:
-    """Returns whether a text can name a session, a message or an action."""
+    """Returns whether a value can be the id of a session, a message or an action."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and value.isprintable()
 
 
@@ -359,7 +362,7 @@ def _short(text: str) -> str:
 
 
 def short_forms(retention: Retention, *, demote: bool, release: bool) -> Iterator[Action]:
-    """Yields the actions that are equivalent to a request's `hotkv.*` parameters."""
+    """Yields the actions that a request's `hotkv.*` parameters stand for."""
     if retention.pin:
         yield Action("hotkv.pin", ActionType.PIN, Target(), retention.priority, retention.ttl_s)
     elif retention != NO_RETENTION:

@@ -27,12 +27,12 @@ MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
 STREAM_AHEAD_BYTES = 2048
-"""Distance at which a streaming copy prefetches its source. The prefetched lines go only to the
-nearest cache, so the other caches keep their lines."""
+"""Distance at which a streaming copy prefetches its source, in bytes. The prefetched lines go only
+to the nearest cache, so the other caches keep their lines."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
-# Readers may pass read-only arrays: a client's mapping, hashes in `bytes`. Writable arrays fit as
-# well.
+# The types of arrays that kernels only read. Callers may pass read-only arrays (a client's mapping,
+# hashes in `bytes`) or writable arrays.
 READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
 _READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
 
@@ -57,8 +57,8 @@ def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
 
 @intrinsic
 def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32). Neither compiler nor CPU moves later accesses before this
-    load."""
+    """Loads array[row, column] (uint32). Later accesses happen after this load: the compiler and
+    the CPU do not move them before it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -71,8 +71,8 @@ def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Loads array[row, column] (uint32). Neither compiler nor CPU moves earlier loads behind this
-    load."""
+    """Loads array[row, column] (uint32). Earlier loads happen before this load: the compiler and
+    the CPU do not move them behind it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acquire")
@@ -143,8 +143,8 @@ def stream_lines(
     call `fence` before other threads read the copy.
 
     dst_address: a multiple of 64.
-    ahead_bytes: while a line is copied, the source line this many bytes after it is prefetched; the
-        address may lie outside the source.
+    ahead_bytes: distance of the prefetch: while a line is copied, the line at this distance behind
+        it in the source is prefetched. The prefetched address may lie outside the source.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -172,7 +172,8 @@ def stream_lines(
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Executes a full memory fence, after which the lines of `stream_lines` are visible."""
+    """Executes a full memory fence. After it, other threads see the lines that `stream_lines` has
+    copied."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -201,9 +202,12 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Looks up hashes by their tags (32 bits) only. Writes an entry word for each into `out`; 0 for
-    a miss. `prefixes`: the first 8 bytes of each hash, uint64 [n]. `salt`: the salt of the key
-    space and group."""
+    """Looks up hashes by their tags (32 bits) only. Writes an entry word for each hash into `out`;
+    0 for a miss.
+
+    prefixes: the first 8 bytes of each hash, uint64 [n].
+    salt: the salt of the key space and group.
+    """
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -268,8 +272,8 @@ def find(
     out: Any,
     out_records: Any,
 ) -> None:
-    """Looks up blocks by key space, group and whole hash. Writes an entry word for each into `out`;
-    0 for a miss.
+    """Looks up blocks by key space, group and whole hash. Writes an entry word for each hash into
+    `out`; 0 for a miss.
 
     out_records: receives the record of each block that was found [n, RECORD_WORDS]; with 0 rows no
         records are copied.
@@ -317,8 +321,8 @@ def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) ->
     """Copies a run (contiguous bytes) with memcpy or streaming stores.
 
     following: source address of the next run. Its first lines are prefetched while the last lines
-        of this run are copied, because the hardware can't predict this address, and each short run
-        would wait for memory and for page tables.
+        of this run are copied. The hardware can't predict this address, so without the prefetch
+        each short run would wait for memory and for page tables.
     """
     if streaming and count >= MIN_STREAMED_BYTES:
         head = -dst & 63
@@ -383,12 +387,15 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """Copies blocks between engine memory and arena slots, by a recipe (`hotkv_proto.layout`).
+    """Copies blocks between engine memory and arena slots, by the arrays of a `Recipe`
+    (`hotkv_proto.layout`).
 
-    block_ids, slot_offsets: for each block [n]: its id in engine memory, and the start of its slot.
-    bases, strides, places, num_bytes: for each run [r] (contiguous bytes) of a block: its offset in
-        engine memory for block 0, the distance to the same run of the next block, its offset in the
-        slot, and its length.
+    block_ids: id of each block in engine memory [n].
+    slot_offsets: start of each block's slot in the arena [n].
+    bases: for each run (contiguous bytes) of a block [r], its offset in engine memory for block 0.
+    strides: bytes in engine memory from each run to the same run of the next block [r].
+    places: offset of each run in the slot [r].
+    num_bytes: length of each run [r].
     to_engine: True copies from slots to engine memory, False from engine memory to slots.
     streaming: use stores that bypass the caches, for amounts that do not fit into the caches.
 
@@ -422,7 +429,7 @@ def extent_of_blocks(
 ) -> tuple[int, int, int, int]:
     """Returns the bounds of the memory that `copy_blocks` accesses with these arguments: the least
     block id, the end offset in engine memory, the least slot offset, and the end offset in the
-    arena. Needs at least one block and one run (contiguous bytes of a block)."""
+    arena. Needs at least one block and one run."""
     low_id, high_id = block_ids.min(), block_ids.max()
     end, slot_end = np.int64(0), np.int64(0)
     for run in range(bases.shape[0]):

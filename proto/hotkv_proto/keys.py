@@ -1,9 +1,9 @@
 """Key spaces, representations (compact forms of blocks' keys), block keys and block hashes.
 
 A block key is (key space, group index, block hash). Two engines share blocks exactly when the
-fingerprints of their key spaces are equal, so every field that changes the bytes of a block is a
+fingerprints of their key spaces are equal. So every field that changes the bytes of a block is a
 field of `KeySpace`. A field that changes only the bytes of a block's representation is a field of
-`Representation`: engines with different versions share blocks, but not representations.
+`Representation`: engines whose representations differ share blocks, but not representations.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from hotkv_proto.groups import GroupSpec
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
-"""Most groups of a key space. The server uses group numbers from here on for representations
+"""Most groups of a key space. The server uses group numbers from MAX_GROUPS on for representations
 (compact forms of blocks' keys, for sparse attention)."""
 MAX_NAME = 64
 """Most characters in the name of a format of representations (compact forms of blocks' keys)."""
@@ -118,7 +118,8 @@ class KeySpace:
 
     @property
     def num_shards(self) -> int:
-        """Returns the number of shards in a slot: the number of ranks that hold different KV."""
+        """Returns the number of shards in a slot, which is the number of ranks that hold different
+        KV."""
         return len(self.groups[0].shard_bytes)
 
     @cached_property
@@ -146,20 +147,24 @@ class KeySpace:
 
 
 def signed_salt(salt: int) -> int:
-    """Returns the signed number that stands for a 64-bit salt on the wire."""
+    """Converts a 64-bit salt to the signed number that stands for it on the wire."""
     return salt - (1 << 64) if salt >> 63 else salt
 
 
 def unsigned_salt(number: int) -> int:
-    """Returns the salt of a signed number: the inverse of `signed_salt`."""
+    """Converts a signed number of the wire to a salt: the inverse of `signed_salt`."""
     return number & ((1 << 64) - 1)
 
 
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:
-    """Returns the hashes of a group's blocks: of the engine's hashes (one per `hash_block_tokens`),
-    those that end where a block of the group (`block_tokens`, a multiple) ends."""
+    """Returns the hashes of a group's blocks. These are the engine's hashes that end at the end of
+    a block of the group.
+
+    hashes: the engine's hashes, one per `hash_block_tokens`.
+    block_tokens: tokens of a block of the group, a multiple of `hash_block_tokens`.
+    """
     step = block_tokens // hash_block_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]
 
@@ -169,17 +174,17 @@ def _sha256_pickle(value: object) -> bytes:
 
 
 TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256_pickle}
-"""Algorithms of vLLM's block hashes that can be computed here from token ids."""
+"""Algorithms of vLLM's block hashes that `token_block_hashes` can compute from token ids."""
 
 
 def token_block_hashes(
     token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
 ) -> list[bytes]:
-    """Computes the block hashes of a plain prompt (no images, no adapter, no salt) as vLLM does:
-    one hash for each full block.
+    """Computes the block hashes of a plain prompt (no images, no adapter, no salt) as vLLM does.
+    Returns one hash for each full block.
 
     Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
-    algorithm that is not in the table.
+    algorithm that is not in TOKEN_HASH_ALGORITHMS.
     """
     if algorithm not in TOKEN_HASH_ALGORITHMS:
         raise ValueError(

@@ -1,10 +1,10 @@
 """The canonical KV layout: where the pages of a block lie in engine memory and in its slot.
 
 A slot (a block's place in the server's arena) holds the shards of all ranks in order. A shard holds
-the pages of that rank's tensors, each at `shard_offset_bytes`. A page holds its runs (contiguous
-bytes) in order without gaps. All copies between slots and engine memory use the `Recipe`s of this
-module, so no other code describes the two sides. The code never assumes a single group or a single
-rank.
+the pages of that rank's tensors, each page at its `shard_offset_bytes`. A page holds its runs
+(contiguous bytes) in order, without gaps. All copies between slots and engine memory use the
+`Recipe`s of this module. No other code computes the places of bytes. The code never assumes a
+single group or a single rank.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from hotkv_proto.keys import Representation
 Int64s = NDArray[np.int64]
 
 FENCE_HANDLE = "hotkv-fence"
-"""Handle id of the fence, the page through which an engine revokes stores. A layout does not
-contain it."""
+"""Handle id of the fence, the page through which an engine revokes stores. The fence is not part of
+a layout."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
 """Most runs (contiguous byte ranges) of a block in all tensors of a layout. At 32 bytes per run,
 the recipes of a layout need at most 16 MiB."""
 MAX_DIMS = 8
-"""Most repetitions (`dims`) of a tensor."""
+"""Most entries in the `dims` of a `PageTensor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,14 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """The pages of one or several layers of a group (or of a kind of representation, the compact
-    forms of blocks' keys), for all blocks.
+    """The pages of one or several layers of a group, for all blocks. Instead of a group, a tensor
+    may belong to a kind of representation (compact form of blocks' keys).
 
     base_offset_bytes, block_stride_bytes: the page of block b starts at base + b * stride in the
         memory of `handle_id`.
-    run_bytes, dims: a page consists of runs of `run_bytes` contiguous bytes. Each (count,
-        stride_bytes) of `dims` repeats the run, as nested loops, outermost first.
+    run_bytes: a page consists of runs of `run_bytes` contiguous bytes.
+    dims: how the runs repeat within a page: a (count, stride_bytes) for each of several nested
+        loops, the outermost loop first.
     shard_offset_bytes: start of the page in the rank's shard of the slot.
     """
 
@@ -81,8 +82,8 @@ class PageTensor:
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
-        """Returns the offsets of the page's runs (contiguous bytes) from the start of the page in
-        engine memory [runs], in the order of the slot."""
+        """Returns the offset of each run (contiguous bytes) from the start of the page in engine
+        memory [runs]. The runs have the order that they have in the slot."""
         offsets = np.zeros(1, np.int64)
         for count, stride in self.dims:
             offsets = (
@@ -108,8 +109,9 @@ class CopyRuns:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The runs (contiguous bytes) of a block in the memory of one handle, in the order of the slot.
-    Runs that are adjacent both in engine memory and in the slot are merged, also across tensors.
+    """The places of a block's bytes in the memory of one handle and in the block's slot. The bytes
+    are given as runs (contiguous bytes), in the order of the slot. Runs that are adjacent both in
+    engine memory and in the slot are merged, also across tensors.
 
     All arrays are int64 [runs]:
     bases: offset of each run in the handle's memory, for block 0.
@@ -130,10 +132,10 @@ class Recipe:
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
-        """Returns the runs (contiguous byte ranges) that copy blocks, block by block.
+        """Returns the runs (contiguous bytes) to copy for these blocks, block by block.
 
-        block_ids: block ids in engine memory [n].
-        slot_offsets: where each block's slot starts in the arena [n].
+        block_ids: id of each block in engine memory [n].
+        slot_offsets: start of each block's slot in the arena [n].
         """
         engine = block_ids[:, None] * self.strides[None, :] + self.bases[None, :]
         slot = slot_offsets[:, None] + self.slot_offsets[None, :]
@@ -146,8 +148,10 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
-        """Makes the recipe (the byte ranges of a block on both sides) of a group's tensors in one
-        memory handle. `shard_start`: offset of the rank's shard in the slot."""
+        """Makes the recipe of a group's tensors, all of which lie in the memory of the same handle.
+
+        shard_start: offset of the rank's shard in the slot.
+        """
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
             inner = tensor.run_offsets()
@@ -179,8 +183,8 @@ class Recipe:
 class Layout:
     """The KV memory of a rank. `validate` must pass before any copy.
 
-    shard_index: which shard of a slot this rank holds.
-    num_blocks: number of blocks in the memory; block ids are below it.
+    shard_index: index of the shard in each slot that this rank holds.
+    num_blocks: number of blocks in the memory; block ids are less than this.
     """
 
     shard_index: int
@@ -206,8 +210,8 @@ class Layout:
         groups: Sequence[GroupSpec],
         representations: Mapping[int, Representation] | None = None,
     ) -> None:
-        """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
-        `representations` or its handles.
+        """Raises ValueError, with the name of the field, if the layout contradicts itself, `groups`
+        or `representations`, or if its tensors do not fit into its handles.
 
         representations: kinds of representation (compact forms of blocks' keys, for sparse
             attention), by group index. The layout must have tensors for all groups, but may omit
@@ -278,9 +282,8 @@ class Layout:
     def prepare(
         self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
     ) -> None:
-        """Validates the layout and makes all recipes (byte ranges of a block on both sides), so
-        that the first transfer is not slower than later transfers. Raises ValueError if the layout
-        is not valid."""
+        """Validates the layout and computes all recipes in advance, so that the first transfer is
+        as fast as later transfers. Raises ValueError if the layout is not valid."""
         self.validate(groups, representations)
         shapes: dict[int, GroupSpec | Representation] = {
             **dict(enumerate(groups)),
@@ -312,8 +315,9 @@ class Layout:
             )
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
-        # Slot order may differ from memory order. Sorted by stride, each dimension must step over
-        # everything that is nested in it; the blocks are a further dimension.
+        # The order of runs in the slot may differ from their order in memory. So the dimensions are
+        # sorted by stride. Each stride must be at least the extent of the dimensions below it. The
+        # blocks count as a further dimension.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)
@@ -350,9 +354,11 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
-        """Returns the recipes (byte ranges of a block on both sides) of a group's blocks, or of a
-        kind of representation (compact form of keys), one for each memory handle. The recipes are
-        computed once."""
+        """Returns the recipes of a group's blocks, one for each memory handle. They are computed
+        once.
+
+        group: the group, or a kind of representation (compact form of blocks' keys).
+        """
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])
@@ -370,7 +376,7 @@ class Layout:
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:
-        """Returns the runs (contiguous byte ranges) that copy blocks of a group, one `CopyRuns` per
+        """Returns the runs (contiguous bytes) to copy for blocks of a group: one `CopyRuns` per
         memory handle."""
         return [
             recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)

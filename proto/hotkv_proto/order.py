@@ -1,10 +1,10 @@
-"""Device order: how the server learns that an engine's device has reached a point in its queue of
-work, a mark.
+"""Device order: how the server learns that an engine's device has reached a mark, a point in the
+device's queue of work.
 
 A device runs its work later than the host submits it. A store may read pages only after the kernels
 that fill them have run. A load may write pages only after the kernels that still read them have
-run. So a transfer names a mark, and the server copies only after the device has passed it. An
-engine offers the kinds of marks that it can make; the server chooses a kind that works between the
+run. So a transfer names a mark, and the server copies only after the device has passed the mark. An
+engine offers the kinds of marks that it can make. The server chooses a kind that works between the
 two processes.
 """
 
@@ -31,14 +31,15 @@ class OrderKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceOrder:
-    """The kinds of marks that an engine offers: events, flag words, or both. An empty value means
-    HOST.
+    """The kinds of marks that an engine offers: events, flag words, or both. Without any of them
+    the kind is HOST.
 
     device_uuid: UUID of the GPU whose work the marks follow.
-    event_handles: CUDA IPC handles of events, 64 bytes each. For each mark the engine records one
-        of these events again.
+    event_handles: CUDA IPC handles of events, 64 bytes each. The engine makes a mark by recording
+        one of these events again.
     flags_handle_id: the memory handle of the layout that holds `num_flags` little-endian uint32
-        words, zero at first. This memory is device memory, or a file that the device can write.
+        words, which are 0 at first. Its memory is device memory, or a file that the device can
+        write.
     """
 
     device_uuid: bytes = b""
@@ -66,7 +67,7 @@ class DeviceMark:
 
 
 def has_reached(word: int, value: int) -> bool:
-    """Returns whether a uint32 word that counts up and wraps has reached `value`.
+    """Returns whether a uint32 word has reached `value`. The word counts up and wraps.
 
     Source: the cyclic comparison of CU_STREAM_WAIT_VALUE_GEQ in the CUDA driver API,
     `(int32_t)(*addr - value) >= 0`.

@@ -12,11 +12,11 @@ from hotkv_proto.hints import NO_HINTS, Hints
 
 
 class Miss(enum.IntEnum):
-    """Why tokens of a prompt were computed although there is a cache; numbered as
+    """The reason why tokens of a prompt did not hit and were computed; numbered as
     `hotkv.v1.MissReason`."""
 
     UNKNOWN = 0
-    """Neither the engine nor the server can say."""
+    """The engine and the server do not know the reason."""
     ABSENT = 1
     """The engine asked, and the server did not have the block. The server replaces this reason by
     NEVER_STORED, EVICTED or IN_FLIGHT."""
@@ -32,16 +32,18 @@ class Miss(enum.IntEnum):
     COMPUTED_SOONER = 6
     """The engine did not load the blocks, because computing them is faster."""
     NO_SERVER = 7
-    """The engine had no server when the request came."""
+    """The engine had no connection to a server when the request came."""
     NOT_ASKED = 8
-    """The engine does not load for this request: the request or the engine's role excludes it."""
+    """The engine did not ask hotkv for the blocks, for example because the request or the engine's
+    role excludes it."""
     LATE = 9
     """The server did not answer within the engine's time limit."""
     FAILED_LOAD = 10
     """The load of the hit failed."""
     PARTIAL_BLOCK = 11
-    """Tokens that never hit: those after the prompt's last full block, because only full blocks are
-    stored, and the block of the prompt's last token, because an engine always computes it."""
+    """Tokens that can't hit: the tokens after the prompt's last full block, because only full
+    blocks are stored, and the block of the prompt's last token, because an engine always computes
+    that token."""
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""
@@ -87,14 +89,15 @@ SPARSE_COUNTERS: tuple[str, ...] = (
 
 
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
-    """Computes the figures of a layer that operators see from its counters of sparse decode. A
-    figure is None if its denominator is 0.
+    """Computes the figures that operators see from the counters of a layer. A figure is None if its
+    denominator is 0.
 
-    hit_ratio: share of the selected blocks that were already on the device (in the hot set),
-        without the blocks that are always kept.
-    recall_ratio: mean over sampled selections of the share of the exactly best blocks to which the
-        layer attended.
-    mean_estimated_mass: mean estimated share of attention of the selected blocks.
+    hit_ratio: share of the selected blocks that were already on the device (in the hot set), not
+        counting the blocks that are always kept.
+    recall_ratio: share of the truly best blocks to which the layer attended, as a mean over sampled
+        selections.
+    mean_estimated_mass: estimated share of the attention that the selected blocks receive, as a
+        mean.
     mean_selected_blocks, mean_select_s: blocks and seconds per selection.
     """
 
@@ -121,13 +124,13 @@ class RequestReport(Generic[Hashes_co]):
     """A request that the engine has scheduled.
 
     hashes: block hashes of the prompt, one for each full hash block, from the first block on.
-    device_hit_tokens: tokens that hit in the engine's own cache, or in vLLM's CPU tier.
-    hit_tokens: tokens that hit there or in hotkv.
+    device_hit_tokens: tokens that hit in the engine's own device cache, or in vLLM's CPU tier.
+    hit_tokens: `device_hit_tokens`, plus the tokens that hit in hotkv.
     age_s: time since the request reached the engine.
-    retention: how the request wants its blocks to be retained.
+    retention: how long the request wants its blocks to be retained.
     session_id: id that the router has given to the user's session; empty without an id.
     hints: all hints of the request.
-    miss: why the tokens beyond the hit missed, one of `SAID_BY_ENGINES`.
+    miss: why the tokens behind the hit missed; one of `SAID_BY_ENGINES`.
     saved_s: prefill time that the hit in hotkv has saved.
     wait_s: time that the request waited for lookups and leases.
     report_id: number by which a later `LoadEnd` names the request; 0: no `LoadEnd` will follow.
@@ -149,9 +152,11 @@ class RequestReport(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest(Generic[Hashes_co]):
-    """A request that has ended. Reported only if the request names a user's session or has hints.
+    """A request that has ended. Engines report it only if the request names a user session or has
+    hints.
 
-    hashes: block hashes of prompt and answer, one for each full hash block, from the first on.
+    hashes: block hashes of prompt and answer, one for each full hash block, from the first block
+        on.
     session_id: id that the router has given to the user's session; empty without an id.
     hints: the hints of the request's `RequestReport`, without the rejections.
     """

@@ -1,11 +1,13 @@
 """The shared block table: its binary format, and how to probe it.
 
-The server publishes the index of its blocks in a file. Only the server writes it
-(`hotkv_server.cache.table.index`); any process that has the descriptor can read it without a call.
-What a reader finds is a *hint*, because a block may be evicted at any time: only a lease pins it.
+The server publishes the index of its blocks in a file. Only the server writes the file
+(`hotkv_server.cache.table.index`). Any process that has the file's descriptor can read it without a
+call. The result of such a lookup is a *hint*: a block may be evicted at any time, until a lease
+pins it.
 
-File: header (4096 bytes), buckets, records; all words little-endian uint32. An entry is a block, or
-a block's representation (for sparse attention), in the index; it has a number from 1 on.
+The file consists of a header (4096 bytes), buckets and records. All words are little-endian uint32.
+An *entry* of the index is a block, or a block's representation (for sparse attention). Entries are
+numbered from 1 on.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
     mixed hash. An entry word is the entry's number, with the high bit set while the entry is
     reserved (not ready); 0: no entry. An entry is in its home bucket or, if that was full, in one
@@ -38,8 +40,8 @@ RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
 STATE_DETACHED: Final = 3
-"""State of an entry that was removed from its bucket, so that lookups can't find it, but whose slot
-is still pinned."""
+"""State of an entry whose slot is still pinned, but which was removed from its bucket, so that
+lookups can't find it."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64
@@ -76,7 +78,8 @@ class TableGeometry:
 
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
-        """Returns a geometry whose buckets are filled to TARGET_LOAD by `capacity` entries."""
+        """Returns the geometry of a table for `capacity` entries. That many entries fill its
+        buckets up to TARGET_LOAD."""
         return TableGeometry(
             max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
         )
@@ -121,8 +124,11 @@ class TableGeometry:
 
 
 class BlockTable:
-    """A mapped table: `buckets`, uint32 [num_buckets, 16], and `records`, uint32 [capacity + 1,
-    18], both views of the file. The table's methods are safe while the server writes."""
+    """A block table that is mapped into this process. Its methods are safe while the server writes.
+
+    buckets: uint32 [num_buckets, 16], a view of the file.
+    records: uint32 [capacity + 1, 18], a view of the file.
+    """
 
     def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
         self.geometry = geometry
@@ -134,7 +140,8 @@ class BlockTable:
 
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
-        """Reads the header. Raises ValueError if the file is not a table of this format."""
+        """Makes the table of a mapped file. Raises ValueError if the file is not a table of this
+        format."""
         return BlockTable(
             mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
         )
@@ -161,8 +168,8 @@ class BlockTable:
         return out
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
-        """Returns which blocks are ready [n], as a hint; takes microseconds for a thousand
-        hashes."""
+        """Returns a mask of the blocks that are ready [n], as a hint. Takes microseconds for a
+        thousand hashes."""
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(
@@ -193,7 +200,7 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Returns which entry words belong to ready blocks."""
+    """Returns a mask of the entry words that belong to ready entries."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 
@@ -208,7 +215,7 @@ def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
 
 
 def hash_words(packed: bytes, hash_bytes: int) -> Words:
-    """Returns packed hashes as zero-padded words [n, 8]."""
+    """Converts packed hashes to zero-padded words [n, 8]."""
     if hash_bytes == 32:
         return np.frombuffer(packed, np.uint32).reshape(-1, 8)
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -218,7 +225,7 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
-    """Returns the mixed 64-bit key of each hash [n]: the upper 32 bits choose the home bucket, the
+    """Returns the mixed 64-bit key of each hash [n]. Its upper 32 bits choose the home bucket, its
     lower 32 bits are the tag."""
     return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
@@ -236,13 +243,12 @@ def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int6
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
     """Copies buckets, each in a consistent state (see the lock protocol in `hotkv_proto.kernels`).
-    If the server keeps changing a bucket, the bucket's copy is empty and has an odd sequence
-    number."""
+    If the server keeps changing a bucket, its copy is empty and has an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):
-        # Reading a row is not atomic and its words have no order, so the sequence number is read
-        # before and after it.
+        # Reading a row is not atomic, and its words are read in any order. So the sequence number
+        # is read before and after the row.
         before = buckets[rows[torn], SEQ]
         copy[torn] = buckets[rows[torn]]
         torn = torn[(before & 1 == 1) | (buckets[rows[torn], SEQ] != before)]
@@ -254,8 +260,8 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
 
 
 def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Looks up hashes by their tags (32 bits) only, in numpy. Returns the result of
-    `kernels.probe`."""
+    """Looks up hashes by their tags (32 bits) only, in numpy. Returns the entry words that
+    `kernels.probe` would write."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -284,9 +290,9 @@ def find_reference(
     out: Words,
     out_records: Words,
 ) -> None:
-    """Looks up blocks by key space, group and whole hash, in numpy, with the result of
-    `kernels.find`. Reads a bucket again if its sequence number changed while the records were
-    read."""
+    """Looks up blocks by key space, group and whole hash, in numpy. Writes the same result as
+    `kernels.find`. If a bucket's sequence number has changed while the records were read, reads the
+    bucket again."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -312,7 +318,7 @@ def find_reference(
                 found[item] = words[item, way]
                 if len(out_records):
                     out_records[open_items[item]] = record
-        # A bucket that the server kept changing counts as a miss and is not read again.
+        # A bucket that the server kept changing counts as a miss. It is not read again.
         settled = (buckets[rows[open_items], SEQ] == lines[:, SEQ]) | (lines[:, SEQ] & 1 == 1)
         out[open_items[settled]] = found[settled]
         advance = settled & (found == 0) & (lines[:, OVERFLOW] > 0)

@@ -1,11 +1,11 @@
-"""Traces of calls, recorded with OpenTelemetry's SDK. Importing this module needs the extra `otel`,
-so it is imported by name and only if traces are configured.
+"""Records traces of calls with OpenTelemetry's SDK. Importing this module needs the extra `otel`,
+so other modules import it by name, and only if traces are configured.
 
 Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans
-per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread, or a
-thread that flushes, sends to the collector. If the collector does not accept spans, they are lost;
-the log gets a line with the reason when this begins, and a line when it ends. The SDK's own log
-lines are suppressed.
+per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread and the
+helper thread of `_Bounds` send to the collector. Spans that the collector does not accept are lost.
+The log gets a line with the reason when such a failure begins, and a line when it ends. The SDK's
+own log lines are suppressed.
 """
 
 import logging
@@ -33,10 +33,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import hotkv_proto
 
 FROM_ENVIRONMENT = "env"
-"""Used in place of an endpoint: the endpoint comes from the variables OTEL_EXPORTER_OTLP_*."""
+"""A value for the endpoint: the endpoint comes from the variables OTEL_EXPORTER_OTLP_*."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
-"""Most spans that a process records in a second: recording and exporting a span takes about 100
+"""Most spans that a process records in a second. Recording and exporting a span takes about 100
 us."""
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
@@ -44,7 +44,7 @@ PAUSE_MS = 1000
 """Pause between two batches; a full batch is sent at once."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
-"""Longest wait for the last batch."""
+"""Longest time that `flush` and `close` wait for the last batch, in seconds."""
 MAX_REASON_CHARS = 300
 PROTOBUF = "application/x-protobuf"
 TRACEPARENT = "traceparent"
@@ -53,7 +53,8 @@ MAX_TRACEPARENT_CHARS = 128
 _W3C = TraceContextTextMapPropagator()
 
 Value = str | bool | int | float
-"""A value of an attribute: a number or a name; never content of prompts, never hashes."""
+"""The value of a span's attribute: a number or a name. Attributes contain no prompts and no
+hashes."""
 
 
 @final
@@ -72,7 +73,7 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """Returns a W3C traceparent header, with which another process makes children of this
+        """Returns a W3C traceparent header. With it another process can begin children of this
         span."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, trace.set_span_in_context(self._span))
@@ -102,19 +103,19 @@ class Span:
             self._span.set_attributes(self.attributes)
             if error:
                 self._span.set_status(Status(StatusCode.ERROR, error))
-            # The clock may have been set back since the begin.
+            # The clock may have been set back since the span began.
             self._span.end(max(ended_ns or time.time_ns(), self.began_ns))
 
 
 class Traces:
-    """Begins spans, and exports ended spans.
+    """Begins spans, and exports spans that have ended.
 
-    sample_ratio: share of the calls without a traceparent for which a trace begins, 0 to 1.
+    sample_ratio: share of the calls without a traceparent that are traced, 0 to 1.
     where: name of the collector in the log.
     num_exported: number of spans that the collector has accepted.
     num_failed: number of spans that were sent and not accepted.
     num_dropped: number of spans that were not sent, because the queue was full or there were too
-        many in a second.
+        many spans in a second.
     num_malformed: number of traceparents that could not be read.
     """
 
@@ -196,8 +197,8 @@ class Traces:
 
 
 _chance = random.Random()
-"""A generator for span ids. The generator of the module `random` is not used, because engines seed
-it, and several processes would then choose equal span ids."""
+"""A generator for span ids. The global generator of the module `random` is not used: engines seed
+it, so several processes would choose equal span ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 
@@ -226,18 +227,18 @@ class _Bounds(SpanProcessor):
         self._queue_spans = queue_spans
         self._num_emitted = 0
         self._lock = threading.Lock()
-        # The current second, and the spans in it.
+        # The current second, and the number of spans that ended in it.
         self._second = self._num_in_second = 0
-        # The thread starts here: from Python 3.12 on, no thread can start while the interpreter
-        # ends.
+        # The helper thread starts now, because from Python 3.12 on no thread can start while the
+        # interpreter ends.
         self._asked = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
         self._is_closed = False
         threading.Thread(target=self._help, name="hotkv-traces", daemon=True).start()
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._lock:
-            # Limits spans per second of the wall clock. The spans' own times do not matter, because
-            # the parts of a transfer may be seconds apart.
+            # Limits the spans by the time at which they are recorded. Their own times do not count,
+            # because the parts of a transfer may be seconds apart.
             second = int(time.monotonic())
             if second != self._second:
                 self._second = second
@@ -254,11 +255,11 @@ class _Bounds(SpanProcessor):
 
     def shutdown(self) -> None:
         if not self.within(self._end):
-            # The helper thread may be waiting between two retries; this ends the wait.
+            # Ends the wait of the helper thread if it is waiting between two retries.
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Runs a call on the helper thread; returns False if the call takes longer than CLOSE_S."""
+        """Runs a call on the helper thread. Returns False if the call takes longer than CLOSE_S."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -278,7 +279,7 @@ class _Answers(threading.local):
     """The outcome of the batch that the current thread exports.
 
     num_refused: number of spans of the batch that the collector refused.
-    said: the first message about the batch, from the SDK or the collector; empty without a message.
+    said: the first message of the SDK or the collector about the batch; empty without a message.
     """
 
     is_exporting = False
@@ -294,14 +295,15 @@ class _Answers(threading.local):
         self.said = self.said or said[:MAX_REASON_CHARS]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Used as a filter of the SDK's loggers: during an export `filter` stores the message of a
-        log record and suppresses the record."""
+        """Filters the log records of the SDK's loggers. During an export it stores the record's
+        message and suppresses the record."""
         if self.is_exporting:
             self.say(record.getMessage())
         return not self.is_exporting
 
     def judge(self, response: requests.Response, *_: Any, **__: Any) -> None:
-        """Used as a hook of `requests`: checks a response for two failures that the SDK ignores.
+        """Checks a response of the collector for two failures that the SDK ignores. Called by a
+        hook of `requests`.
 
         Raises TooManyRedirects for a redirection, which the SDK does not follow and treats as
         success. Counts the spans that the collector refuses in a partial success.
@@ -323,8 +325,8 @@ _answers = _Answers()
 
 
 class _Export(SpanExporter):
-    """The exporter that the SDK calls. The exporter counts spans, and logs when the collector stops
-    and starts accepting spans."""
+    """The exporter that the SDK calls. It counts spans, and logs when the collector stops accepting
+    spans and when it accepts them again."""
 
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
@@ -341,7 +343,7 @@ class _Export(SpanExporter):
         _answers.begin()
         try:
             result = self._exporter.export(spans)
-        except requests.RequestException as error:  # Older SDKs raise.
+        except requests.RequestException as error:  # Older SDKs raise this instead of returning.
             _answers.say(str(error))
         finally:
             _answers.is_exporting = False
@@ -374,8 +376,8 @@ class _Export(SpanExporter):
 
 
 def _hear_the_sdk() -> None:
-    """Adds `_Answers.filter` to all loggers of the SDK, so that their messages about an export are
-    stored with the batch. Call this function after the SDK has created its loggers."""
+    """Adds `_Answers.filter` to all loggers of the SDK, so that `_answers` stores their messages
+    about an export. Call this function after the SDK has created its loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("opentelemetry"):
             logging.getLogger(name).addFilter(_answers.filter)
@@ -390,13 +392,13 @@ def open_traces(
     default_protocol: str = "http/protobuf",
     **bounds: Any,
 ) -> Traces:
-    """Begins to export to a collector. The collector may be absent.
+    """Makes a `Traces` that exports to a collector. The collector may be absent.
 
-    endpoint: the URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. If the URL has no path,
-        /v1/traces is added.
-    default_protocol: the protocol for FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
-        (or ..._PROTOCOL) names a protocol.
+    endpoint: the URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. A URL without a path gets the
+        path /v1/traces.
     certificate: PEM file of the authority that signed the collector's certificate.
+    default_protocol: the protocol with FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
+        (or ..._PROTOCOL) names a protocol.
     bounds: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`.
 
     Raises ValueError for an unknown protocol, and ImportError if the protocol's package is missing.
@@ -428,8 +430,8 @@ def open_traces(
 
 
 def _session() -> requests.Session | None:
-    """Makes the session that the exporter sends with. Returns None if the environment names a
-    provider of credentials for the SDK, which then makes the session."""
+    """Makes the session with which the exporter sends. Returns None if the environment names a
+    provider of credentials for the SDK, because the SDK then makes the session itself."""
     if any(name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
         return None
     session = requests.Session()
@@ -438,8 +440,8 @@ def _session() -> requests.Session | None:
 
 
 def _grpc_exporter() -> SpanExporter:
-    """Makes a gRPC exporter with vLLM's rules: no TLS unless the URL begins with https. The
-    exporter does not report refused spans of a batch."""
+    """Makes a gRPC exporter by the same rule as vLLM: no TLS unless the URL begins with https. This
+    exporter does not report which spans of a batch were refused."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
         OTLPSpanExporter as GrpcExporter,
     )

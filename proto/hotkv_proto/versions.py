@@ -1,9 +1,9 @@
-"""What client and server agree on when a session opens: the protocol version and the features; and
-the roles of sessions and the limits of messages.
+"""The protocol version, the features, the roles of sessions, and the limits of messages.
 
-Always true: a session speaks the newest version that both sides know, so either side may be
-upgraded first. It uses a feature only if both sides named it. A change of the protocol that changes
-the meaning of messages gets a new version; a change that only adds fields or calls is a feature.
+Client and server agree on version and features when a session opens. Always true: a session uses
+the newest version that both sides know, so either side may be upgraded first. It uses a feature
+only if both sides named the feature. A change of the protocol that changes the meaning of messages
+gets a new version; a change that only adds fields or calls is a feature.
 """
 
 import enum
@@ -13,10 +13,11 @@ from typing import Final
 OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
-"""Most bytes of a message to the server. A longer message ends its stream, so clients split it."""
+"""Most bytes of a message to the server. A longer message would end its stream, so clients split
+it."""
 MAX_BATCH_BYTES = 64 << 10
-"""Most bytes of a batch (several requests or answers in one message). Larger messages are sent
-alone."""
+"""Most bytes of a batch (several requests or answers in one message). A larger message is sent
+without a batch."""
 
 
 class Role(enum.IntEnum):
@@ -38,10 +39,10 @@ class Feature(enum.IntEnum):
     """The server has tiers below host memory: a lookup also finds blocks that are not in the block
     table."""
     EVENTS = 3
-    """A session can read the events of its key space, which engines publish with their own
+    """A session can read the events of its key space. Engines publish them with their own
     events."""
     RESIDENCY_GROWTH = 4
-    """A client may call open again for an open residency, to reserve more blocks."""
+    """A client may call `open_residency` again for an open residency, to reserve more blocks."""
     BATCHES = 5
     """A message of the stream may carry several requests, or several answers and notices."""
 

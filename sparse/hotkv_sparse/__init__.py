@@ -3,12 +3,12 @@
 The functions in the order of their use:
 - `representations.build` computes an approximation of a block's keys when the block is full.
 - `scores.prepare` and `scores.score` score all blocks with a step's query.
-- `selection.select_layer` scores the blocks and selects the best.
+- `selection.select_layer` scores the blocks and selects the best blocks.
 - `hotset.HotSet.step` decides which selected blocks to load to the device.
-- `decode.decode` does selection and hot set of a layer in one compiled call.
+- `decode.decode` selects blocks and updates the hot set of a layer in one compiled call.
 
 `axes.AxesEstimate` and `centre` calibrate formats on text. `config.SparseConfig` has the settings.
-`cuda` does the same on a GPU.
+`cuda` has the same functions for a GPU.
 
 There is no I/O except in `centre_file`, no clock and no thread. The package needs numpy and numba;
 numba is loaded on first use.

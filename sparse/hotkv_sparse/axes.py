@@ -1,29 +1,29 @@
 """Principal axes of a head's keys, weighted by its queries. The format `mix2` quantises keys along
 these axes.
 
-Some directions of the keys matter much more for attention scores than others. The axes are computed
-for each KV head from the moments of a few thousand keys k and queries, with the mean key mu:
+Some directions of the keys matter much more for attention scores than others. The axes of each KV
+head are computed from the moments of a few thousand keys k and queries, with the mean key mu:
 1. x = k - mu, and A = (second moment of the queries of the head's group) ^ 1/2. In x A every
    direction has the same influence on the score.
 2. The principal axes of x A, strongest first, are split into runs of channels with 4, 2 and 0 bits
    (`formats.num_lines`).
 3. Within a run the axes are rotated by signs and a Hadamard matrix, so that the channels are nearly
    normally distributed.
-This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the case
-of 16 or 0 bits).
+This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the
+special case of 16 or 0 bits).
 
 Axes are calibrated on text. Codes made with different axes can't be compared, so the version of a
-representation covers `Axes.to_bytes`.
+kind of representation covers `Axes.to_bytes`.
 
-A token's codes are in units of the usual rms of their run times a gain of the token. Its scale
-sigma = |y|² / (y · code) preserves the norm of y, as in the format rot2u.
+The unit of a token's codes is the usual rms of their run times a gain of the token. The token's
+scale sigma = |y|² / (y · code) preserves the norm of y, as in the format rot2u.
 
-RoPE turns the slow channels of a key so slowly that a few thousand tokens cover only a small part
-of a turn. In so few tokens these channels look constant and would get no bits, although they differ
-most over a long context. So `add_moved` turns each token to several positions of a long context,
-which for RoPE is exact. (SmolLM2-135M: the block scores at 8192 tokens are off by 2.2 nats with
-axes from 2048 tokens, by 0.48 with axes from the same tokens moved over the whole context, and by
-0.43 with axes from all 8192 tokens.)
+`add_moved` is needed because of RoPE. RoPE turns the slow channels of a key so slowly that a few
+thousand tokens cover only a small part of a turn. Over so few tokens these channels look constant
+and would get no bits, although they differ most over a long context. So `add_moved` moves each
+token to several positions of a long context, which is exact for RoPE. (SmolLM2-135M: the block
+scores at 8192 tokens are off by 2.2 nats with axes from 2048 tokens, by 0.48 with axes from the
+same tokens moved over the whole context, and by 0.43 with axes from all 8192 tokens.)
 
 Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads of a group, Q = H * G, X
 heads, D channels, C coded channels with padding, R = 2 runs of coded channels, F frequencies (2 F
@@ -43,20 +43,21 @@ from hotkv_sparse.rotation import rotate
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 STEPS = (0.3352, 0.9957)
-"""Step sizes, in units of the rms, of the best evenly spaced quantisers with 16 and with 4 levels
-for a normal distribution (Max 1960).
+"""Step sizes of the best evenly spaced quantisers with 16 and with 4 levels for a normal
+distribution, in units of the rms (Max 1960).
 
-They lose 1.15 % and 11.9 % of the energy. Lloyd-Max levels would lose 0.95 % and 11.7 %, but would
-need a table.
+These quantisers lose 1.15 % and 11.9 % of the energy. Lloyd-Max levels would lose 0.95 % and
+11.7 %, but would need a table.
 """
 MIN_TOKENS = 1024
-"""Least number of tokens to measure. With fewer tokens, centre and axes are unreliable."""
+"""Least number of tokens for a calibration. With fewer tokens, centre and axes are unreliable."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
 """Number of positions in a longer context to which `add_moved` moves each token."""
 GOLDEN_RATIO = 0.6180339887498949
 QUERY_FLOOR = 0.05
-"""Share of the mean query energy that is added to every direction, so that A can be inverted."""
+"""Share of the mean query energy that is added to every direction, so that the matrix A can be
+inverted."""
 
 
 def run_channels(head_size: int) -> tuple[int, int]:
@@ -70,11 +71,11 @@ def run_channels(head_size: int) -> tuple[int, int]:
 class Axes:
     """The axes of a layer. Raises INVALID_FIELD if the axes can't be used.
 
-    into: float32 [H, D, D]. A key k of head h with the centre mu has the channels
-        y = (k - mu) @ into[h], the coded channels first.
-    rms: float32 [H, R], in the calibration: rms of the channels with 4-bit codes and of the
-        channels with 2-bit codes.
-    weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is how much the score changes if a
+    into: float32 [H, D, D]. A key k of head h with the centre mu has the channels y = (k - mu) @
+        into[h], the coded channels first.
+    rms: float32 [H, R], measured by the calibration: rms of the channels with 4-bit codes and rms
+        of the channels with 2-bit codes.
+    weights: float32 [H, D, C]. For a query q, w = q @ weights[h] is the change of the score if a
         coded channel changes by half a step of its quantisation. A key with codes c [C] and scale
         sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c - offsets)), with `offsets` from
         `offsets_of`.
@@ -117,21 +118,21 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """Returns `into` and `rms` as bytes; the version of a kind of representation (compact form
-        of keys) is a hash that covers them."""
+        """Returns `into` and `rms` as bytes. The version of a kind of representation (compact form
+        of keys) is a hash that covers these bytes."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
         )
 
     def heads(self, first: int, count: int) -> "Axes":
-        """Returns the axes of a range of heads."""
+        """Returns the axes of `count` heads from `first` on."""
         part = slice(first, first + count)
         return Axes(np.ascontiguousarray(self.into[part]), np.ascontiguousarray(self.rms[part]))
 
 
 class AxesEstimate:
-    """Collects moments of a layer's keys and queries, after RoPE, from which the layer's centre and
-    axes are computed.
+    """Collects moments of a layer's keys and queries (after RoPE), and computes the layer's centre
+    and axes from them.
 
     The caller must omit the first `centre.FIRST_TOKENS` tokens of a context, which include
     attention sinks.
@@ -147,7 +148,7 @@ class AxesEstimate:
         return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
 
     def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Adds float32 keys and queries of the same N tokens.
+        """Adds the keys and queries of the same N tokens, float32.
 
         Ignores tokens with values that are not finite. Raises INVALID_FIELD if the shapes do not
         fit.
@@ -176,7 +177,7 @@ class AxesEstimate:
         self.num_tokens += keys_HND.shape[1]
         self._keys_HD += keys_HND.sum(axis=1)
         self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
-        # The mean over the group's heads does not depend on their number.
+        # Takes the mean over the group's query heads, so their number has no influence.
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )
@@ -191,7 +192,7 @@ class AxesEstimate:
     ) -> None:
         """Adds each token at `PLACES` positions that are spread over a context of `context_tokens`.
 
-        Use this method to calibrate for contexts that are longer than the text.
+        Use this method if the text is shorter than the contexts for which it calibrates.
 
         positions_N: position of each token in the text.
         frequencies_F: RoPE's frequencies, in radians per token.
@@ -238,8 +239,9 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [D, D], that mixes the channels with 4-bit codes, and
-    those with 2-bit codes, so that the mixed channels have about the same size."""
+    """Returns an orthonormal matrix, float64 [D, D]. It mixes the channels with 4-bit codes among
+    each other, and the channels with 2-bit codes among each other, so that the mixed channels have
+    about the same size."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
@@ -252,8 +254,8 @@ def _mixing(head_size: int) -> F64:
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
     """Returns the matrix A U, float64 [D, D].
 
-    A is the matrix square root of the queries' moment. The columns of U are the principal axes of
-    A · covariance · A, strongest first.
+    A is the matrix square root of the queries' second moment. The columns of U are the principal
+    axes of A · covariance · A, strongest first.
     """
     mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
     floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))
@@ -272,7 +274,7 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """Returns the channels of keys minus their centre, y float32 [H, B, T, D]."""
+    """Returns the channels y of keys minus their centre along the axes, float32 [H, B, T, D]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
     y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
@@ -280,8 +282,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns the offset of each coded channel, int32 [C]: a code c means the value 2 c - offset,
-    in half steps."""
+    """Returns the offset of each coded channel, int32 [C]. A code c stands for the value 2 c -
+    offset, in half steps of the quantisation."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -289,8 +291,8 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a quantisation step of each coded channel, for a token with gain 1, float32
-    [H, C]."""
+    """Returns half a quantisation step of each coded channel, float32 [H, C], for a token with gain
+    1."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -304,7 +306,7 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
     """Returns the keys or queries that the tokens would have `shifts_N` positions later, by RoPE;
     float32 [N, X, D].
 
-    frequencies_F: frequencies of RoPE in radians per token. RoPE turns channel i together with
+    frequencies_F: RoPE's frequencies in radians per token. RoPE turns channel i together with
         channel i + F (the NeoX order), and does not turn channels from 2 F on.
     """
     count = len(frequencies_F)
@@ -317,12 +319,12 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
-    """Returns for each token a new position, evenly spread over a context of `context_tokens`;
-    float64 [N], whole numbers.
+    """Returns a new position for each token, float64 [N], whole numbers. The positions are evenly
+    spread over a context of `context_tokens`.
 
     The order of the new positions is unrelated to the order of the tokens.
 
-    turn: which of a token's `PLACES` new positions to return, from 0 on.
+    turn: index of the new position among a token's `PLACES` new positions, from 0 on.
     """
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)

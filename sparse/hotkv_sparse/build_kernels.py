@@ -3,10 +3,10 @@
 queries to int8 codes.
 
 `hotkv_sparse.kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy. The
-kernels do not check their arguments; callers do. They run without the GIL and allocate only scratch
-memory. A vector holds the same channel of sixteen tokens of a head, or of the queries of sixteen
-heads. Loops assign single elements, because numba needs a second to compile an assignment of a
-slice.
+kernels do not check their arguments; their callers do. They run without the GIL and allocate only
+scratch memory. A vector has sixteen lanes: the same channel of sixteen tokens of a head, or of the
+queries of sixteen heads. Loops assign single elements, because numba needs a second to compile the
+assignment of a slice.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
 operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
@@ -89,10 +89,12 @@ def _pack_run(bits: int) -> Any:
     """Makes an operation that quantises rotated keys and packs them as a run of 16 tokens, in the
     token format of `bits` (`hotkv_sparse.formats`).
 
-    Operands: (rows, num_channels, num_steps, out, valid). `rows` float32 [num_steps * channels of a
-    step][16] has a channel of the 16 tokens in each row; rows from `num_channels` on are padding
-    and must be zero. `num_steps`: number of low lines (2 bits) or of pairs of them (3 bits). `out`:
-    address of the run. `valid`: number of tokens; further lanes have no token.
+    The operands of the operation are (rows, num_channels, num_steps, out, valid):
+    rows: float32 [num_steps * channels of a step][16], a channel of the 16 tokens in each row. Rows
+        from `num_channels` on are padding and must be zero.
+    num_steps: number of low lines (2 bits), or of pairs of low lines (3 bits).
+    out: address of the run.
+    valid: number of tokens; the other lanes have no token.
     """
     form = FORMATS[f"rot{bits}u"]
     step_channels = 16 if bits == 2 else 32
@@ -286,10 +288,10 @@ def prepare(
     sums: Any,
     codes: Any,
 ) -> None:
-    """Quantises queries [Q, D] to int8 codes [Q, P, C], and computes the sum of the codes of each
+    """Quantises queries [Q, D] to int8 codes [Q, P, C]. Also computes the sum of the codes of each
     part, sums [Q, P].
 
-    The code 127 means peaks [Q], the size of the query's largest channel.
+    Code 127 stands for peaks [Q], the size of the query's largest channel.
 
     rotated: whether to rotate the queries first (token formats).
     kind: 0: two parts, the positive and the negative channels of q (quest); 1: one part, q.
@@ -370,8 +372,8 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """Copies the channels y [T, D] of the sixteen tokens from `first` on to lanes [>= D, 16], a
-    token in each column. Columns from `valid` on become 0."""
+    """Copies the channels y [T, D] of the sixteen tokens from `first` on to lanes [>= D, 16]. Each
+    column receives a token. Columns from `valid` on become 0."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)
@@ -381,8 +383,8 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """Computes for each of sixteen tokens its energy |y|², and `inverse` = 1 / gain of the token; 0
-    if all of its coded channels are 0."""
+    """Computes for each of sixteen tokens its energy |y|², and `inverse`, which is 1 / gain of the
+    token, or 0 if all of its coded channels are 0."""
     energy[:] = 0
     inverse[:] = 0
     for channel in range(head_size):
@@ -430,11 +432,12 @@ def build_axes(
     lines of each run.
 
     y: [H, B, T, D], the keys' channels along the axes (`axes.channels_of`).
-    rms: [H, 2], usual rms of the channels with 4-bit codes and of those with 2-bit codes
+    rms: [H, 2], usual rms of the channels with 4-bit codes and of the channels with 2-bit codes
         (`Axes.rms`).
     half_steps: [H, C], from `axes.half_steps`.
     offsets: [C], from `axes.offsets_of`.
-    num_fine, num_coded: number of channels with 4-bit codes, and with any code.
+    num_fine: number of channels with 4-bit codes.
+    num_coded: number of channels with any code.
     """
     head_size, channels, num_runs = y.shape[3], offsets.shape[0], sigma.shape[2]
     run_bytes = out.shape[2] // num_runs
@@ -484,13 +487,13 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. The code 127 means peaks [Q], the
+    """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. Code 127 stands for peaks [Q], the
     size of the largest channel.
 
-    Sets sums [Q] to minus the sum over channels of code * offset.
+    Sets sums [Q] to minus the sum of code * offset over the channels.
 
-    weights: [H, D, C], by how much half a quantisation step of each coded channel changes a query's
-        score (`Axes.weights`).
+    weights: [H, D, C]: by how much a query's score changes if a coded channel changes by half a
+        quantisation step (`Axes.weights`).
     offsets: [C], from `axes.offsets_of`.
     """
     num_heads, head_size = query.shape

@@ -1,14 +1,14 @@
 """The centre of a layer's keys: the mean key of each head. Representations (compact forms of
 blocks' keys) encode a key minus the centre, so that their codes spend no bits on the part that all
-keys share.
+keys have in common.
 
 A centre is calibrated once per model from any ordinary text. With a centre, codes of the same size
-are clearly more accurate (SmolLM2-135M, 4k tokens, 5 % budget, rot2u, centre from another text: the
-recall of strong blocks on long-range copy rises from .90 to .98). A wrong centre is worse than no
-centre. The version of a representation covers the centre.
+are clearly more accurate: with SmolLM2-135M, 4k tokens, a budget of 5 %, rot2u and a centre from
+another text, the recall of strong blocks on long-range copy rises from .90 to .98. A wrong centre
+is worse than no centre. The version of a kind of representation covers the centre.
 
-`axes.AxesEstimate` measures a centre and `measured_bias` the error that remains. `Centres` holds
-the centres of a model's layers; `centre_file` stores them in a file.
+`axes.AxesEstimate` measures a centre, and `measured_bias` measures the error that remains.
+`Centres` holds the centres of a model's layers; `centre_file` stores them in a file.
 
 Shapes: N tokens, S tokens of a context, Q query heads, H KV heads, D channels, B blocks.
 """
@@ -28,12 +28,11 @@ from hotkv_sparse.scores import prepare, score
 
 F32 = npt.NDArray[np.float32]
 FIRST_TOKENS = 64
-"""Number of tokens at the start of a context that a calibration omits.
-
-They include attention sinks, whose keys differ from all other keys.
-"""
+"""Number of tokens at the start of a context that a calibration omits, because they include
+attention sinks, whose keys differ from all other keys."""
 SINK_TOKENS, RECENT_TOKENS = 32, 64
-"""Tokens that are kept regardless of their score; the defaults of `SparseConfig`."""
+"""Number of tokens at the start and at the end of a context that are always kept: the defaults of
+`SparseConfig`."""
 
 
 def measured_bias(
@@ -48,12 +47,12 @@ def measured_bias(
     """Measures by how much a token format overestimates a block's log mass, in nats.
 
     The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
-    weighted by the exact mass; if no block has mass, the result is the format's own bias. Sinks and
+    weighted by the exact mass. If no block has mass, the result is the format's own bias. Sinks and
     recent tokens are not measured, because they are always kept.
 
     name, mu_HD, axes: the format, its centre and its axes.
     keys_SHD: float32, keys of a context from its first token on.
-    queries_NQD: float32, queries of the tokens `positions_N`.
+    queries_NQD: float32, queries of the tokens at `positions_N`.
     """
     form = format_named(name)
     num_blocks, kv_heads, head_size = (
@@ -108,8 +107,8 @@ class LayerCentre:
     """The calibration of a layer.
 
     mu: float32 [H, D], the centre: the mean key of each head.
-    bias: by the name of a token format: by how much scores with this centre overestimate the log
-        mass of a block, in nats. A format that is missing was not measured.
+    bias: for each measured token format, by its name: by how much scores with this centre
+        overestimate the log mass of a block, in nats.
     axes: principal axes of the keys, which mix2 needs; None if they were not calibrated.
     """
 
@@ -120,12 +119,11 @@ class LayerCentre:
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """The calibration of a model, by layer index. Raises INVALID_FIELD if a part can't be used.
-
-    A layer that is missing in `layers` has the centre 0.
+    """The calibration of a model's layers. Raises INVALID_FIELD if a part can't be used.
 
     model: name of the model that was measured; only shown to operators.
-    num_tokens: number of tokens over which each centre is the mean.
+    num_tokens: number of tokens from which each centre was computed.
+    layers: calibration by layer index. A missing layer has the centre 0.
     """
 
     model: str
@@ -155,8 +153,8 @@ class Centres:
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns by how much scores in a format overestimate a block's log mass in this layer, in
-        nats, with the layer's centre. None if the bias was not measured."""
+        """Returns by how much scores in format `name` overestimate a block's log mass in this
+        layer, in nats. None if the bias was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 

@@ -1,15 +1,15 @@
-"""Reads and writes files of centres: the only module of `hotkv_sparse` with I/O.
+"""Reads and writes files of centres. This is the only module of `hotkv_sparse` with I/O.
 
 A file holds the calibration of a model (`hotkv_sparse.centre.Centres`). It is an npz archive
 without compression and without pickled objects. The whole file is checked when it is read. A file
 that is truncated, damaged, or made by another program is refused with INVALID_FIELD, which names
-file and problem. Writing replaces a file atomically.
+the file and the problem. A file is replaced atomically.
 
 Arrays of a file: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64
 [L], ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured. For each layer
 `mu_<layer>` float32 [H, D]. For each layer with axes `into_<layer>` float32 [H, D, D] and
-`rms_<layer>` float32 [H, 2]. Files of version 1 have no axes. If the file has a bias of a format
-that this version of hotkv does not know, the bias is ignored.
+`rms_<layer>` float32 [H, 2]. Files of version 1 have no axes. A bias of a format that this version
+of hotkv does not know is ignored.
 """
 
 import io
@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 
 def read_centres(path: str | os.PathLike[str]) -> Centres:
-    """Reads the centres in a file. Blocks while it reads.
+    """Reads the centres from a file. Blocks the calling thread.
 
     Raises INVALID_FIELD if the file is absent or was not made by `write_centres`.
     """
@@ -56,9 +56,9 @@ def read_centres(path: str | os.PathLike[str]) -> Centres:
 
 
 def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
-    """Writes centres to a file, atomically replacing an existing file. Blocks the calling thread.
+    """Writes centres to a file and atomically replaces an existing file. Blocks the calling thread.
 
-    Raises OSError; the existing file is unchanged then.
+    Raises OSError and leaves an existing file unchanged if the file can't be written.
     """
     target = Path(path)
     layers = sorted(centres.layers)
@@ -114,14 +114,15 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
         for name, array in arrays.items():
             data = io.BytesIO()
             np.lib.format.write_array(data, array, allow_pickle=False)  # type: ignore[no-untyped-call]
-            # The date in the archive is fixed, so that equal centres give equal files.
+            # ZipInfo sets a fixed date, so that equal centres give equal files.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data.getvalue())
 
 
 def _arrays(path: Path) -> dict[str, Array]:
     """Returns all arrays of an archive. Checks the arrays' checksums.
 
-    Refuses compressed arrays, so that an array can't need more memory than the file.
+    Refuses compressed arrays, so that reading an array needs no more memory than the file has
+    bytes.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -148,8 +149,8 @@ def _scalar(arrays: dict[str, Array], name: str, kind: str) -> Array:
 
 
 def _array(arrays: dict[str, Array], name: str, kind: str, num_axes: int) -> Array:
-    """Returns the array. Raises ValueError unless it has this kind (numpy's letter) and number of
-    axes."""
+    """Returns the array with this name. Raises ValueError unless it has `num_axes` axes and a dtype
+    of this kind (numpy's letter)."""
     array = arrays[name]
     if array.dtype.kind != kind or array.ndim != num_axes:
         raise ValueError(f"its array {name!r} is {array.dtype} {list(array.shape)}")

@@ -2,8 +2,8 @@
 """Numba kernels that choose blocks by their scores. `hotkv_sparse.kernels` loads this module.
 
 `tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
-callers do. They allocate their scratch memory and run without the GIL. They read a row of scores
-twice; the second time it is in the nearest cache.
+their callers do. They allocate their scratch memory and run without the GIL. They read a row of
+scores twice; at the second read it is in the nearest cache.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
 operands are integers (addresses and counts), without bounds checks. numba's disk cache does not
@@ -56,9 +56,9 @@ def _emit_exp(builder: Any, args: Any) -> None:
 
     Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums); scores, weights
     and sums are float32 [num_runs][16]. Adds the sum of the new weights to float32 `total`. The
-    weights that are added to `sums` are those of the previous head: the addition costs no extra
-    time here, while the CPU computes exponentials. Prefetches the memory `ahead` bytes after the
-    scores, which is read next.
+    weights that are added to `sums` are the weights of the previous head. The CPU does this
+    addition while it computes exponentials, so it costs no extra time. Prefetches the memory
+    `ahead` bytes behind the scores, which is read next.
     """
     scores, reference, weights, num_runs, total, ahead, factor, out = args
     base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
@@ -90,7 +90,7 @@ def _emit_peak(builder: Any, args: Any) -> None:
     """Emits code for: peak = the maximum of peak and all scores.
 
     Operands: (scores, num_runs, peak); scores float32 [num_runs][16], peak float32. Computes four
-    independent maxima, so that an instruction need not wait for the one before it.
+    independent maxima, so that an instruction does not wait for the result of the one before it.
     """
     scores, num_runs, peak = args
     initial = splat(builder, load(builder, peak, F32), FLOATS)
@@ -194,15 +194,14 @@ def _exps(
     """Computes sums += weights * words[2], then weights = e^(scores[head] - peak), with `peak` the
     largest score of the head.
 
-    `weights` and `sums` are padded to whole runs of 16. Returns two numbers: e^(log_mass - peak),
-    and this number plus the sum of the new weights. Uses tail [16], words[0] and words[1] as
-    scratch memory.
+    Returns e^(log_mass - peak), and the same number plus the sum of the new weights. `weights` and
+    `sums` are padded to whole runs of 16. tail [16], words[0] and words[1] are scratch memory.
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16
     row, words_at = scores.ctypes.data + head * num_blocks * 4, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
-    # Copies the blocks after the last whole run to `tail`, padded to a run.
+    # Copies the scores behind the last whole run to `tail`, padded to a run.
     for i in range(rest):
         tail[i] = scores[head, runs * 16 + i]
     for i in range(rest, 16):
@@ -228,8 +227,8 @@ def _exps(
 
 @numba.njit(nogil=True, cache=True)
 def _bits(weights: Any, values: Any) -> Any:
-    """Sets values to the bits of the weights as integers, which have the same order as positive
-    floats. A weight that is not above 0 becomes 0.
+    """Sets `values` to the bits of the weights, as integers. For positive floats these integers
+    have the same order as the floats. A weight that is not above 0 becomes 0.
 
     Returns the largest value.
     """
@@ -245,17 +244,17 @@ def _bits(weights: Any, values: Any) -> Any:
 def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
     """Writes into `out` the indices of the largest of values[:num], in ascending order of index.
 
-    out: int32 [k], k < num; the k largest values are chosen. Of equal values the lower index is
+    out: int32 [k], k < num; the k largest values are chosen. Of equal values, the lower index is
         preferred.
     values: int32 >= 0, padded with -1 to a multiple of 16.
     largest: the largest of the values.
 
-    Finds the smallest value to include by bisection: each step counts the values that are at least
-    a bound. That needs no branches and no extra memory.
+    Finds the smallest value to include by bisection. Each step counts the values that are at least
+    a bound, which needs no branches and no extra memory.
     """
     words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
-    # At least `count` values are >= low; `above` < count of them are >= high.
+    # Invariant: at least `count` values are >= low; `above` values are >= high, and above < count.
     while high - low > 1:
         middle = (low + high) >> 1
         words[0] = middle
@@ -277,10 +276,11 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
 
 @numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
 def top(weights: Any, out: Any) -> None:
-    """Writes into `out` the indices of the k largest weights, in ascending order of index; `out` is
-    int32 [k], and k < len(weights).
+    """Writes into `out` the indices of the k largest weights, in ascending order of index.
 
-    Of equal weights the lower index is preferred. Weights that are not above 0 count as 0.
+    Of equal weights, the lower index is preferred. Weights that are not above 0 count as 0.
+
+    out: int32 [k], k < len(weights).
     """
     num = weights.shape[0]
     values = np.full(num // 16 * 16 + 16, -1, np.int32)

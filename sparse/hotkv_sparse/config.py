@@ -1,7 +1,8 @@
 """Settings of sparse decode, as an operator writes them.
 
-A `SparseConfig` checks its values when it is made. `check` compares them with the model; callers
-must call it before they use the settings. Every refusal names the field, the value and the fix.
+A `SparseConfig` checks its values when it is made. `check` compares the values with the model;
+callers must call it before they use the settings. Every error names the field, the value and the
+fix.
 """
 
 import math
@@ -16,11 +17,11 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host", "auto")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
-"""Least number of tokens of a selection with `adaptive_p`; the always kept tokens (sinks, recent
-window) do not count."""
+"""Least number of tokens that a selection with `adaptive_p` has in addition to the always kept
+tokens (sinks and recent window)."""
 MAX_COUNT = 1 << 30
-"""Largest whole number of a setting: messages and kernels take int32, and kernels add a block's
-tokens."""
+"""Largest whole number of a setting. Messages and kernels use int32, and kernels add a block's
+tokens to the number."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:
@@ -32,25 +33,26 @@ class SparseConfig:
     """Settings of sparse decode. Raises HotKVError (INVALID_FIELD) if a setting is out of range or
     contradicts another setting.
 
-    sparse_topk: number of tokens to which a layer of a sequence attends (the budget), including the
+    sparse_topk: the budget: number of tokens to which a layer of a sequence attends, including the
         always kept tokens. A whole number counts tokens; a fraction is a share of the context.
-    adaptive_p: share of the attention mass, 0 to 1, at which the selection ends; `sparse_topk` is
-        then only the upper limit. Without this setting the whole budget is selected. .85 is bold,
-        .9 usual, .95 careful. Needs `rot2u`, `rot3u` or `mix2`; refused with `residency`.
-    scorer: name of the representation's format by which blocks are scored.
-    fusion: exponent of each scorer. Blocks are scored by a weighted geometric mean of these scorers
-        instead of `scorer` (for research); empty: not used.
-    sink_tokens, recent_tokens: tokens at the start and the end of the context that are always
-        attended to. The partial block is always kept too.
+    adaptive_p: share of the attention mass, 0 to 1. If set, a selection ends as soon as it has this
+        share, and `sparse_topk` is only its upper limit. None: the whole budget is selected. .85
+        loses more, .9 is usual, .95 loses less. Needs `rot2u`, `rot3u` or `mix2`; refused with
+        `residency`.
+    scorer: name of the format of representations by which blocks are scored.
+    fusion: for research: scorers with their exponents. Blocks are then scored by a weighted
+        geometric mean of these scorers instead of by `scorer`. Empty: not used.
+    sink_tokens, recent_tokens: number of tokens at the start and at the end of the context that are
+        always kept: each step attends to them. The partial block is always kept too.
     dense_layers: layers that attend to the whole context.
     max_correction_blocks: most blocks per layer that a step may add to the hot set (the blocks on
         the device) before it attends. Further selected blocks are added one step later.
-    cache_policy: which block is evicted from the hot set: `lru` the least recently selected block,
-        `none` every block that is not selected.
+    cache_policy: which blocks are evicted from the hot set. `lru`: the least recently selected
+        block. `none`: every block that is not selected.
     copy_method: how `ArrayPages` copies blocks; see `COPY_METHODS`. Engines ignore this setting.
     min_context_tokens: requests with a shorter context attend to the whole context.
-    residency: `off` keeps the whole context on the device. `host` keeps old blocks in host memory
-        only, so a context may be larger than the device's memory. `auto` does the same for a
+    residency: `off` keeps the whole context on the device. `host` keeps old blocks only in host
+        memory, so a context may be larger than the device's memory. `auto` does the same for a
         request when the device has no room for its whole context.
     """
 
@@ -97,7 +99,7 @@ class SparseConfig:
             )
             raise _refuse("sparse_topk", self.sparse_topk, fix)
         if not self.sink_tokens:
-            # A request is known to the workers by its first block on the device.
+            # Workers identify a request by its first block on the device.
             fix = f"with residency = {self.residency!r} the first block stays; use 1 or more"
             raise _refuse("sink_tokens", self.sink_tokens, fix)
 
@@ -199,7 +201,7 @@ class SparseConfig:
         return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:
-        """Returns the largest possible number of always kept blocks: those that contain sinks or
+        """Returns the largest possible number of always kept blocks: the blocks with sinks or
         tokens of the recent window, and the partial block."""
         return (
             -(-self.sink_tokens // block_tokens)
@@ -209,19 +211,17 @@ class SparseConfig:
 
     def budget_blocks(self, context_tokens: int, block_tokens: int) -> int:
         """Returns the most blocks that a sequence may select in a layer, including always kept
-        blocks.
-
-        The result is at most the number of blocks in a context of `context_tokens`.
-        """
+        blocks. The result is at most the number of blocks in the context."""
         budget_tokens = (
             self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
         )
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
-        """Returns the exponents of a layer's scorers by name; empty if the layer is dense.
+        """Returns the exponents of a layer's scorers, by the name of the scorer; empty if the layer
+        is dense.
 
-        Without fusion the result is `scorer` with the exponent 1.
+        Without fusion, the result is `scorer` with the exponent 1.
         """
         if layer in self.dense_layers:
             return {}

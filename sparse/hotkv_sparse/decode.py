@@ -1,10 +1,10 @@
-"""A layer's decode step in one compiled call: scores the blocks with a query, selects the best, and
-adds some of them to the hot set (the blocks of the layer that are on the device).
+"""A layer's decode step in one compiled call: scores the blocks with a query, selects the best
+blocks, and adds some of them to the hot set (the blocks of the layer that are on the device).
 
-`decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. These
-two remain for fusion and `adaptive_p`, which choose in numpy, and for callers without a hot set.
-One call is used because each call into compiled code costs about a microsecond, and the arrays
-between two calls more; a model has tens of layers.
+`decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. Callers
+use these two functions for fusion and `adaptive_p`, for which numpy chooses the blocks, and without
+a hot set. A single call is faster: a call into compiled code costs about a microsecond, passing
+arrays between two calls costs more, and a model has tens of layers.
 
 Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
 blocks of the context.
@@ -46,7 +46,7 @@ class Scorer:
 
     @staticmethod
     def of(name: str, source: Source, num_heads: int, head_size: int, scale: float) -> "Scorer":
-        """Returns the scorer for queries [num_heads, head_size] in format `name`. Raises
+        """Makes the scorer for queries [num_heads, head_size] in format `name`. Raises
         INVALID_FIELD if the source does not fit the format or the heads."""
         mu, axes = source.mu, source.axes
         query = prepare(
@@ -82,8 +82,8 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The attention mass of the always kept blocks (sinks, recent window, partial block). The mass
-    is either known, or the kernel computes the mass from the blocks' keys in `pages`.
+    """The attention mass of the always kept blocks (sinks, recent window, partial block). Either
+    the caller knows the mass, or the kernel computes it from the blocks' keys in `pages`.
 
     log_mass: float32 [Q]. Without pages, the log mass of these blocks. With pages, a log mass that
         is added to the blocks' log mass, such as that of learned sinks; -inf adds no mass.
@@ -101,20 +101,20 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Returns the value for always kept blocks whose log mass float32 [Q] is known."""
+        """Makes the value for always kept blocks whose log mass, float32 [Q], is known."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0, 0, 0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Result of a layer's decode step. The caller must attend to all blocks of `map`.
+    """The result of a layer's decode step. The caller must attend to all blocks of `map`.
 
-    selection: the selected blocks; `map` need not contain all of them yet.
-    ahead: int32, hot slots that the caller must fill (with `hot.block_of` of each slot) before the
-        next step.
+    selection: the selected blocks. `map` may lack some of them; they follow in the next step.
+    ahead: int32, hot slots that the caller must fill before the next step, each with the block that
+        `hot.block_of` names.
     num_loaded: number of candidate blocks that this step's selection added to `map`. The caller
         must load these blocks before it attends.
-    num_adopted: number of candidate blocks that were prefetched after the previous step, and that
+    num_adopted: number of candidate blocks that were prefetched after the previous step and that
         this step added to `map`.
     num_selected: number of selected candidates, without always kept blocks.
     num_resident: number of selected candidates that were already in the map.
@@ -144,10 +144,10 @@ def decode(
     (the blocks of the layer that are on the device).
 
     Raises INVALID_FIELD if a row is outside the pool, IndexError if a block of `always` is outside
-    the pages; then the hot set is unchanged.
+    the pages. The hot set is then unchanged.
 
     query_QD: float32 [Q, D], after positional encoding.
-    rows_C: int32, for each block of the context the row of its representation (compact form of its
+    rows_C: int32, for each block of the context, the row of its representation (compact form of its
         keys) in the scorer's pool; ignored for always kept blocks.
     budget_blocks: number of blocks to select, including the always kept blocks.
     max_loads: most candidates that the step may add to the map.

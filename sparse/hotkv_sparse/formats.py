@@ -1,10 +1,10 @@
 """The byte formats of representations.
 
-A representation holds an approximation of the keys of a block, for a KV head and layer. It is small
-enough that every decode step can score all blocks. There are two kinds of formats. A *token* format
+A representation holds an approximation of the keys of a block, for a KV head and layer. It is so
+small that every decode step can score all blocks. There are two kinds of formats. A *token* format
 has a code of a few bits per channel and a scale per token. A *summary* format has one or two
 vectors per block. Byte order is little-endian. The server stores these bytes with the blocks and
-other engines read them, so any change of a format changes `LAYOUT_VERSION`.
+other engines read them, so any change of a format must change `LAYOUT_VERSION`.
 
 A representation in a token format consists of ceil(tokens / 16) runs of 16 tokens. Each run is:
   low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
@@ -13,15 +13,15 @@ A representation in a token format consists of ceil(tokens / 16) runs of 16 toke
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, the operand of an
-instruction that multiplies and sums four bytes at a time. Channels are padded to whole lines; the
-padding may have any value.
+A shift and a mask extract four channels of sixteen tokens from a line of 64 bytes. That is the
+operand of an instruction that multiplies and sums four bytes at a time. Channels are padded to
+whole lines; the padding may have any value.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
-first, in lines as above: fine lines of w = 4 bits, 8 channels each, then coarse lines of w = 2
-bits, 16 channels each. The weakest channels have no code. A run has as many lines as in rot2u, half
-of them fine (rounded down), and so the same number of bytes. Codes are evenly spaced: code c means
-(c - (2^w - 1) / 2) steps.
+first. Its lines are as above: first fine lines of w = 4 bits, 8 channels each, then coarse lines of
+w = 2 bits, 16 channels each. The weakest channels have no code. A run has as many lines as in
+rot2u, half of them fine (rounded down), and so the same number of bytes. Codes are evenly spaced:
+code c stands for (c - (2^w - 1) / 2) steps.
 
 A representation in a summary format is: parts uint8 [parts][D padded to 32], each byte a value +
 128, and 128 in the padding; then float32 [parts], the scale of each part, negative if the block has
@@ -53,13 +53,13 @@ NO_TOKEN = -1.0
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of representations (compact forms of blocks' keys). Token formats have `bits` and
-    `levels`, summary formats `parts`.
+    `levels`; summary formats have `parts`.
 
     bits: bits of a code; 0 for summary formats.
-    levels: for each code the integer that it means, ascending.
-    level_unit: the integer level that means a rotated channel as large as the key's rms.
+    levels: for each code, the integer that it stands for, ascending.
+    level_unit: the integer level that stands for a rotated channel as large as the key's rms.
     bias: by how much scores overestimate the log mass of a block without a centre, in nats.
-    parts: vectors of a summary format; 0 for token formats.
+    parts: number of vectors of a summary format; 0 for token formats.
     by_axes: whether codes are along principal axes (mix2). Then `bits` is the mean over channels,
         and `levels` is empty.
     """
@@ -74,7 +74,7 @@ class Format:
 
     @property
     def kind(self) -> int:
-        """Returns the number by which kernels identify this summary format."""
+        """Returns the number by which kernels identify this format; only for summary formats."""
         return ("quest", "mean").index(self.name)
 
     @property
@@ -84,11 +84,11 @@ class Format:
         return AXES_KERNEL if self.by_axes else self.bits
 
 
-# Lloyd-Max levels of the normal distribution (Max 1960: ±.4528, ±1.510; ±.2451, ±.7560, ±1.344,
-# ±2.152) in integer steps, the largest at 127. A key's sigma is computed against these integers, so
-# their rounding adds no bias. `bias` without a centre, measured on SmolLM2-135M: .33 and .09 (mean
-# over blocks weighted by their true mass); a good centre lowers it. With its axes mix2 has a bias
-# of .02 at most.
+# The levels are the Lloyd-Max levels of the normal distribution (Max 1960: ±.4528, ±1.510; ±.2451,
+# ±.7560, ±1.344, ±2.152), rounded to integers with the largest at 127. A key's sigma is computed
+# from these integers, so their rounding adds no bias. Each `bias` was measured on SmolLM2-135M
+# without a centre: .33 and .09 (mean over blocks, weighted by their true mass). A good centre
+# lowers the bias. With its axes, mix2 has a bias of at most .02.
 FORMATS: dict[str, Format] = {
     "rot2u": Format(
         "rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33
@@ -107,7 +107,7 @@ FORMATS: dict[str, Format] = {
 
 
 def format_named(name: str) -> Format:
-    """Returns the format. Raises INVALID_FIELD."""
+    """Returns the format with this name. Raises INVALID_FIELD if there is no such format."""
     if name not in FORMATS:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -117,8 +117,8 @@ def format_named(name: str) -> Format:
 
 
 def token_scorer(name: str) -> bool:
-    """Returns True if the format's scores estimate a block's attention mass (token formats), so
-    that the masses of blocks may be summed and compared with `adaptive_p`."""
+    """Returns True if the format is a token format. Scores in a token format estimate a block's
+    attention mass, so that the masses of blocks may be summed and compared with `adaptive_p`."""
     return format_named(name).bits > 0
 
 
@@ -128,8 +128,8 @@ def needs_axes(name: str) -> bool:
 
 
 def num_lines(head_size: int) -> tuple[int, int]:
-    """Returns how many lines of 4-bit codes (fine) and of 2-bit codes (coarse) a run (16 tokens) of
-    mix2 has."""
+    """Returns the number of fine lines (4-bit codes) and of coarse lines (2-bit codes) in a run (16
+    tokens) of mix2."""
     total = -(-head_size // COARSE_CHANNELS)
     return total // 2, total - total // 2
 
@@ -140,8 +140,9 @@ def num_runs(block_tokens: int) -> int:
 
 
 def padded_channels(form: Format, head_size: int) -> int:
-    """Returns the number of stored channels of a head, including padding to whole lines (token
-    formats) or to multiples of 32 (summaries). The weakest channels of mix2 are not stored."""
+    """Returns the number of stored channels of a head, including the padding: to whole lines in
+    token formats, to multiples of 32 in summary formats. mix2 does not store the weakest
+    channels."""
     if form.by_axes:
         fine, coarse = num_lines(head_size)
         return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS
@@ -177,7 +178,7 @@ def version(
     axes_bytes: bytes = b"",
 ) -> int:
     """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a representation
-    (compact form of a block's keys).
+    (compact form of a block's keys). It is the version of a kind of representation.
 
     Representations of different versions must never be scored together. The hash covers the layout,
     the format, its levels, the signs of the rotation, the centre `mu_HD` (None: 0) and

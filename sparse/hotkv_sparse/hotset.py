@@ -1,20 +1,20 @@
-"""The hot set: the blocks of a sequence that are on the device, in hot slots, for a layer and a set
-of heads. A step attends only to these blocks.
+"""The hot set: the blocks of a sequence that are on the device, in hot slots. Each hot set belongs
+to a layer and a set of heads. A step attends only to these blocks.
 
 Always true (`check_invariants`):
-- A slot is free, mapped (the step attends to its block), loading (a prefetch writes it), ready (the
-    prefetch has written it, but `adopt` has not mapped it) or cancelled (a prefetch writes it, but
-    its block is not needed any more).
+- A slot has one of five states. Free. Mapped: the step attends to its block. Loading: a prefetch is
+  writing it. Ready: a prefetch has written it, but `adopt` has not mapped it yet. Cancelled: a
+  prefetch is still writing it, but its block is not needed any more.
 - A block has at most one slot that is mapped, loading or ready. The map names exactly the mapped
-    blocks, usually at most `capacity_blocks`; after `resize` to a lower capacity it shrinks as soon
-    as blocks may be evicted.
+  blocks, usually at most `capacity_blocks`. After `resize` to a lower capacity, the map shrinks as
+  soon as blocks may be evicted.
 - A map that was returned never changes. `version` grows with every change of the current map.
 - A mapped block is never evicted if it is always kept (sinks, recent window, the partial block) or
-    has no copy in host memory. Of the other blocks, the least recently selected block is evicted
-    first, and of equally recent blocks the block with the lowest position.
-- A prefetch uses free slots only. `adopt`, between two steps, adds a prefetched block to a new map.
-    A correction (a load within a step) may use the slot of a block that it evicts, because the
-    engine itself writes the slot before it attends.
+  has no copy in host memory. Of the other blocks, the least recently selected block is evicted
+  first; of equally recent blocks, the block with the lowest position.
+- A prefetch uses only free slots. `adopt`, between two steps, adds a prefetched block to a new map.
+  A correction (a load within a step) may use the slot of a block that it evicts, because the engine
+  itself writes the slot before it attends.
 
 The hot set decides which blocks to copy; the caller copies them. An object has one owner and is
 used by one thread. Steps and prefetches are compiled kernels (`hotset_kernels`) that change the
@@ -39,8 +39,8 @@ NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
 _FIRST_BLOCKS = 64
 USUAL_SETS = 2
-"""Usual ratio of the size of the hot set (blocks on the device) to the size of a selection. With a
-ratio of 2 the results were better than with only the current selection (measured with SmolLM2)."""
+"""Usual ratio of the size of the hot set to the size of a selection. With a ratio of 2 the results
+were better than with 1, which keeps only the current selection (measured with SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1
@@ -50,7 +50,8 @@ _PRESSURE_RATE = 0.1
 
 
 class SlotState(IntEnum):
-    """State of a hot slot (place on the device for a block)."""
+    """The state of a hot slot (place on the device for a block); the module's docstring explains
+    the states."""
 
     FREE = 0
     MAPPED = 1
@@ -59,7 +60,8 @@ class SlotState(IntEnum):
     CANCELLED = 4
 
 
-# Plain integers: numpy compares arrays with them several times faster than with enum members.
+# The states as plain integers, because numpy compares arrays several times faster with integers
+# than with enum members.
 FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 
@@ -81,9 +83,10 @@ class HotMap:
 class SlotMoves:
     """Blocks that get or lose hot slots (places on the device). All arrays are int32.
 
-    blocks, slots: blocks (positions in the context) that get a slot, and the slot of each. The
-        method that returns this value says whether the caller must copy them.
-    victims: blocks that lost their slot.
+    blocks: blocks (positions in the context) that get a slot. The method that returns this value
+        says whether the caller must copy them.
+    slots: the slot of each of these blocks.
+    victims: blocks that have lost their slot.
     """
 
     blocks: I32
@@ -96,8 +99,8 @@ class Step:
     """The result of a step of the hot set (the blocks of a layer that are on the device).
 
     map: the blocks to which the caller must attend, after it has made the copies of `load`.
-    load: blocks to copy from host memory into their slots, before the step attends.
-    prefetch: int32, selected blocks that did not fit into `load`, heaviest first. The caller passes
+    load: blocks that the caller must copy from host memory into their slots before it attends.
+    prefetch: int32, selected blocks for which `load` had no room, heaviest first. The caller passes
         these blocks to `begin_prefetch`.
     num_selected: number of selected candidates, without always kept blocks.
     num_resident: number of selected candidates that were already in the map.
@@ -116,7 +119,7 @@ class Growth:
 
     new: hot slots for the blocks that the context gained; the engine writes their KV there.
     swap_out: int32, complete blocks that have no copy in host memory. The caller copies these
-        blocks to host memory and reports the end of the copies by `swapped_out`.
+        blocks to host memory, and calls `swapped_out` when the copies have ended.
     """
 
     new: SlotMoves
@@ -133,18 +136,18 @@ class HotSet:
     Methods raise INVALID_FIELD for invalid arguments.
 
     capacity_blocks: the most blocks that the map may name.
-    spare_slots: number of slots beyond the capacity, so that prefetches find free slots.
+    spare_slots: number of slots beyond the capacity. Prefetches use them.
     policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
         current selection does not contain.
-    clock: number of steps made.
+    clock: number of steps so far.
     span: the context's blocks, and which of them are candidates.
 
-    Only this object writes the tables:
+    The tables, which only this object writes:
     - By slot: `state` int8, `block_of` int32, `used_at` int64 (the last step that selected the
-        block).
+      block).
     - By block (position in the context; the arrays may be longer than the context): `slot_of`
-        int32, `has_copy` bool (whether host memory has a copy), `swapping` bool (whether a copy to
-        host memory is being made).
+      int32, `has_copy` bool (whether host memory has a copy), `swapping` bool (whether a copy to
+      host memory is in progress).
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int = 8, policy: str = "lru") -> None:
@@ -185,7 +188,7 @@ class HotSet:
 
     @property
     def num_slots(self) -> int:
-        """Returns the total number of hot slots. Slot numbers are below it."""
+        """Returns the total number of hot slots. Slots are numbered from 0."""
         return len(self.state)
 
     def map(self) -> HotMap:
@@ -198,13 +201,14 @@ class HotSet:
     # -------------------------------------------------------------------------------------- changes
 
     def extend(self, where: Span, num_complete: int, num_host: int = 0) -> Growth:
-        """Sets the context to `where.count` blocks, the first `num_complete` of them complete.
+        """Sets the length of the context to `where.count` blocks, of which the first `num_complete`
+        are complete.
 
         Call this method whenever a block begins or becomes full. New blocks of the context get
         slots, except blocks below `num_host`, which are already in host memory. If the context
-        becomes shorter (a rewind), the slots of the removed blocks become free; all swaps must have
-        ended before. Raises OVERLOADED if too few blocks can be evicted; then wait for swaps, or
-        call `resize`.
+        becomes shorter (a rewind), the slots of the removed blocks become free; all copies to host
+        memory must have ended before. Raises OVERLOADED if too few blocks can be evicted; then wait
+        for copies to host memory, or call `resize`.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -241,8 +245,10 @@ class HotSet:
         return Growth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
-        """Reports the end of the copies of `blocks` to host memory. After a failure (`success`
-        False) the next `extend` returns the blocks again in `swap_out`.
+        """Reports the end of the copies of `blocks` to host memory.
+
+        success: False: the copies failed, and the next `extend` returns the blocks in `swap_out`
+            again.
         """
         self._check_blocks(blocks)
         if success:
@@ -250,8 +256,8 @@ class HotSet:
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Adds `blocks`, the most important first, to the map until there is no room. Evicts no
-        blocks.
+        """Adds `blocks` to the map until there is no room, the most important (first) blocks first.
+        Evicts no blocks.
 
         All blocks must have a copy in host memory. The caller copies the returned blocks into their
         slots before it attends.
@@ -268,12 +274,13 @@ class HotSet:
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
-        """Makes a step: adds missing blocks of `selection` to the map, and evicts blocks for them.
+        """Makes a step: adds missing blocks of `selection` to the map, and evicts other blocks for
+        them.
 
-        Missing always kept blocks (blocks that were never seeded) are added first, and all of them,
-        if need be in place of selected blocks. Then the heaviest missing candidates are added,
-        until `max_loads` blocks are added in total. The other missing blocks are in
-        `Step.prefetch`, unless a prefetch of them is in progress.
+        First adds all missing always kept blocks (blocks that were never seeded), even in place of
+        selected blocks. Then adds the heaviest missing candidates, until `max_loads` blocks are
+        added in total. The other missing blocks are returned in `Step.prefetch`, unless a prefetch
+        of them is in progress.
 
         selection: this step's selection over the current `span`.
         """
@@ -301,7 +308,7 @@ class HotSet:
         )
 
     def begin_prefetch(self, blocks: I32) -> SlotMoves:
-        """Assigns free slots to `blocks`, in order, as long as there are free slots. Evicts no
+        """Assigns free slots to `blocks`, in order, until there are no free slots. Evicts no
         blocks.
 
         The caller copies the returned blocks into their slots, and reports each slot by
@@ -319,8 +326,11 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
-        """Reports the end of the prefetches into `slots`: the slots are written, or, if `success`
-        is False, the prefetches failed and will not write to the slots any more."""
+        """Reports the end of the prefetches into `slots`.
+
+        success: True: the slots are written. False: the prefetches failed and will not write to the
+            slots any more.
+        """
         answer = self._kernels.hot_finish_prefetch(
             np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )
@@ -328,11 +338,11 @@ class HotSet:
             raise self._not_loading()
 
     def adopt(self) -> SlotMoves:
-        """Adds the blocks whose prefetch is written to the map, and evicts other blocks for them.
-        Call this method between two steps.
+        """Adds prefetched blocks to the map, and evicts other blocks for them. Call this method
+        between two steps.
 
-        Drops prefetched blocks for which there is no room. The caller need not copy the returned
-        blocks.
+        Drops prefetched blocks for which there is no room. The returned blocks are already in their
+        slots, so the caller need not copy them.
         """
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
@@ -347,10 +357,10 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def resize(self, capacity_blocks: int) -> I32:
-        """Sets the capacity. A higher capacity adds slots. A lower capacity evicts as many blocks
-        as may be evicted now; later steps evict the rest.
+        """Sets the capacity and returns the evicted blocks.
 
-        Returns the evicted blocks.
+        A higher capacity adds slots. A lower capacity evicts as many blocks as may be evicted now;
+        later steps evict the rest.
         """
         if capacity_blocks < 1:
             raise HotKVError(
@@ -373,7 +383,7 @@ class HotSet:
         self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
 
     def _add_blocks(self, num_blocks: int) -> None:
-        """Makes the tables by block large enough for `num_blocks`."""
+        """Enlarges the tables by block for at least `num_blocks` blocks."""
         if num_blocks <= len(self.slot_of):
             return
         more = max(num_blocks, 2 * len(self.slot_of)) - len(self.slot_of)
@@ -382,8 +392,8 @@ class HotSet:
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
     def mapped_blocks(self) -> I32:
-        """Returns the blocks of the current map, int32, as a writable array, because numba calls
-        start faster with writable arrays. Kernels must not write it."""
+        """Returns the blocks of the current map, int32. The array is writable, because numba's
+        calls start faster with writable arrays, but kernels must not write to it."""
         return self._mapped if self._map.version == self.version else self.map().blocks
 
     def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
@@ -400,7 +410,7 @@ class HotSet:
         )  # fmt: skip
 
     def stepped(self, map_2M: I32 | None) -> HotMap:
-        """Completes a step after a kernel has changed the arrays of `for_kernels`. Returns the map.
+        """Completes a step after a kernel has changed the tables of `for_kernels`. Returns the map.
 
         map_2M: the kernel's new map, int32 [2, M]: blocks in ascending order, and their slots. None
             if the map has not changed.
@@ -409,8 +419,10 @@ class HotSet:
         return self._map if map_2M is None else self._publish(map_2M)
 
     def _publish(self, map_2M: I32) -> HotMap:
-        """Sets and returns the next version of the map. map_2M: blocks, ascending, and their
-        slots."""
+        """Sets the next version of the map and returns it.
+
+        map_2M: blocks in ascending order, and their slots.
+        """
         self.version += 1
         self._set_map(map_2M)
         return self._map
@@ -426,19 +438,19 @@ class HotSet:
         return len(self.map().blocks)
 
     def _is_mapped(self) -> Mask:
-        """Returns which blocks of the context are in the map, bool [blocks]."""
+        """Returns a mask of the context's blocks that are in the map, bool [blocks]."""
         mapped = np.zeros(self.span.count, np.bool_)
         mapped[self.map().blocks] = True
         return mapped
 
     def _is_pinned(self, blocks: I32) -> Mask:
-        """Returns which of `blocks` must not be evicted, because they are always kept or have no
-        copy in host memory."""
+        """Returns a mask of those `blocks` that must not be evicted, because they are always kept
+        or have no copy in host memory."""
         return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
 
     def _put(self, blocks: I32, slots: I32, state: int) -> None:
-        """Assigns the free `slots` to `blocks` in the given state, and sets their last use to the
-        current step."""
+        """Assigns the free `slots` to `blocks` in the given state. The current step becomes their
+        last use."""
         if len(blocks):
             self.slot_of[blocks] = slots
             self.block_of[slots] = blocks
@@ -447,7 +459,7 @@ class HotSet:
             self.version += state == MAPPED
 
     def _evict(self, blocks: I32) -> None:
-        """Frees the slots of mapped blocks."""
+        """Frees the slots of `blocks`, which are mapped."""
         if len(blocks):
             slots = self.slot_of[blocks]
             self.slot_of[blocks] = NO_SLOT
@@ -476,12 +488,12 @@ class HotSet:
     # ------------------------------------------------------------------------------- who is evicted
 
     def _room(self, count: int) -> tuple[I32, I32]:
-        """Returns slots for `count` blocks, and the blocks to evict before their use. Changes no
-        table.
+        """Returns slots for up to `count` blocks, and the blocks to evict before these slots are
+        used. Changes no table.
 
-        Uses free slots as long as the map is below its capacity, then the slots of evicted blocks.
-        Returns fewer slots if too few blocks may be evicted. There may be more evicted blocks than
-        slots, if the map is larger than a capacity that was lowered.
+        Takes free slots as long as the map is below its capacity, then the slots of evicted blocks.
+        Returns fewer than `count` slots if too few blocks may be evicted. Returns more evicted
+        blocks than slots if the capacity was lowered below the size of the map.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
@@ -524,7 +536,7 @@ class HotSet:
         return HotKVError(Reason.INVALID_FIELD, why)
 
     def check_invariants(self) -> None:
-        """Asserts the module's invariants."""
+        """Asserts the invariants in the module's docstring."""
         held = np.isin(self.state, (MAPPED, LOADING, READY))
         assert (self.block_of[held] >= 0).all() and (self.block_of[~held] == NO_SLOT).all()
         blocks = self.block_of[held]
@@ -549,15 +561,15 @@ class AdaptiveCapacity:
     recent selections.
 
     With `adaptive_p` a selection is only as large as the attention mass requires, up to the budget.
-    The capacity is twice the size of recent selections: it grows at once and shrinks slowly. The
-    capacity is more than twice that size if many steps miss more blocks than they may load. The
-    capacity stays between twice the number of always kept blocks and `MAX_SETS` times the budget.
+    The capacity is usually twice the size of recent selections. It grows at once and shrinks
+    slowly. It is more than twice that size if many steps miss more blocks than they may load. It
+    stays between twice the number of always kept blocks and `MAX_SETS` times the budget.
 
     budget_blocks: upper limit of a selection.
     always_blocks: number of always kept blocks.
     needed_blocks: largest size of recent selections; decays by 2 % per step.
     pressure_ratio: share of recent steps that missed more blocks than they could load, 0 to 1.
-    sets: capacity divided by `needed_blocks`; grows with `pressure_ratio`.
+    sets: capacity divided by `needed_blocks`; grows while `pressure_ratio` is high.
     """
 
     budget_blocks: int
@@ -567,10 +579,11 @@ class AdaptiveCapacity:
     sets: float = USUAL_SETS
 
     def observe(self, selected_blocks: int, left_blocks: int) -> int:
-        """Updates the estimate after a step, and returns the capacity to use.
+        """Updates the estimate after a step, and returns the new capacity.
 
         selected_blocks: number of blocks that the step selected.
-        left_blocks: number of missing blocks that the step could not load (`Step.prefetch`).
+        left_blocks: number of missing blocks that the step could not load (the length of
+            `Step.prefetch`).
         """
         self.needed_blocks = max(
             float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY
@@ -584,7 +597,7 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Returns the number of blocks that the hot set (the blocks on the device) should hold;
-        before the first step, twice the budget."""
+        """Returns the number of blocks that the hot set should have; before the first step, twice
+        the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

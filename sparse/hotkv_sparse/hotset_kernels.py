@@ -5,7 +5,7 @@ device). `hotkv_sparse.kernels` loads this module.
 `hotkv_sparse.hotset` states the invariants and the tables; `tests/sparse/naive.py` has a naive
 model. Kernels change the tables of `HotSet` in place. A call that refuses its arguments changes no
 table. All kernels run without the GIL. To sort blocks by age or weight and then by position, the
-kernels pack both into a non-negative int64 key.
+kernels pack both numbers into a non-negative int64 key.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
@@ -19,7 +19,7 @@ from numba import types
 from hotkv_sparse.hotset import SlotState
 
 _FEW = 16
-"""Up to this many keys are sorted by insertion sort; more keys are sorted by radix sort."""
+"""Most keys that `_sort` sorts by insertion sort; it sorts more keys by radix sort."""
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
 REFUSED = -1
@@ -107,10 +107,10 @@ def _victims(
     state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes the
-    chosen blocks to `out` and returns their number.
+    """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes them to
+    `out` and returns their number.
 
-    Chooses only blocks that were last used before the step `before`.
+    Chooses only blocks whose last use was before step `before`.
     """
     if count <= 0:
         return 0
@@ -158,9 +158,9 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Evicts the mapped blocks that the step `clock` has not selected and that may be evicted.
+    """Evicts the mapped blocks that step `clock` has not selected, if they may be evicted.
 
-    Writes these blocks to `out` and returns their number.
+    Writes the evicted blocks to `out` and returns their number.
     """
     num = 0
     for slot in range(state.shape[0]):
@@ -198,10 +198,10 @@ def _missing(
     slot_of: Any,
     keys: Any,
 ) -> Any:
-    """Marks the selected blocks that are mapped as used in this step, and lists the selected blocks
-    that are not mapped (missing).
+    """Marks the selected blocks that are mapped as used in this step, and lists the missing blocks:
+    the selected blocks that are not mapped.
 
-    Sets `keys` to the indices of the missing blocks in `blocks`, heaviest first. Returns three
+    Writes the missing blocks to `keys`, heaviest first, as indices in `blocks`. Returns three
     numbers: missing blocks, missing blocks of infinite weight (always kept), and all blocks of
     infinite weight.
     """
@@ -213,9 +213,9 @@ def _missing(
             used_at[slot] = clock
         else:
             num_kept += is_kept
-            # As integers, the bits of positive floats have the same order as the floats, and the
-            # bits of negative floats the reverse order. -0 becomes 0. The heaviest block gets the
-            # smallest key.
+            # Reads the bits of the weight as an integer. These integers have the same order as the
+            # floats if the floats are positive, and the reverse order if they are negative. -0
+            # becomes 0. The heaviest block gets the smallest key.
             bits = np.float32(weights[i] + np.float32(0)).view(np.int32)
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
@@ -230,8 +230,8 @@ def _missing(
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
     """Writes the new map to maps [2, M]: its blocks, ascending, and their slots. Returns M.
 
-    The new map has the blocks of the old map that are still mapped, and the first `num_joined`
-    blocks of `joined`.
+    The new map consists of the blocks of the old map that are still mapped, and the first
+    `num_joined` blocks of `joined`.
     """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
@@ -269,9 +269,12 @@ def hot_step(
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
     """Makes a step of the hot set (the blocks on the device): adds missing blocks of the selection
-    `blocks`, `weights` [n] to the map `old` [M], and evicts blocks for them; see `HotSet.step`.
+    to the map, and evicts blocks for them; see `HotSet.step`.
 
-    capacity: most blocks of the map. clock: number of the step.
+    blocks, weights: [n], the selection.
+    old: [M], the blocks of the map.
+    capacity: most blocks of the map.
+    clock: number of the step.
     keeps_unselected: True for the policy `lru`, False for `none`.
     first, last, count: the span of the context (`selection.Span`).
 
@@ -279,7 +282,7 @@ def hot_step(
     their slots, evicted blocks, blocks to prefetch). Returns seven numbers: blocks of the new map
     (REFUSED if a block is outside the context), loaded blocks, evicted blocks, blocks to prefetch,
     selected always kept blocks, selected blocks that were already mapped, and always kept blocks
-    among the latter.
+    that were already mapped.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
@@ -303,7 +306,7 @@ def hot_step(
                 moves[1, num_loads] = slot
                 num_loads += 1
     excess, num_unselected = wanted - num_loads + max(-growth, 0), 0
-    # The second round is for always kept blocks: it evicts even blocks that are selected.
+    # The second round makes room for always kept blocks. It may evict blocks that are selected.
     for is_second in range(2):
         if is_second:
             num_unselected, excess = num_victims, num_kept - num_loads
@@ -346,11 +349,11 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Adds the blocks of ready slots (their prefetch is written) to the map `old` [M], as long as
-    there is room; see `HotSet.adopt`.
+    """Adds the blocks of ready slots (slots that a prefetch has written) to the map `old` [M], as
+    long as there is room; see `HotSet.adopt`.
 
     Writes maps [2, K] (blocks and slots of the new map) and moves [3, K] (added blocks, their
-    slots, evicted blocks). Returns the numbers of blocks of the new map, of added blocks and of
+    slots, evicted blocks). Returns the number of blocks of the new map, of added blocks and of
     evicted blocks.
     """
     num_ready = 0
@@ -387,7 +390,7 @@ def hot_begin_prefetch(
     clock: Any,
     count: Any,
 ) -> Any:
-    """Assigns free slots to `blocks`, in order, as long as there are free slots.
+    """Assigns free slots to `blocks`, in order, until there are no free slots.
 
     Writes the blocks that got a slot, and their slots, to moves [2, K]. Returns their number, or
     REFUSED if a block is outside the context.
@@ -415,11 +418,11 @@ def hot_begin_prefetch(
     cache=True,
 )
 def hot_finish_prefetch(slots: Any, success: Any, state: Any, block_of: Any, slot_of: Any) -> Any:
-    """Ends the prefetches into `slots`. After a success the slots become ready; slots whose
+    """Ends the prefetches into `slots`. Slots whose prefetch succeeded become ready. Slots whose
     prefetch failed or was cancelled become free.
 
-    Returns REFUSED, and changes no table, if `slots` contains a slot that no prefetch writes;
-    otherwise 0.
+    Returns 0. If `slots` contains a slot that no prefetch is writing, changes no table and returns
+    REFUSED.
     """
     for i in range(slots.shape[0]):
         if not 0 <= slots[i] < state.shape[0] or (

@@ -2,7 +2,7 @@
 
 Load this module through `hotkv_proto.native.load` at the first use of a kernel, not by an import
 statement, because the first import compiles for seconds. Always true: an import of this module
-loads every kernel, so `hotkv-server compile` compiles all of them, for example for a container
+loads every kernel. So `hotkv-server compile` compiles all of them, for example for a container
 image.
 """
 

@@ -1,6 +1,6 @@
 """Builds representations from unpacked keys.
 
-A representation is an approximation of a block's keys by which decode steps score the block. It is
+A representation is an approximation of a block's keys, by which decode steps score the block. It is
 built once, when the block is full, from keys after RoPE. The functions are pure and call compiled
 kernels. `tests/oracles/sparse.py` computes the same in numpy.
 
@@ -64,14 +64,14 @@ def build(
     out: U8 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the representations uint8 [B, H, N] (compact forms) of keys float32 [B, T, H, D] in
-    format `name`.
+    """Builds the representations of blocks in format `name` from the blocks' keys, float32 [B, T,
+    H, D]. Returns uint8 [B, H, N].
 
-    A token format subtracts the centre (x = k − mu), rotates x to y, stores for each channel the
-    code whose level is nearest to y / rms(y), and the scale sigma = |y|² / (y · levels)
-    (docs/sparse.md; a relative of RaBitQ and TurboQuant). mix2 does the same along principal axes
-    instead of after a fixed rotation. The summary quest stores max and min of x over the tokens
-    (Quest), the summary mean stores the mean of x.
+    A token format subtracts the centre (x = k − mu) and rotates x to y. For each channel it stores
+    the code whose level is nearest to y / rms(y), and for each token the scale sigma = |y|² / (y ·
+    levels) (docs/sparse.md; a relative of RaBitQ and TurboQuant). mix2 does the same with channels
+    along principal axes instead of a fixed rotation. The summary format quest stores max and min of
+    x over the tokens (Quest); the summary format mean stores the mean of x.
 
     Raises INVALID_FIELD. Does not block; compiled code runs without the GIL.
 
@@ -125,8 +125,8 @@ def build(
 
 
 def checked_axes(name: str, axes: Axes | None, shape: tuple[int, ...]) -> Axes:
-    """Returns `axes` if format `name` can use them on keys of `shape`; raises INVALID_FIELD
-    otherwise.
+    """Returns `axes` unchanged. Raises INVALID_FIELD if format `name` can't use them on keys of
+    `shape`.
 
     shape: (kv_heads, head_size).
     """

@@ -1,11 +1,11 @@
 """The fixed random rotation that spreads a key evenly over its channels before quantisation.
 
-A rotation consists of one or two passes. A pass flips signs of some channels and applies an
+A rotation consists of one or two passes. A pass flips the signs of some channels and applies an
 orthonormal Hadamard matrix to a part of the vector. If the head size is a power of two, a single
-pass covers all channels. Otherwise the first pass covers the first n channels, with n the largest
-power of two below the head size, and the second pass covers the last n channels, so that every
-channel is mixed. (Overlapping passes spread a large channel better than separate passes.) The signs
-are the same in every engine and never change.
+pass covers all channels. Otherwise there are two passes: with n the largest power of two below the
+head size, the first pass covers the first n channels and the second pass the last n channels, so
+that every channel is mixed. (Overlapping passes spread a large channel better than separate
+passes.) The signs are the same in every engine and never change.
 
 Shapes: D channels of a head.
 """
@@ -29,9 +29,10 @@ def passes(head_size: int) -> tuple[tuple[int, int], ...]:
 def signs(head_size: int) -> npt.NDArray[np.float32]:
     """Returns the signs of each pass, 1 or -1, float32 [passes, D].
 
-    The signs come, pass by pass, from the bits (lowest bit of a byte first; 1 means -1) of
-    SHA-256("hotkv-signs-1" ‖ counter), with the counter as little-endian uint32 from 0 on. Each
-    pass has a sign for all D channels; signs of channels that the pass does not cover are not used.
+    The signs come, pass by pass, from the bits of SHA-256("hotkv-signs-1" ‖ counter), with the
+    counter as little-endian uint32 from 0 on. The lowest bit of a byte comes first; 1 means -1.
+    Each pass has a sign for all D channels. Signs of channels that the pass does not cover are not
+    used.
     """
     num_bits = len(passes(head_size)) * head_size
     stream = b"".join(
@@ -46,10 +47,10 @@ def signs(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def factors(head_size: int) -> npt.NDArray[np.float32]:
-    """Returns the factors of each pass, float32 [passes, D].
+    """Returns the factors by which each pass multiplies its channels, float32 [passes, D].
 
-    A factor is the sign divided by the square root of the pass's channels, which makes the Hadamard
-    matrix orthonormal.
+    A factor is the channel's sign divided by the square root of the pass's number of channels. The
+    division makes the Hadamard matrix orthonormal.
     """
     scale = np.array([[1.0 / np.sqrt(size)] for _, size in passes(head_size)])
     result: npt.NDArray[np.float32] = (signs(head_size) * scale).astype(np.float32)
@@ -59,7 +60,8 @@ def factors(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def pass_arrays(head_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns the first channels and the numbers of channels of the passes, int64 [passes] each."""
+    """Returns two arrays, int64 [passes] each: the first channel and the number of channels of each
+    pass."""
     starts, sizes = np.array(passes(head_size), np.int64).T.copy()
     return starts, sizes
 
@@ -76,10 +78,8 @@ def rotate(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def hadamard(x: npt.NDArray[np.float32]) -> None:
-    """Applies the fast Walsh-Hadamard transform to the last axis (a power of two).
-
-    In place, not normalised.
-    """
+    """Applies the fast Walsh-Hadamard transform to the last axis, in place and without
+    normalisation. The length of the axis must be a power of two."""
     size = x.shape[-1]
     half = 1
     while half < size:

@@ -53,12 +53,12 @@ from hotkv_sparse.vectors import (
 
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
-"""Number of blocks by which kernels prefetch ahead, because the CPU's own prefetch stops at the end
-of a memory page."""
+"""Number of blocks by which kernels prefetch ahead. The CPU's own prefetch stops at the end of a
+memory page."""
 _TRANSPOSED_RUNS = 2
-"""The scores of blocks with at most this many runs (of 16 tokens) are transposed, so that sums need
-no operation across lanes. Blocks with more runs are summed lane by lane and then across lanes,
-which is faster for them."""
+"""Largest number of runs (of 16 tokens) in a block whose scores are transposed, so that sums need
+no operation across lanes. The scores of larger blocks are summed lane by lane and then across
+lanes, which is faster for them."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
@@ -74,11 +74,11 @@ _I8_2, _I32_1, _I32_2 = (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Emits code for: the levels plus `LEVEL_OFFSET`, as 64 unsigned bytes, of the codes of four
-    channels and sixteen tokens.
+    """Emits code that extracts the codes of four channels and sixteen tokens, and returns their
+    levels plus `LEVEL_OFFSET` as 64 unsigned bytes.
 
     low, high: lines of codes (`hotkv_sparse.formats`), 16 ints each; `high` only for 3-bit codes.
-    plane: which four channels of the low line.
+    plane: index of the four channels within the low line.
     """
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
@@ -103,8 +103,8 @@ def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
 def _store_scores(
     builder: Any, totals: list[Any], sigma: Any, factor: Any, out: Any, out_stride: Any
 ) -> None:
-    """Emits code for: out = total * sigma * factor of sixteen tokens for each head; MIN_SCORE for a
-    token that does not exist.
+    """Emits code that stores the scores of sixteen tokens for each head: out = total * sigma *
+    factor; MIN_SCORE for a token that does not exist.
 
     sigma: address of the tokens' float16 scales.
     """
@@ -119,12 +119,12 @@ def _store_scores(
 
 
 def _axes_operation(num_heads: int) -> Any:
-    """Makes an operation like that of `_run_operation`, for mix2. The first half of a run's lines
-    has 4-bit codes, the others 2-bit codes.
+    """Makes an operation for mix2 that scores a run of 16 tokens, as `_run_operation` does for
+    other formats. The first half of a run's lines has 4-bit codes, the second half 2-bit codes.
 
-    Operands: (run, num_lines, ...), the others as in `_run_operation`. The operation extracts 2 * c
-    for a code c, because the code means 2 * c minus the channel's offset, in half steps; so no
-    table of levels is needed.
+    Operands: (run, num_lines, ...); the remaining operands are the same as in `_run_operation`. A
+    code c stands for 2 * c minus the channel's offset, in half steps. So the operation extracts 2 *
+    c, and needs no table of levels.
     """
 
     def emit(builder: Any, args: Any) -> None:
@@ -166,9 +166,10 @@ def _run_operation(bits: int, num_heads: int) -> Any:
     """Makes an operation that scores a run of 16 tokens for `num_heads` query heads.
 
     Operands: (run, num_steps, query, query_stride, bias, factor, out, out_stride). A step is one
-    line of codes (3 bits: two low lines and a high line). `query` int8 [heads][query_stride],
-    `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32 [heads]. Writes float32
-    [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma * factor.
+    line of codes; with 3 bits, two low lines and a high line. `query` is int8
+    [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
+    [heads]. Writes 16 scores for each head to float32 [heads][out_stride bytes]: (codes . query +
+    bias) * sigma * factor.
     """
     planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 
@@ -218,13 +219,13 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 
 
 def _part_operation(num_heads: int) -> Any:
-    """Makes an operation that scores a summary for `num_heads` query heads.
+    """Makes an operation that scores a block in a summary format for `num_heads` query heads.
 
     Operands: (parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride). A
-    step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one after the other,
-    `bias` int32 [heads][parts] = -128 * sum(query part), `factor` float32 [heads]. Writes float32
-    [heads][out_stride bytes]: sum over parts of scale * (bytes . query + bias) * factor, or
-    MIN_SCORE for an empty block.
+    step is 32 bytes of a part. `query` is int8 [heads][query_stride], its parts one after the
+    other; `bias` int32 [heads][parts] = -128 * sum(query part); `factor` float32 [heads]. Writes a
+    score for each head to float32 [heads][out_stride bytes]: the sum over parts of scale * (bytes .
+    query + bias) * factor, or MIN_SCORE for a block without tokens.
     """
     ints = ir.VectorType(I32, 8)
 
@@ -268,9 +269,10 @@ def _part_operation(num_heads: int) -> Any:
 def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
     """Makes an operation that computes q . k of sixteen tokens for `num_heads` query heads.
 
-    Operands: (keys, num_steps, step_bytes, query, query_stride, out, out_stride). A step holds
-    `pair` channels of the tokens, side by side, as values of `bits` bits. `query` float32
-    [heads][query_stride bytes]. Writes float32 [heads][out_stride bytes], 16 each.
+    Operands: (keys, num_steps, step_bytes, query, query_stride, out, out_stride). A step has `pair`
+    channels of each token, side by side, as values of `bits` bits. `query` is float32
+    [heads][query_stride bytes]. Writes 16 products for each head to float32 [heads][out_stride
+    bytes].
     """
     values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
 
@@ -364,7 +366,7 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits code for: `EXP_SUM` of sixteen rows at once.
+    """Emits code that computes `EXP_SUM` of sixteen rows at once.
 
     Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
     float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
@@ -395,8 +397,8 @@ def _emit_finish(builder: Any, args: Any) -> None:
     """Emits code for: out = ln 2 * (largest + log2 totals) + shift; -inf for a block without
     tokens.
 
-    Operands: (largest, totals, shift, out, num_runs), float32 [num_runs][16] each, `shift` a single
-    float32. `out` may be `largest`.
+    Operands: (largest, totals, shift, out, num_runs). `shift` is a single float32, the others are
+    float32 [num_runs][16]. `out` may be the same memory as `largest`.
     """
     largest, totals, shift, out, num_runs = args
     added = splat(builder, load(builder, shift, F32), FLOATS)
@@ -473,7 +475,8 @@ def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any
     """Computes the scores of blocks, out[:, start : start + count], from the scores of their
     tokens.
 
-    scores: [Q, blocks, runs * 16 tokens], the scores of tokens in base 2; the call overwrites them.
+    scores: [Q, blocks, runs * 16 tokens], the scores of tokens in base 2. This call overwrites
+        them.
     """
     peaks, totals = np.empty(16, np.float32), np.ones(16, np.float32)
     peaks_at, totals_at, shifts_at, stride = (
@@ -525,8 +528,8 @@ def score_tokens(
 
     bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
     query: int8 [Q, C].
-    bias: int32 [Q], added to byte products (`scores.Query.offsets`).
-    factor: float32 [Q], by which byte products are multiplied to get scores in base 2.
+    bias: int32 [Q], added to each product of bytes (`scores.Query.offsets`).
+    factor: float32 [Q], multiplied with a product of bytes to get a score in base 2.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, runs = num_heads // kv_heads, packed.shape[2] // run_bytes
@@ -590,8 +593,9 @@ def score_parts(
     packed[row], plus `shift` [Q].
 
     query: int8 [Q, P * C].
-    bias: int32 [Q, P], added to byte products: -128 times the sum of the query's codes of a part.
-    factor: float32 [Q], by which byte products are multiplied to get scores.
+    bias: int32 [Q, P], added to each product of bytes: -128 times the sum of the query's codes in a
+        part.
+    factor: float32 [Q], multiplied with a product of bytes to get a score.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, stride = num_heads // kv_heads, query.shape[1]
@@ -682,8 +686,8 @@ def page_log_mass(
     """Computes the exact log mass of the blocks `rows`, out [Q]: the logsumexp of q . k over their
     first `num_tokens` > 0 tokens.
 
-    pages: [B, H, bytes], the keys of each block and head. The keys are in runs: `run` tokens side
-        by side, in the order [D / pair][run][pair].
+    pages: [B, H, bytes], the keys of each block and head, in runs of `run` tokens. The order within
+        a run is [D / pair][run][pair].
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).
     """

@@ -6,7 +6,7 @@ the block's tokens; in a summary format it is the value of the format's formula 
 Compiled kernels multiply integers. `tests/oracles/sparse.py` computes the same in numpy; the
 results differ only by float rounding.
 
-Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with
+Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
 """
 
@@ -32,12 +32,12 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query, prepared for a format: quantised to int8 so that the largest channel of each
-    head becomes 127.
+    """A step's query, prepared for a format. It is quantised to int8 so that the largest channel of
+    each head becomes 127.
 
     codes: int8 [Q, P * C], the quantised query; P is 1 for token formats.
-    offsets: int32 [Q, P], number that is added to a product of bytes, because representations store
-        levels plus `LEVEL_OFFSET`.
+    offsets: int32 [Q, P], added to each product of bytes. They compensate for `LEVEL_OFFSET`, which
+        is added to the levels in representations.
     factor: float32 [Q], by which a product of bytes is multiplied to get nats.
     shift: float32 [Q], added to every score: q · mu * scale, minus the bias.
     """
@@ -58,17 +58,17 @@ def prepare(
     bias: float | None = None,
     axes: Axes | None = None,
 ) -> Query:
-    """Prepares a float32 query [Q, D] (after RoPE) to score representations (compact forms of
-    blocks' keys) in format `name`.
+    """Prepares a float32 query [Q, D] (after RoPE), so that it can score representations (compact
+    forms of blocks' keys) in format `name`.
 
     Raises INVALID_FIELD if the shapes do not fit. The rounding to int8 loses less than 1 % of the
     norm of a rotated query, far less than the codes of the keys lose.
 
-    mu_HD: centre that the representations were made with; None: 0.
+    mu_HD: the centre with which the representations were built; None: 0.
     scale: scale of attention; None: 1 / sqrt(D).
-    bias: by how much scores overestimate a block's log mass with this centre, in nats; the bias is
+    bias: by how much scores overestimate a block's log mass with this centre, in nats. It is
         subtracted from scores. None: the format's bias.
-    axes: principal axes that the representations were made with; required for mix2.
+    axes: the principal axes with which the representations were built; required for mix2.
     """
     form = formats.format_named(name)
     num_heads, head_size = query_QD.shape
@@ -129,8 +129,8 @@ def _prepare_by_axes(
     codes_QC: npt.NDArray[np.int8],
     axes: Axes | None,
 ) -> tuple[F32, I32]:
-    """Writes the codes of a query for mix2. Returns the value of code 127 for each head, float32
-    [Q], and `Query.offsets`, int32 [Q, 1]."""
+    """Writes the codes of a query for mix2. Returns the value that code 127 of each head stands
+    for, float32 [Q], and `Query.offsets`, int32 [Q, 1]."""
     num_heads, head_size = query_QD.shape
     kv_heads = 1 if axes is None else len(axes.into)
     if num_heads % kv_heads:
@@ -170,14 +170,14 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
                 f"of {size} channels"
             ),
         )
-    # As uint32 a negative row is a large number, so a single comparison checks both bounds.
+    # A negative row is a large number as uint32, so a single comparison checks both bounds.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Returns the scores float32 [Q, S] of blocks in a pool of representations (compact forms of
-    their keys).
+    """Returns the scores float32 [Q, S] of blocks whose representations (compact forms of keys) are
+    in a pool.
 
     In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
     over its tokens i, with the rotated query q~ and a token's levels z and scale sigma

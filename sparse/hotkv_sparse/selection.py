@@ -1,14 +1,14 @@
 """Selects the blocks that a layer attends to in a decode step.
 
 `select_layer` scores the candidate blocks with the step's query, computes weights from the scores
-and chooses the heaviest blocks. Engines call it for every layer; the server calls it for clients
-that can't map its memory. All KV heads of a layer share the selection, because they share a block
-table. The blocks that are always kept (`Span`) are not scored; each selection contains them. Of
-equal weights the block with the lower position is preferred, so equal weights give the same
-selection on every machine.
+and chooses the blocks with the largest weights. Engines call it for every layer; the server calls
+it for clients that can't map its memory. All KV heads of a layer share the selection, because they
+share a block table. The blocks that are always kept (`Span`) are not scored; each selection
+contains them. Of blocks with equal weights, the block with the lower position is preferred, so
+equal weights give the same selection on every machine.
 
-Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, B blocks of a pool, N
-bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
+Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, B blocks of a
+pool, N bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +33,9 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The blocks of a context. Blocks [0, first) (sinks) and [last, count) (recent window) are
-    always kept; blocks [first, last) are the candidates among which a selection chooses."""
+    """The parts of a context, in blocks. Blocks [0, first) (sinks) and [last, count) (recent
+    window) are always kept. Blocks [first, last) are the candidates: a selection chooses among
+    them."""
 
     first: int
     last: int
@@ -62,7 +63,7 @@ class Span:
 
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
-    """Returns which blocks of a context are sinks, candidates and recent window.
+    """Divides the blocks of a context into sinks, candidates and recent window.
 
     The partial block always belongs to the recent window.
     """
@@ -80,7 +81,7 @@ class Selection:
     blocks: int32, positions in the context, ascending, including the always kept blocks.
     weights: float32, estimated share of the attention mass of each block; inf for always kept
         blocks.
-    mass: estimated share of the attention mass of all `blocks` together, 0 to 1.
+    mass: estimated share of the attention mass that all `blocks` have together, 0 to 1.
     """
 
     blocks: I32
@@ -92,8 +93,8 @@ class Selection:
 
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
-    """Returns for each query head the log of the total attention mass, over scored and always kept
-    blocks; float32 [Q]. The result is finite even if all masses are zero."""
+    """Returns for each query head the log of the total attention mass of the scored blocks and the
+    always kept blocks; float32 [Q]. The result is finite even if all masses are zero."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (
@@ -105,11 +106,12 @@ def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
 def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
-    """Combines the scores of several scorers (representation formats) to a weighted geometric mean.
+    """Combines the scores of several scorers (formats of representations) to a weighted geometric
+    mean.
 
-    Each scorer's masses are first divided by their total, so that scorers with different units can
-    be compared. Returns (scores, always_log_mass) for `choose`. Raises INVALID_FIELD if there is
-    not an exponent above 0 for each scorer.
+    The masses of each scorer are first divided by their total, so that scorers with different units
+    can be combined. Returns (scores, always_log_mass), which are arguments of `choose`. Raises
+    INVALID_FIELD unless every scorer has an exponent above 0.
     """
     if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
         raise HotKVError(
@@ -121,7 +123,7 @@ def fuse(
             ),
         )
     totals = [_log_total(scores, always_log_mass_Q) for scores in scores_QS]
-    # Divided by the largest first, so that neither their sum nor float32 overflows.
+    # Divides the exponents by the largest, so that neither their sum nor float32 overflows.
     relative = np.array(exponents, np.float64) / max(exponents)
     shares = (relative / relative.sum()).astype(np.float32)
     fused = sum(
@@ -148,19 +150,20 @@ def choose(
 ) -> Selection:
     """Chooses the `budget_blocks` best blocks of a context. All heads share the choice.
 
-    Always kept blocks use the budget first. If the budget is smaller than their number, only they
-    are chosen. Raises INVALID_FIELD if scores do not fit the span or the masses.
+    Always kept blocks count towards the budget. If there are more of them than the budget, only
+    they are chosen. Raises INVALID_FIELD if scores do not fit the span or the masses.
 
     The weight of candidate b is the mean over the query heads h of exp(S_hb - Z_h), with the scores
     S, Z_h = logaddexp(L_h, logsumexp_b S_hb), and L_h from `always_log_mass_Q` (docs/sparse.md).
-    All query heads count equally, because each KV head has the same number of them.
+    All query heads count equally, because each KV head has the same number of query heads.
 
     scores_QS: float32 [Q, S], a score for each candidate of `where`.
     always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks; -inf if there are no
         such blocks.
-    adaptive_p: choose only as many of the heaviest candidates, within the budget, as are needed to
-        reach this share of the attention mass together with the always kept blocks, but at least
-        `floor_blocks` candidates. None: choose the whole budget.
+    adaptive_p: share of the attention mass to reach, together with the always kept blocks. Chooses
+        only as many of the heaviest candidates as this share needs, within the budget. None:
+        chooses the whole budget.
+    floor_blocks: with `adaptive_p`, the least number of candidates to choose.
     """
     num_heads, num_candidates = scores_QS.shape
     if always_log_mass_Q.shape != (num_heads,):
@@ -194,28 +197,26 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the indices of the heaviest blocks, ascending: as many as are needed for the sum of
-    their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
-    """
+    """Returns the indices of the heaviest blocks, ascending: as many blocks as are needed for the
+    sum of their weights and `always_mass` to reach `p`, but at least `floor_blocks`."""
     order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
     )
-    # If all blocks together do not reach p, all of them are kept.
+    # If all blocks together do not reach p, returns all of them.
     num_needed = int(np.searchsorted(reached, p))
     return np.sort(order[: max(num_needed, floor_blocks)])
 
 
 def floor_blocks(block_tokens: int) -> int:
-    """Returns the least number of candidates of an adaptive selection."""
+    """Returns the least number of candidates that a selection with `adaptive_p` has."""
     return -(-MIN_ADAPTIVE_TOKENS // block_tokens)
 
 
 def top(weights_S: F32, count: int) -> I32:
-    """Returns the indices of the `count` largest weights, int32, ascending. Of equal weights the
-    lower index is preferred.
+    """Returns the indices of the `count` largest weights, int32, ascending.
 
-    Weights that are not above 0 count as 0.
+    Of equal weights, the lower index is preferred. Weights that are not above 0 count as 0.
     """
     if count >= len(weights_S):
         return np.arange(len(weights_S), dtype=np.int32)
@@ -232,10 +233,11 @@ class Source:
     """The representations (compact forms of blocks' keys) of a layer in one format.
 
     pool: uint8 [B, H, N], a row for each block.
-    mu: float32 [H, D], centre that the representations were made with; None: 0.
+    mu: float32 [H, D], the centre with which the representations were built; None: 0.
     bias: by how much scores with this centre overestimate log mass, in nats; None: the format's
         bias.
-    axes: principal axes that the representations were made with; None if the format has none.
+    axes: the principal axes with which the representations were built; None if the format has no
+        axes.
     """
 
     pool: U8
@@ -256,16 +258,18 @@ def select_layer(
     *,
     scale: float | None = None,
 ) -> Selection:
-    """Selects the blocks of a context that `layer` should attend to in this step.
+    """Selects the blocks of a context to which `layer` should attend in this step.
 
     Raises INVALID_FIELD if a source is missing or the layer is dense.
 
     query_QD: float32 [Q, D], after positional encoding.
     sources: the layer's representations (compact forms of blocks' keys), by the name of their
         scorer.
-    rows_C: int32, for each block of the context the row of its representation in the sources'
+    rows_C: int32, for each block of the context, the row of its representation in the sources'
         pools; ignored for always kept blocks.
     always_log_mass_Q: float32 [Q], exact log mass of the always kept blocks (`exact_log_mass`).
+    context_tokens: tokens of the context.
+    scale: scale of attention; None: 1 / sqrt(D).
     """
     where = span(config, context_tokens, block_tokens)
     scorers = config.scorers_of(layer)
@@ -303,8 +307,10 @@ def select_layer(
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
-    """Returns the exact log mass of keys float32 [R, H, D]: the logsumexp of q · k * scale over the
-    R tokens, float32 [Q]; -inf without keys.
+    """Returns the exact log mass of tokens: the logsumexp of q · k * scale over the R tokens,
+    float32 [Q]; -inf without keys.
+
+    keys_RHD: float32 [R, H, D], the keys of the tokens.
     """
     num_heads, head_size = query_QD.shape
     num_tokens, kv_heads, _ = keys_RHD.shape

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The numba kernel of a layer's decode step: it scores blocks with a query, selects the best and
-updates the hot set (the blocks on the device) in one call.
+"""The numba kernel of a layer's decode step. In one call it scores blocks with a query, selects the
+best blocks and updates the hot set (the blocks on the device).
 
 It calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the same order as
 `hotkv_sparse.selection` and `hotkv_sparse.hotset`, so the result is the same.
@@ -31,8 +31,8 @@ from hotkv_sparse.hotset_kernels import (
 from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
 
 NO_PAGE = -2
-"""Returned instead of a count if an always kept block (sink, recent window) is outside the
-pages."""
+"""Returned by `decode_step` in place of a count if an always kept block (sink, recent window) is
+outside the pages."""
 _LOG2_E = np.float32(1.4426950408889634)
 _F32_1, _F32_2, _F32_3 = (
     types.Array(types.float32, ndim, "C", readonly=True) for ndim in (1, 2, 3)
@@ -56,7 +56,7 @@ def _score(
     query: Any, rotation: Any, axes: Any, mu: Any, form: Any, units: Any, pool: Any, rows: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Computes the scores of blocks, out [Q, len(rows)], with the result of
+    """Computes the scores of blocks, out [Q, len(rows)]. The result is the same as with
     `hotkv_sparse.scores.prepare` followed by `score`."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
@@ -116,12 +116,13 @@ def decode_step(
 
     query: float32 [Q, D].
     rotation: the passes of the rotation, from `rotation.factors` and `rotation.pass_arrays`.
-    axes: for mix2 `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
+    axes: for mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
     mu: [H, D], the centre; empty: 0.
-    form: number of the format's kernel (0: a summary), P, kind of a summary, C, bytes of a run.
+    form: five numbers of the format: number of its kernel (0: a summary format), P, kind of a
+        summary format, C, bytes of a run.
     units: scale of attention, `level_unit` of the format, bias.
     pool: uint8 [B, H, N], the layer's representations (compact forms of blocks' keys).
-    rows: for each block of the context its row in `pool`.
+    rows: for each block of the context, its row in `pool`.
     pages: uint8 [blocks, H, bytes], the layer's keys.
     always: indices in `pages` of the always kept blocks.
     packing: number of tokens in `always` (0: do not use the pages), tokens of a block, then `run`,
@@ -129,14 +130,14 @@ def decode_step(
     beside: float32 [Q], log mass that is added to the log mass of `always`.
     selected: bool [>= count], output: True for each selected block.
     blocks, weights: [n], output: the selection; n is the number of blocks to select.
-    arriving: slots that the previous step named for prefetch; all are written.
+    arriving: slots that the previous step named for prefetch; all of them are written.
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
 
-    The other arguments are those of `hot_step`. Returns seven counts and the share of the attention
-    mass that the selection has. The counts: blocks of the new map (REFUSED for a row outside the
-    pool, NO_PAGE for a block outside the pages), candidates loaded by this step, blocks added after
-    a prefetch, slots to prefetch, selected always kept blocks, selected candidates that were
-    already in the map, and 1 if the map has changed.
+    The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
+    attention mass that the selection has. The counts: blocks of the new map (REFUSED for a row
+    outside the pool, NO_PAGE for a block outside the pages), candidates loaded by this step, blocks
+    added after a prefetch, slots to prefetch, selected always kept blocks, selected candidates that
+    were already in the map, and 1 if the map has changed.
     """
     candidates, num_tokens = rows[first:last], packing[0]
     if not _are_within(candidates, pool.shape[0]):

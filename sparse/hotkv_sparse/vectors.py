@@ -2,7 +2,7 @@
 """Emits LLVM code for vectors of sixteen lanes, for loops that numba does not vectorise well.
 
 Each function takes an LLVM IR builder as its first argument and emits code with it. `operation`
-makes a function of such code that numba kernels can call. The code runs on any machine. On a CPU
+makes a function from such code that numba kernels can call. The code runs on any machine. On a CPU
 with AVX-512 VNNI (`VNNI`), `dot4` is a single instruction.
 """
 
@@ -20,7 +20,8 @@ from numba.extending import intrinsic
 
 LANES = 16
 MIN_SCORE = -1e30
-"""Score of a token that does not exist: far below any real score, and free of NaN."""
+"""Score of a token that does not exist. It is far below any real score, and differences of such
+scores are not NaN."""
 _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(
     ","
 )
@@ -92,17 +93,18 @@ def variable(builder: Any, initial: Any) -> Any:
 
 
 def larger(builder: Any, x: Any, y: Any) -> Any:
-    """Returns the larger value of each lane of two vectors; the value of y if one value is NaN."""
+    """Returns in each lane the larger value of two vectors; the value of y if a value is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
 def exp2(builder: Any, x: Any) -> Any:
-    """Returns 2^x for x <= 0, with a relative error of 3e-6. Returns 2^-126 for x < -126 and NaN.
+    """Returns 2^x for x <= 0, with a relative error of 3e-6. Returns 2^-126 if x < -126 or x is
+    NaN.
 
     Uses the Taylor polynomial of degree 5 about the nearest integer.
     """
     x = larger(builder, x, floats(-126.0))
-    # Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits of the sum.
+    # Adding ROUNDING (1.5 * 2^23) rounds x to an integer, which is then in the low bits of the sum.
     shifted = builder.fadd(x, floats(ROUNDING))
     part = builder.fsub(x, builder.fsub(shifted, floats(ROUNDING)))
     result = floats(LN2**5 / 120)
@@ -131,8 +133,11 @@ def log2(builder: Any, x: Any) -> Any:
 
 
 def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
-    """Makes a function that numba kernels can call, from a function that emits its code. The made
-    function has `num_args` integers (addresses and counts) as arguments, and no result."""
+    """Makes a function that numba kernels can call. Its arguments are `num_args` integers
+    (addresses and counts); it has no result.
+
+    emit: emits the code of the function.
+    """
 
     def operation(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -141,7 +146,7 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
         return types.void(*([types.intp] * num_args)), codegen
 
-    # numba binds arguments by the signature, and does not support `*args`.
+    # numba binds arguments by the function's signature, and does not support `*args`.
     names = ["typingctx", *(f"operand_{index}" for index in range(num_args))]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names
@@ -151,10 +156,10 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
 
 def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
-    """Returns for each lane: total + the sum of four products of an unsigned byte of `codes` and a
-    signed byte of `query`.
+    """Returns in each lane: total + the sum of four products, each of an unsigned byte of `codes`
+    and a signed byte of `query`.
 
-    Operands are vectors of 8 or 16 ints; `codes` and `query` hold four bytes in each.
+    Operands are vectors of 8 or 16 ints. Each int of `codes` and `query` holds four bytes.
     """
     vector = total.type
     if VNNI:
@@ -175,7 +180,8 @@ def dot4(builder: Any, total: Any, codes: Any, query: Any) -> Any:
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Transposes sixteen vectors of sixteen lanes.
 
-    In four stages each row exchanges lanes with the row that is 1, 2, 4 and 8 rows away.
+    Works in four stages, in which each row exchanges lanes with the row that is 1, 2, 4 and 8 rows
+    away.
     """
     for apart in (1, 2, 4, 8):
         low = ir.Constant(

@@ -1,9 +1,9 @@
-"""Completion in the shell: `hotkv completion SHELL` prints a script that is generated from the
-parser of the command line.
+"""Shell completion: `hotkv completion SHELL` prints a script that is generated from the parser of
+the command line.
 
-The script contains all commands and flags. For values of a live server (key spaces, hashes,
-sessions) the script runs `hotkv __values`, which prints no value if no server answers within
-WAIT_S.
+The script contains all commands and flags. To complete values of a live server (key spaces, hashes,
+sessions), the script runs `hotkv __values`. This command prints no value if no server answers
+within WAIT_S.
 """
 
 import argparse
@@ -21,7 +21,7 @@ VALUES = "__values"
 KEY_SPACE, SESSION, HASH = "key-space", "session", "hash"
 OF_FLAGS = {"--key-space": KEY_SPACE, "--session": SESSION}
 OF_WORDS = {"evict": HASH, "explain": HASH}
-"""Commands whose positional arguments are completed with values of a live server."""
+"""For commands whose positional arguments are values of a live server: the kind of these values."""
 
 BASH = """\
 _hotkv() {{
@@ -147,10 +147,10 @@ def _quoted(text: str) -> str:
 
 
 def values(words: Sequence[str]) -> Iterator[str]:
-    """Yields lines `VALUE<tab>DESCRIPTION` for the shell; no line if no server answers.
+    """Yields lines `VALUE<tab>DESCRIPTION` for the shell; yields no line if no server answers.
 
-    words: the kind of value (`key-space`, `session` or `hash`), the beginning of the word to
-        complete, and all words of the command line, in which flags may name the server.
+    words: first the kind of value (`key-space`, `session` or `hash`), then the beginning of the
+        word to complete, then all words of the command line, in which flags may name the server.
     """
     kind, word, *typed = [*words, "", ""]
     common, _ = common_options(has_defaults=True).parse_known_args([one for one in typed if one])

@@ -1,7 +1,8 @@
-"""`hotkv doctor`: checks a host for known problems and names the command that fixes each.
+"""`hotkv doctor`: checks a host for known problems, and names for each problem the command that
+fixes it.
 
-Always true: the checks change nothing and ask no server. They read files below a root folder, which
-tests replace. A check that can't read its files returns the state UNKNOWN, not a problem.
+Always true: the checks change nothing and need no server. They read files below a root folder,
+which tests replace. A check that can't read its files returns the state UNKNOWN, not a problem.
 """
 
 import json
@@ -20,9 +21,9 @@ from hotkv_proto import extras
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
-"""First kernel that makes huge pages of shared memory on request."""
+"""First Linux version that makes huge pages of shared memory on request."""
 COMPARING_S = 30.0
-"""Longest time for the comparison with the installed vLLM; then its result is unknown."""
+"""Longest time for the comparison with the installed vLLM. After it the result is UNKNOWN."""
 MIB = 1 << 20
 
 
@@ -57,13 +58,13 @@ class Doors:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host to check; tests replace each field.
+    """The host to check. Tests replace its fields.
 
     root: the folder that stands for `/`.
     environment: the environment variables.
-    version_of: returns the version of an installed package; None if it is not installed.
-    doors_of: returns the connector's report about a version of vLLM; None if the connector can't
-        be asked.
+    version_of: returns the version of an installed package; None if the package is not installed.
+    doors_of: returns the connector's report about a version of vLLM; None if the connector can't be
+        asked.
     """
 
     root: Path = Path("/")
@@ -100,9 +101,11 @@ def sizes(path: Path) -> tuple[int, int]:
 
 
 def doors(version: str) -> Doors | None:
-    """Runs the connector in another process to ask about the installed vLLM. Returns the
-    connector's report; None if the process fails or takes longer than COMPARING_S. The client does
-    not import the connector."""
+    """Runs the connector in another process and returns its report about this version of vLLM.
+    Returns None if the process fails or takes longer than COMPARING_S.
+
+    The client does not import the connector.
+    """
     command = [sys.executable, "-m", "hotkv_vllm.compat.uses", version]
     try:
         said = subprocess.run(
@@ -232,8 +235,8 @@ def stale_arenas(host: Host) -> Finding:
 
 
 def offload_regions(host: Host) -> Finding:
-    """Checks for memory files of vLLM's offloading that killed engines have left in shared memory.
-    vLLM removes its file only when the engine stops by itself."""
+    """Checks shared memory for files of vLLM's offloading that killed engines have left behind.
+    vLLM removes its file only when the engine stops normally."""
     regions = {one.name: one for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap")}
     if not regions:
         return Finding("offloading", GOOD, "no memory of vLLM's offloading without an engine")
@@ -370,7 +373,7 @@ def examine(host: Host) -> list[Finding]:
 
 
 def report(findings: list[Finding], *, as_json: bool) -> str:
-    """Formats the findings: a table with the fixes below it, or JSON."""
+    """Formats the findings: a table and below it the fixes, or JSON."""
     if as_json:
         return json.dumps([asdict(finding) for finding in findings], indent=2)
     rows = [(one.check, one.state, one.says) for one in findings]

@@ -13,9 +13,9 @@ POLL_S = 0.2
 TOLD_S = 2.0
 """Interval at which the progress is reported."""
 CLOSING_S = 60.0
-"""How long a server may need to write its files after the last work has ended."""
+"""Longest time that a server may need to write its files after its last work has ended."""
 UNKNOWN_S = 600.0
-"""Longest wait for work in flight if the server (an older version) does not report its limit."""
+"""Longest wait for work in flight, for an older server that does not report its limit."""
 CONNECT_S = 5.0
 
 
@@ -24,8 +24,9 @@ def drain(
 ) -> dict[str, Any]:
     """Drains the server and waits until its process has closed its sockets.
 
-    Returns the numbers of leases and transfers at the start, and `waited_s`. Raises HotKVError if
-    the server refuses, or still listens CLOSING_S after the server's own limit has passed.
+    Returns the number of leases and transfers at the start, and the waiting time (`waited_s`).
+    Raises HotKVError if the server refuses, or if it still listens CLOSING_S after its own limit
+    has passed.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.
@@ -52,7 +53,7 @@ def drain(
 
 
 def _live(client: AdminClient, target: str, pid: int) -> str | None:
-    """Returns a text about the work that the process `pid` still has; None if the process has
+    """Returns a text about the work that process `pid` has not finished; None if the process has
     ended."""
     if not is_listening(target):
         return None
@@ -61,7 +62,7 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
     except HotKVError as error:
         return error.message if is_listening(target) else None
     if info["pid"] != pid or info["state"] == "ready":
-        # Another process answers: the next server has already started.
+        # The answer comes from the next server, which has already started.
         return None
     counters = info["counters"]
     return (

@@ -14,7 +14,7 @@ REFUSED, USAGE = 1, 2
 
 def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
     """Prints a server's refusal, or the reason why the server did not answer. Returns the exit
-    status."""
+    status of the command."""
     if as_json:
         _print_json(
             error.message, reason=error.reason_name, retryable=error.retryable, target=target
@@ -25,13 +25,14 @@ def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
 
 
 def wrong(error: Exception, *, as_json: bool) -> int:
-    """Prints an error in the user's input. Returns the exit status."""
+    """Prints an error in the user's input. Returns the exit status of the command."""
     print(usage_failure(str(error)) if as_json else f"hotkv: {error}", file=sys.stderr)
     return USAGE
 
 
 def failed(message: str, *, as_json: bool) -> int:
-    """Prints the reason why a command failed on this machine. Returns the exit status."""
+    """Prints the reason why a command failed on this machine. Returns the exit status of the
+    command."""
     if as_json:
         _print_json(message, reason="FAILED", retryable=False)
     else:

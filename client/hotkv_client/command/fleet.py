@@ -1,6 +1,7 @@
-"""`hotkv status` of several servers: a row for each node, and their sum.
+"""`hotkv status` of several servers: a row for each node, and a row with their sum.
 
-If a node does not answer, its row shows the reason. The rows of the other nodes are not affected.
+The row of a node that does not answer shows the reason. The rows of the other nodes are not
+affected.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +26,15 @@ SUMS = (
     "loaded_byte_count",
     "evicted_block_count",
 )
-"""Fields of a node's row that the sum adds up."""
+"""Fields of a node's row that the row with the sum contains."""
 
 
 def targets_of(target: str) -> list[str]:
-    """Returns the servers that `--target` names: A,B,C, or @FILE with a server a line. Raises
-    OSError, or ValueError if the target names no server."""
+    """Returns the servers that `--target` names: `A,B,C`, or `@FILE`, a file with one server per
+    line.
+
+    Raises OSError if the file can't be read, ValueError if the target names no server.
+    """
     if not target.startswith("@"):
         words, how = target.split(","), "write A,B,C"
     else:

@@ -59,7 +59,7 @@ class CommandParser(Parser):
     as_json = False
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2 and the error on standard error."""
+        """Ends the program with status 2 and prints the error to standard error."""
         if not self.as_json:
             super().error(message)
         self.exit(2, f"{usage_failure(self.meant(message))}\n")
@@ -72,8 +72,8 @@ class JsonParser(CommandParser):
 
 
 class GroupedHelp(argparse.RawDescriptionHelpFormatter):
-    """Formats the help without argparse's list of commands, because `grouped` lists them by
-    purpose."""
+    """Formats the help without argparse's own list of commands. `grouped` lists the commands by
+    purpose instead."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=WIDTH)

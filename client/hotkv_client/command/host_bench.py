@@ -1,8 +1,8 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
-Starts a server for the benchmark (`own_server`), times its operations (`measure`) and explains the
-figures (`rows_of`). It does not use a running server. Each function of `measure` measures for the
-time that the command gives it; together they take about a minute.
+Starts a server for the benchmark (`own_server`), times the server's operations (`measure`) and
+explains the figures (`rows_of`). A server that already runs is not used. `measure` runs one
+function after the other; the functions together take about a minute.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from hotkv_proto.errors import HotKVError
 
 # --------------------------------------------------------------------------- the bench's own server
 
-# The server of `hotkv bench` is a process of the installed `hotkv-server`. Its arena and sockets
-# are removed when it ends.
+# The server of `hotkv bench` is a process of the installed `hotkv-server`. When it ends, its arena
+# and sockets are removed.
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -87,7 +87,7 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment without the variables HOTKV_*, which may be the settings of another
+    """Returns the environment without the variables HOTKV_*, which may be meant for another
     server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
@@ -146,7 +146,8 @@ def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 LAYERS, PAGE_BYTES = 32, 64 << 10
 BLOCK_BYTES = LAYERS * PAGE_BYTES
-"""2 MiB: 16 tokens of an 8B model with 8 KV heads of 128 in bfloat16, 128 KiB a token."""
+"""2 MiB, as for 16 tokens of an 8B model with 8 KV heads of 128 channels in bfloat16: 128 KiB a
+token."""
 OPERATION_BLOCKS = 32
 LOOKED_UP = 1000
 MEMCPY_BYTES = 256 << 20
@@ -180,10 +181,11 @@ class Times:
 
 
 def timed(work: Callable[[], float | None], seconds: float, num_bytes: int = 0) -> Times:
-    """Repeats `work` for about `seconds`, at least LEAST_ROUNDS times, and returns the times. A
-    first call, for warm-up, is not counted.
+    """Repeats `work` for about `seconds`, but at least LEAST_ROUNDS times, and returns the measured
+    times. A first call warms up and is not counted.
 
-    work: returns the seconds that it has measured itself, or None; then the whole call is timed.
+    work: returns the seconds that it has measured itself. If it returns None, the time of the whole
+        call counts.
     """
     work()
     found: list[float] = []
@@ -216,7 +218,7 @@ def memcpy(num_threads: int, seconds: float) -> Times:
 
 
 def hashes(count: int) -> list[bytes]:
-    """Returns random hashes, which no other block has."""
+    """Returns random hashes that no stored block has."""
     data = os.urandom(count * HASH_BYTES)
     return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
 
@@ -253,7 +255,7 @@ class BenchEngine:
         return f"bench-{self._number}"
 
     def _stored(self, names: list[bytes]) -> float:
-        """Stores blocks under these hashes. Returns the seconds. Raises BenchError."""
+        """Stores blocks under these hashes and returns the time in seconds. Raises BenchError."""
         name, began_s = self._name(), time.perf_counter()
         run = BlockRun(0, names, self._sources[: len(names)])
         result = self._session.store(name, name, [run], CALL_S).result(CALL_S)
@@ -262,7 +264,10 @@ class BenchEngine:
         return time.perf_counter() - began_s
 
     def _loaded(self, names: list[bytes], *, with_lease: bool) -> float:
-        """Loads stored blocks. Returns the seconds. Raises BenchError."""
+        """Loads stored blocks and returns the time in seconds. Raises BenchError.
+
+        with_lease: whether the time includes the acquisition of the lease.
+        """
         name, began_s = self._name(), time.perf_counter()
         grant = self._session.acquire(name, [GroupHashes(0, names)]).result(CALL_S)
         if not grant.pinned[0].all():
@@ -278,7 +283,8 @@ class BenchEngine:
         return ended_s - (began_s if with_lease else leased_s)
 
     def lookups(self, seconds: float) -> Times:
-        """Times a lookup of LOOKED_UP blocks in the shared block table, some of them present."""
+        """Times lookups of LOOKED_UP blocks in the shared block table; OPERATION_BLOCKS of them are
+        present."""
         known = hashes(OPERATION_BLOCKS)
         self._stored(known)
         asked = [*known, *hashes(LOOKED_UP - len(known))]
@@ -290,7 +296,7 @@ class BenchEngine:
         return timed(look_up, seconds)
 
     def calls(self, seconds: float) -> Times:
-        """Times an empty call to the server and its answer."""
+        """Times an empty call to the server, including its answer."""
         return timed(lambda: self._session.ping(CALL_S), seconds)
 
     def stores(self, seconds: float) -> Times:
@@ -306,7 +312,8 @@ class BenchEngine:
         return timed(lambda: self._loaded(known, with_lease=False), seconds, num_bytes)
 
     def small_hits(self, seconds: float) -> Times:
-        """Times the lease and the load of a single block together: the shortest possible hit."""
+        """Times the lease and the load of a single block together, which is the shortest possible
+        hit."""
         known = hashes(1)
         self._stored(known)
         return timed(lambda: self._loaded(known, with_lease=True), seconds, BLOCK_BYTES)
@@ -395,7 +402,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
 
 
 def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
-    """Returns two rows for each tier and block size that was tried."""
+    """Returns two rows for each tested tier and block size."""
     rows = []
     for one in timings:
         size, name = one["block_bytes"], one["tier"]
@@ -501,12 +508,13 @@ def run(
     config: Path | None,
     say: Callable[[str], None] = lambda what: print(f"hotkv bench: {what} …", file=sys.stderr),
 ) -> dict[str, Any]:
-    """Measures this host for `seconds`, plus the time for start, stop and tiers.
+    """Runs the benchmark for `seconds`, not counting the start, the stop and the test of tiers.
 
     Raises BenchError; ValueError for invalid options.
 
-    disk: a folder in which a disk tier is tried.
-    config: settings of a server whose tiers are tried.
+    disk: a folder in which a disk tier is tested.
+    config: settings of a server whose tiers are tested.
+    say: called with the name of each step as it begins.
     """
     if not 1 <= seconds <= 3600:
         raise ValueError(f"--seconds {seconds:g}: give 1 to 3600")

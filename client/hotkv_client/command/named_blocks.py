@@ -1,8 +1,8 @@
-"""Resolves blocks that a user names on the command line: by the whole hash, or by its first digits,
-like commits in git.
+"""Finds the blocks that a user names on the command line: by the whole hash, or by its first
+digits, as git finds commits.
 
-A prefix has at least MIN_DIGITS digits and must belong to exactly one hash; otherwise the error
-lists the blocks whose hashes begin with it. The server searches all of its blocks.
+A prefix has at least MIN_DIGITS digits and must match exactly one hash. Otherwise the error lists
+the blocks whose hashes begin with the prefix. The server searches all of its blocks.
 """
 
 import string
@@ -17,7 +17,8 @@ MAX_DIGITS = 64
 MAX_CANDIDATES = 8
 """Most candidates that an error lists."""
 LOOKED_AT = 200
-"""Most blocks requested for a prefix: a hash may have a block in each group and key space."""
+"""Most blocks that are requested for a prefix. A hash may have a block in each group and key space.
+"""
 Place = tuple[int, int]
 """Key space id and group index."""
 
@@ -27,10 +28,10 @@ def places(
 ) -> dict[Place, list[bytes]]:
     """Returns the hashes of the named blocks, by (key space id, group index).
 
-    A whole hash is returned for every group whose hashes have this length; a prefix only for the
-    groups in which the server has its block.
+    A whole hash is listed under every group whose hashes have the same length. A prefix is listed
+    only under the groups in which the server has the block.
 
-    Raises HotKVError, and ValueError for a prefix that fits no block or several.
+    Raises HotKVError. Raises ValueError for a prefix that matches no hash or several hashes.
 
     key_space_id: 0 for all.
     group_index: None for all.
@@ -50,8 +51,11 @@ def places(
 
 
 def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -> bytes:
-    """Returns the packed hashes of a prompt's blocks, named by whole hashes or by first digits.
-    Raises HotKVError, and ValueError for a prefix that fits no block or several."""
+    """Returns the packed hashes of a prompt's blocks, which the user names by whole hashes or by
+    first digits.
+
+    Raises HotKVError. Raises ValueError for a prefix that matches no hash or several hashes.
+    """
     words = list(map(checked, words))
     if all(len(word) == MAX_DIGITS for word in words):
         return b"".join(map(bytes.fromhex, words))
@@ -74,14 +78,14 @@ def checked(word: str) -> str:
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
-    """Returns the possible numbers of hexadecimal digits of a whole hash, over the key spaces."""
+    """Returns the lengths of whole hashes in the key spaces, in hexadecimal digits."""
     return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
 
 
 def _places_of(
     spaces: list[dict[str, Any]], num_digits: int, group_index: int | None
 ) -> Iterator[Place]:
-    """Yields each (key space id, group index) whose hashes have `num_digits` digits."""
+    """Yields (key space id, group index) of each group whose hashes have `num_digits` digits."""
     for one in spaces:
         if 2 * int(one["key_space"]["hash_byte_count"]) == num_digits:
             for group in one["key_space"]["groups"]:
@@ -93,7 +97,7 @@ def _blocks(
     client: AdminClient, word: str, key_space_id: int, group_index: int | None
 ) -> list[dict[str, Any]]:
     """Returns the server's rows of the blocks whose hash begins with `word`. Raises ValueError
-    unless exactly one hash does."""
+    unless exactly one hash begins with it."""
     rows = [
         row
         for row in client.blocks(key_space_id, LOOKED_AT, hash_prefix=word)["blocks"]
@@ -111,8 +115,8 @@ def _blocks(
 
 
 def _near(client: AdminClient, word: str) -> str:
-    """Returns the end of an error's text: the blocks whose hashes share the most first digits with
-    a prefix that no block has."""
+    """Returns the last part of the error message for a prefix with which no hash begins. It lists
+    the blocks whose hashes have the longest common beginning with the prefix."""
     for length in range(len(word) - 1, 0, -1):
         rows = client.blocks(0, LOOKED_AT, hash_prefix=word[:length])["blocks"]
         if rows:
@@ -121,7 +125,7 @@ def _near(client: AdminClient, word: str) -> str:
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:
-    """Returns a line for each hash, with enough digits to distinguish the hashes."""
+    """Returns a line for each hash, with as many digits as are needed to distinguish the hashes."""
     first = {row["block_hash"]: row for row in reversed(rows)}
     shown = list(first)[::-1][:MAX_CANDIDATES]
     digits = next(

@@ -1,4 +1,4 @@
-"""The options of `hotkv`: options that all commands have, and options of single commands."""
+"""The options of `hotkv`: those that all commands share, and those of single commands."""
 
 import argparse
 import math
@@ -14,7 +14,8 @@ from hotkv_client.command.help_text import CommandParser
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0
 MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
-"""Largest numbers that options take: larger ones would be refused, or not fit the messages."""
+"""Largest numbers that options accept. The server would refuse larger numbers, or they would not
+fit into the messages."""
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -29,19 +30,19 @@ CREDENTIAL_FLAGS = {
 
 
 def common_options(*, has_defaults: bool) -> CommandParser:
-    """Returns a parser of the options common to all commands.
+    """Returns a parser of the options that all commands share.
 
     A user may write these options before or after the command.
 
-    has_defaults: True for the main parser. False for the parsers of commands, because their
-        defaults would override options that the user has written before the command.
+    has_defaults: True for the main parser. False for the parsers of commands: their defaults would
+        override options that the user has written before the command.
     """
 
     def default(value: Any) -> Any:
         return value if has_defaults else argparse.SUPPRESS
 
     common = CommandParser(add_help=False)
-    # As for the connector, an empty variable names no target.
+    # An empty variable names no target, as for the connector.
     target = os.environ.get("HOTKV_TARGET") or DEFAULT_TARGET
     common.add_argument(
         "--target",
@@ -287,7 +288,8 @@ def _positive(text: str) -> float:
 
 
 def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
-    """Returns a parser of numbers from `least` to `most`. A call would fail on `inf` or `nan`."""
+    """Returns a function that parses a number from `least` to `most`. It rejects `inf` and `nan`,
+    with which a call would fail."""
 
     def number(text: str) -> float:
         found = _parsed(text)
@@ -299,7 +301,7 @@ def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` to `most`."""
+    """Returns a function that parses a whole number from `least` to `most`."""
 
     def whole(text: str) -> int:
         found = _parsed(text)
@@ -311,7 +313,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def _parsed(text: str) -> float:
-    """Returns the number in a text; `nan` if there is none."""
+    """Returns the number in a text; `nan` if the text is no number."""
     try:
         return float(text)
     except ValueError:

@@ -1,5 +1,5 @@
-"""Reads a prompt that a user names: token ids, block hashes, an answer of vLLM's `/tokenize`, or a
-chat that an engine tokenises.
+"""Reads a prompt that a user names. The user gives token ids, block hashes, an answer of vLLM's
+`/tokenize`, or a chat that an engine tokenises.
 
 Always true: a prompt is refused, with the reason, if its block hashes depend on more than its
 tokens (images, adapters, salts).
@@ -16,20 +16,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKEN_ID = 9_999_999
-"""A larger number is read as the first digits of a hash, because no model has so many tokens."""
+"""Largest number that is read as a token id, because no model has more tokens. A larger number is
+read as the first digits of a hash."""
 MAX_ANSWER_BYTES = 256 << 20
 PASSED_ON = (
     "model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
 )  # fmt: skip
-"""Fields of a vLLM request that change its token ids. They are passed on to `/tokenize`."""
+"""Fields of a vLLM request that affect its token ids. They are sent to `/tokenize`."""
 
 
 def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
-    """Parses a prompt into (hashes, packed token ids), of which one is empty. Raises ValueError.
+    """Parses a prompt into a pair: hashes and packed token ids, of which one is empty. Raises
+    ValueError.
 
-    A word is a token id, or a hash or its first digits in hexadecimal. `@FILE` and `-` (standard
-    input) name a file with such words, or with the JSON answer of vLLM's `/tokenize`.
+    words: a word is a token id, or a hash or its first digits in hexadecimal. `@FILE` and `-`
+        (standard input) name a file with such words, or with the JSON answer of vLLM's `/tokenize`.
     """
     items: list[str] = []
     for word in words:
@@ -60,9 +62,11 @@ def packed(token_ids: Any) -> bytes:
 def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     """Asks an engine to tokenise a chat or prompt. Returns the packed token ids.
 
+    Raises OSError if the file can't be read. Raises ValueError if the file holds no such request,
+    or if the engine does not answer.
+
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
-    engine: the engine's URL, such as `http://127.0.0.1:8000`. Raises OSError if the file can't be
-    read; ValueError if the file holds no such request, or if the engine does not answer.
+    engine: the engine's URL, such as `http://127.0.0.1:8000`.
     """
     asked = {name: value for name, value in _request(path).items() if name in PASSED_ON}
     url = urllib.parse.urljoin(engine.removesuffix("/") + "/", "tokenize")
@@ -84,7 +88,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
 
 
 def _said(text: str) -> str:
-    """Returns the message of an engine's error response, in a single line."""
+    """Returns the message of an engine's error response as a single line."""
     try:
         found = json.loads(text)
         message = found["error"]["message"] if "error" in found else found["message"]
@@ -94,8 +98,8 @@ def _said(text: str) -> str:
 
 
 def _request(path: Path) -> Mapping[str, Any]:
-    """Returns the request in a file. Raises OSError if the file can't be read, ValueError if it
-    holds no such request."""
+    """Reads the request in a file. Raises OSError if the file can't be read, ValueError if the file
+    holds no request of vLLM's chat or completion API."""
     text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}

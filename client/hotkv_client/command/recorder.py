@@ -1,10 +1,10 @@
 """Records a trace of engines' requests: a JSON object per line, in the format of Mooncake's traces.
 
-Fields: `timestamp` (ms since the recording began), `input_length` (tokens of the prompt),
-`output_length` (always 0 here, which means unknown), and `hash_ids`. `hash_ids` has a number for
-each whole block of the prompt. The numbers count up in the order in which blocks appear first;
-equal numbers mean equal prefixes. The trace contains neither tokens nor hashes. A trace covers one
-key space, because the numbers do not say to which key space a block belongs.
+The fields of a line are `timestamp` (ms since the recording began), `input_length` (tokens of the
+prompt), `output_length` (always 0 here, which means unknown), and `hash_ids`. `hash_ids` has a
+number for each whole block of the prompt. The numbers count up in the order in which blocks first
+appear; equal numbers mean equal prefixes. The trace contains neither tokens nor hashes. A trace
+covers a single key space, because the numbers do not say to which key space a block belongs.
 """
 
 import json
@@ -21,7 +21,8 @@ from hotkv_proto.errors import HotKVError, Reason
 class TraceWriter:
     """Formats the requests of a key space as lines of a trace.
 
-    hash_block_tokens: tokens of a block of the engine; each block has a hash of `hash_bytes`.
+    hash_bytes: length of a block hash.
+    hash_block_tokens: tokens that a block hash of the engine stands for.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
     start_unix_s: time at which the recording began.
     """
@@ -47,14 +48,14 @@ class TraceWriter:
         return len(self._ids)
 
     def line(self, request: WatchedRequest) -> str:
-        """Returns the request as a line.
+        """Returns the line of a request.
 
-        Timestamps never decrease: a request that was reported late gets the previous request's
-        time.
+        Timestamps never decrease: a request that is reported late gets the timestamp of the line
+        before.
         """
         ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
-        # A hash covers all tokens before its end, so the last hash in a block stands for the block
-        # and everything before it.
+        # A hash covers all tokens up to its end. So the last hash within a block of the trace
+        # stands for this block and all blocks before it.
         hashes = (request.hashes[end - self._hash_bytes : end] for end in ends)
         hash_ids = [self._ids.setdefault(block_hash, len(self._ids)) for block_hash in hashes]
         self._last_ms = max(self._last_ms, int((request.unix_time_s - self._start_unix_s) * 1000))
@@ -72,9 +73,11 @@ class TraceWriter:
 
 
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
-    """Returns the id and description of the key space with this id; for 0, of the only key space.
+    """Returns the id and the description of a key space.
 
-    Raises UNKNOWN_KEY_SPACE.
+    Raises UNKNOWN_KEY_SPACE if there is no such key space.
+
+    key_space_id: 0: the server's only key space.
     """
     known = {space["key_space_id"]: space for space in client.key_spaces()}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
@@ -97,11 +100,11 @@ def record(
     seconds: float,
     max_blocks: int,
 ) -> dict[str, Any]:
-    """Writes reported requests to `path` and returns a summary.
+    """Writes the requests that engines report to `path`, and returns a summary.
 
-    Stops when the time is up (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes
-    each line as soon as its request arrives. Raises HotKVError, OSError; ValueError if
-    `block_tokens` is not positive.
+    Stops after `seconds` (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes each
+    line as soon as its request arrives. Raises HotKVError, OSError; ValueError if `block_tokens` is
+    not positive.
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")

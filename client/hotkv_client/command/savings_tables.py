@@ -1,4 +1,5 @@
-"""Groups and formats the server's ledger (what requests hit and missed) for `hotkv savings`."""
+"""Groups and formats the server's ledger for `hotkv savings`. The ledger counts which prompt tokens
+hit and missed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,13 +10,13 @@ GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_SINCE_S = 8 * 86_400
 NAMES = {"tenant": ("tenant",), "model": ("tenant", "model"), "engine": ("model", "engine")}
-"""By grouping: the columns that name a row in the table."""
+"""For each way to group rows: the columns that name a row in the table."""
 FIELDS = {
     "tenant": ("tenant",),
     "model": ("tenant", "model_name", "model"),
     "engine": ("model_name", "model", "engine_name", "engine_id"),
 }
-"""By grouping: the fields that name a row in JSON."""
+"""For each way to group rows: the fields that name a row in JSON."""
 SUMS = (
     "request_count",
     "prompt_token_count",
@@ -62,9 +63,14 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sums the rows that show the same names: by tenant, by model and tenant, or by engine and
-    model. The sums are in the order of their first rows; a sum has the ids of its first row, which
-    is the row that was used last."""
+    """Sums the rows that show the same names. Returns a row for each sum, in the order of the first
+    row of each sum.
+
+    A sum has the ids of its first row, which is the row that was used last.
+
+    by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
+        model.
+    """
     groups = dict[tuple[str, ...], list[dict[str, Any]]]()
     for row in rows:
         groups.setdefault(_names(row, by), []).append(row)
@@ -75,7 +81,7 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 
 
 def _names(row: dict[str, Any], by: str) -> tuple[str, ...]:
-    """Returns the names that a row shows."""
+    """Returns the names that the table shows for a row."""
     shown = {"model": model_of, "engine": engine_of}
     return tuple(shown[name](row) if name in shown else row[name] for name in NAMES[by])
 
@@ -146,7 +152,7 @@ def _misses(whole: dict[str, Any]) -> str:
 
 
 def _outlook(answer: dict[str, Any]) -> list[str]:
-    """Formats the hit rate of an unlimited cache, and the gain from more memory."""
+    """Formats the hit rate of an unlimited cache and the gain of more memory."""
     outlook, whole = answer["outlook"], answer["total"]
     if not outlook["prompt_token_count"]:
         return []

@@ -1,8 +1,8 @@
-"""`hotkv size`: computes the hit rate and the saved time that arenas of given sizes would have.
+"""`hotkv size`: computes the hit rate and the saved time of arenas of given sizes.
 
-The traffic is a trace, or the requests that a live server's engines report from now on.
-`hotkv-server simulate` replays it. The KV bytes of a token and the prefill speed come from the
-server unless flags give them.
+The traffic is a trace, or the requests that the engines of a live server report from now on.
+`hotkv-server simulate` replays the traffic. The KV bytes of a token and the prefill speed come from
+the server unless flags give them.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from hotkv_proto.errors import HotKVError
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
 MAX_BLOCKS = 20_000_000
 RECORDED_TOKENS = 512
-"""Tokens of a block in a recorded trace, before the recorder rounds them up to whole blocks of the
+"""Tokens of a block in a recorded trace. The recorder rounds the number up to whole blocks of the
 engine."""
 PREFIX_CLOSED = ("full attention", "mla")
 """Kinds of groups in which a hit needs every block of the prefix."""
@@ -35,10 +35,11 @@ class SizeError(RuntimeError):
 def size(
     connect: Callable[[], AdminClient], options: argparse.Namespace, say: Callable[[str], None]
 ) -> str:
-    """Simulates the arenas and returns the answer as text, or as JSON with `options.json`. Without
-    a trace it first records requests for `options.seconds`.
+    """Simulates the arenas and returns the result as text, or as JSON with `options.json`. Without
+    a trace, first records requests for `options.seconds`.
 
-    Raises HotKVError, SizeError; ValueError if neither flags nor a server give a needed value.
+    Raises HotKVError, SizeError; ValueError if a needed value comes neither from flags nor from a
+    server.
     """
     for path in options.traces:
         if not path.is_fifo():
@@ -66,7 +67,7 @@ def size(
             if not traces:
                 traces = [Path(folder) / "this traffic"]
                 seconds = _record(client, traces[0], number, options, say)
-            # Asks after the recording, because an engine may have measured its speed in it.
+            # Asks after the recording, because an engine may measure its speed during it.
             speed = speed or prefill_tokens_per_s(client, number)
             return _simulated(traces, options, bytes_per_token, speed, arena, seconds)
 
@@ -79,8 +80,11 @@ def _unknown(error: HotKVError) -> ValueError:
 
 
 def token_bytes(space: dict[str, Any]) -> float:
-    """Returns the KV bytes of a prompt's token, over the groups that keep every token (full
-    attention and MLA); without such groups, over the first group."""
+    """Returns the KV bytes of a token of a prompt.
+
+    Adds up the groups that keep every token (full attention and MLA). If there is no such group,
+    uses the first group.
+    """
     groups = space["groups"]
     whole = [group for group in groups if group["kind"] in PREFIX_CLOSED] or groups[:1]
     return float(
@@ -90,7 +94,7 @@ def token_bytes(space: dict[str, Any]) -> float:
 
 def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
     """Returns the highest prefill speed that an engine of a key space has measured; 0 if no engine
-    has measured it."""
+    has measured its speed."""
     speeds = (
         float(one["prefill_tokens_per_s"])
         for one in client.sessions()
@@ -100,7 +104,7 @@ def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
 
 
 def _sizes(client: AdminClient) -> str:
-    """Returns the sizes that are tried by default for a live server."""
+    """Returns the arena sizes that are simulated by default for a live server."""
     host = next(one for one in client.tiers() if one["name"] == "host")
     return ",".join(str(int(host["capacity_byte_count"] * scale)) for scale in SCALES)
 
@@ -112,7 +116,8 @@ def _record(
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> float:
-    """Records requests. Returns for how many seconds. Raises SizeError if none came."""
+    """Records requests and returns for how many seconds it recorded. Raises SizeError if no request
+    arrived."""
     say(f"recording requests for {options.seconds:g} s; Ctrl-C ends it sooner")
     done = recorder.record(client, path, number, RECORDED_TOKENS, options.seconds, MAX_BLOCKS)
     if not done["request_count"]:
@@ -132,10 +137,10 @@ def _simulated(
     arena: str,
     seconds: float = 0.0,
 ) -> str:
-    """Runs the simulator and returns its output. Raises SizeError if the simulator fails,
-    ValueError with its message if it rejects the input.
+    """Runs the simulator and returns its output. Raises SizeError if the simulator fails, and
+    ValueError with the simulator's message if it rejects the input.
 
-    seconds: for how long the traces were recorded; 0 if only they tell.
+    seconds: duration of the recording; 0: the simulator uses the time stamps of the traces.
     """
     command = [*COMMAND, "--arena", arena or "auto", "--bytes-per-token", repr(bytes_per_token)]
     command += ["--trace", *map(str, traces)]
@@ -148,7 +153,7 @@ def _simulated(
     if options.policy:
         command += ["--policy", options.policy]
     command += ["--json"] * options.json
-    # The simulator inherits the pipes that a shell names /dev/fd/N.
+    # `close_fds=False`: a trace may be a pipe that the shell has named /dev/fd/N.
     done = subprocess.run(command, capture_output=True, text=True, close_fds=False)
     if done.returncode == 0:
         return done.stdout.rstrip("\n")

@@ -45,13 +45,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def engine_of(row: dict[str, Any]) -> str:
-    """Returns the engine's name to show in a row; its id if the server (an older version) sends no
+    """Returns the name of an engine for a row: its name, or its id if an older server sends no
     name."""
     return str(row.get("engine_name") or row["engine_id"])
 
 
 def model_of(row: dict[str, Any]) -> str:
-    """Returns the model's name to show in a row."""
+    """Returns the name of the model for a row."""
     return str(row.get("model_name") or row["model"])
 
 
@@ -340,13 +340,13 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
 
 
 def space_name(space: dict[str, Any]) -> str:
-    """Returns the number of a key space with its model."""
+    """Returns a name for a key space: its id and its model."""
     model = space.get("model_name")
     return f"key space {space['key_space_id']}" + (f" ({model})" if model else "")
 
 
 def load_line(load: dict[str, Any]) -> str:
-    """Formats the cost of promoting a hit's blocks from a tier."""
+    """Formats the cost of promoting the blocks of a hit from a tier."""
     time = f"about {load['load_s'] * 1e3:.1f} ms" if load["load_s"] else "time not measured yet"
     return (
         f"from {load['tier']}: {load['block_count']} blocks, {human_bytes(load['byte_count'])}, "
@@ -419,13 +419,14 @@ def show_status(answer: dict[str, Any]) -> str:
 
 
 def state_line(info: dict[str, Any]) -> str:
-    """Returns the server's problems; if it has none, its state and the progress of its start."""
+    """Returns the server's problems. If there are no problems, returns its state and the progress
+    of its start."""
     problems = "; ".join(info["problems"])
     return problems or "; ".join(filter(None, (info["state"], info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
-    """Formats a table of the tiers below host memory, and their problems. Returns an empty list if
+    """Formats the tiers below host memory as a table, with their problems. Returns an empty list if
     there are no such tiers."""
     rows = []
     for tier in tiers:
@@ -465,7 +466,8 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
     """Formats a line about residencies (contexts beyond device memory). Returns an empty list if
-    there are no residencies, no engine waits for one, and no bytes are kept after a restart."""
+    there are no residencies, no engine waits for a residency, and no bytes are kept after a
+    restart."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []
@@ -482,7 +484,7 @@ def residency_line(counters: dict[str, Any]) -> list[str]:
 
 
 def gpu_line(answer: dict[str, Any]) -> str:
-    """Formats the GPUs in a line; `hotkv devices` shows more."""
+    """Formats a line about the GPUs. `hotkv devices` shows more."""
     problems = [d["problem"] for d in answer["devices"] if d["problem"]]
     why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
     return (
@@ -492,7 +494,8 @@ def gpu_line(answer: dict[str, Any]) -> str:
 
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:
-    """Formats in one line how late the server's event loop was in the last minute."""
+    """Formats a line that shows how late callbacks of the server's event loop ran in the last
+    minute."""
     p50, p99, longest = (
         f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
     )
@@ -587,7 +590,7 @@ def show_hints(answer: dict[str, Any]) -> str:
 
 
 def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
-    """Formats a table with a row for each action."""
+    """Formats the outcomes as a table, with a row for each action."""
     rows = [
         (
             human_seconds(one["age_s"]),
@@ -607,7 +610,7 @@ def show_outcomes(outcomes: list[dict[str, Any]]) -> str:
 
 
 def show_session(sessions: list[dict[str, Any]]) -> str:
-    """Formats the answer of `explain_session`: for each session, the receipt of its requests, the
+    """Formats the answer of `explain_session`: for each session, the totals of its requests, the
     places of its blocks, and the hints that named it."""
     if not sessions:
         return "no request has named this session of late"
@@ -623,8 +626,8 @@ def show_session(sessions: list[dict[str, Any]]) -> str:
 
 
 def _receipt(session: dict[str, Any]) -> list[str]:
-    """Returns a line with the counts of a session's requests; an empty list if the server (an older
-    version) does not count them."""
+    """Returns a line with the totals of a session's requests; an empty list if an older server does
+    not count them."""
     tokens = session.get("prompt_token_count", 0)
     if not tokens:
         return []

@@ -1,9 +1,9 @@
 """Warm start of a node: exports the hashes of the hottest blocks, and promotes blocks to host
 memory before requests need them.
 
-A file of blocks has a JSON object per line. The first line has the format and the key space; each
-further line has a group index and hashes in hexadecimal, the hottest first. The file holds neither
-tokens nor KV. A file of prompts has a JSON list of token ids per line.
+A file of blocks has a JSON object per line. The first line has the format and the key space. Each
+further line has a group index and hashes in hexadecimal; the hottest blocks come first. The file
+contains no tokens and no KV. A file of prompts has a JSON list of token ids per line.
 """
 
 import json
@@ -17,7 +17,8 @@ from hotkv_client.admin import AdminClient
 
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
-"""Most blocks in a call. Calls run one after the other, so the hottest blocks come first."""
+"""Most blocks in a call. Calls run one after the other, so the hottest blocks are promoted
+first."""
 TOKEN_BYTES = 4
 COUNTS = (
     "present_block_count",
@@ -28,13 +29,13 @@ COUNTS = (
 
 
 def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) -> dict[str, Any]:
-    """Writes the hashes of the hottest blocks to `path`. An existing file is replaced only when the
-    new file is complete.
+    """Writes the hashes of the hottest blocks to `path`. An existing file is replaced once the new
+    file is complete.
 
-    Raises HotKVError, OSError; ValueError if `path` is a pipe or a device, such as /dev/stdout,
-    which a file would replace.
+    Raises HotKVError, OSError. Raises ValueError if `path` is a pipe or a device, such as
+    /dev/stdout, because the new file would replace it.
 
-    byte_count: the total size of the named blocks, approximately; 0: all blocks.
+    byte_count: approximate total size of the named blocks; 0: all blocks.
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file: name a file to write")
@@ -60,12 +61,12 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Promotes the blocks named in a file of blocks to host memory. Returns the numbers of blocks
+    """Promotes the blocks that a file of blocks names to host memory. Returns the number of blocks
     by outcome (COUNTS).
 
-    Raises HotKVError, OSError; ValueError with the line if the file has another format.
+    Raises HotKVError, OSError; ValueError with the line number if the file has another format.
 
-    wait_s: the longest wait of each call.
+    wait_s: longest wait of each call.
     """
     totals = dict.fromkeys(COUNTS, 0)
     with path.open(errors="replace") as file:
@@ -78,11 +79,11 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
 def fetch_prompts(
     client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
 ) -> dict[str, Any]:
-    """Promotes all blocks of the prompts in a file to host memory. Returns the numbers of blocks by
+    """Promotes all blocks of the prompts in a file to host memory. Returns the number of blocks by
     outcome (COUNTS).
 
-    Counts and skips prompts that are shorter than a block. Raises HotKVError, OSError; ValueError
-    with the line if the file has another format.
+    Skips and counts prompts that are shorter than a block. Raises HotKVError, OSError; ValueError
+    with the line number if the file has another format.
     """
     totals = dict.fromkeys(COUNTS, 0)
     num_prompts = num_short = 0

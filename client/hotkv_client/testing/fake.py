@@ -1,10 +1,10 @@
-"""A double of the cache: one server state, any number of sessions, faults on demand.
+"""A test double of the server: one state, any number of sessions, faults on demand.
 
-The double copies the blocks' bytes, by the engines' layouts. The ranks of an engine store under one
-write lease, as with the real server (`FakeWrites`): a block is ready when every shard is written. A
-store can't commit if its session is closed or has called `revoke_stores`. If a store is cancelled
-that another process can revoke (over a shared fence), its future resolves at once; the server still
-ends the store later and finds it revoked. `FakeServer.residencies` is a `FakeResidencies`.
+The double copies the blocks' bytes, by the engines' layouts. As with the real server, the ranks of
+an engine store under one write lease (`FakeWrites`), and a block is ready when every shard is
+written. A store can't commit if its session is closed or has called `revoke_stores`. If a store
+over a shared fence is cancelled, its future resolves at once; the double still ends the store later
+and finds it revoked. `FakeServer.residencies` is a `FakeResidencies`.
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.
@@ -14,14 +14,14 @@ Attributes of `FakeServer` that a test may set:
 - `fail_loads`, `fail_stores`, `fail_flushes`: these calls fail.
 - `pending_tiers`: the pending tiers that flushes report.
 - `spoil_loads`: a load writes wrong bytes to every second block when it begins, and the right bytes
-    only if it succeeds.
-- `grant_limit`: a read lease pins blocks only among the first `grant_limit` blocks that it names.
+  only if it succeeds.
+- `grant_limit`: a read lease pins blocks only among the first `grant_limit` blocks of the call.
 - `ack_cancels`: False: a cancel has no effect until `settle`.
 - `wants_token_ids`, `order_kind`: the values that sessions return.
-- `has_passed`: function that says whether the device has passed a transfer's mark. Until then the
-    transfer is held.
-- `refuse_workers`: the reason with which sessions with memory are refused; empty: they are
-    accepted.
+- `has_passed`: function that returns whether the device has passed a transfer's mark (a point in
+  the device's queue). Until then the transfer is held.
+- `refuse_workers`: the reason with which sessions with memory are refused; empty: such sessions are
+  accepted.
 
 `settle()` resolves the held calls, except transfers whose mark has not passed. If the server dies
 (`die`), held calls fail with SessionLostError.
@@ -55,7 +55,7 @@ ARENA_BYTES = 64 << 20
 
 
 class FakeServer:
-    """The state of the double, which all of its sessions share. The module's docstring lists the
+    """The state of the double, shared by all of its sessions. The docstring of the module lists the
     attributes that a test may set."""
 
     def __init__(self) -> None:
@@ -116,9 +116,13 @@ class FakeServer:
         return (space, group, block_hash) in self.blocks
 
     def settle(self, kind: str = "") -> int:
-        """Resolves the held calls; with `kind`, only the held calls of this name. Calls whose mark
-        (point in the queue of the engine's device) has not passed stay held. Returns the number of
-        resolved calls."""
+        """Resolves held calls and returns their number.
+
+        A transfer stays held until the device has passed its mark (a point in the queue of the
+        engine's device).
+
+        kind: resolves only the held calls of this name; empty: all held calls.
+        """
         now = [
             entry
             for entry in self.held

@@ -1,5 +1,5 @@
-"""The state of `FakeServer`: memory of engines, residencies, and the write leases under which the
-ranks of an engine store."""
+"""The parts of `FakeServer`'s state: memory of engines, residencies, and the write leases under
+which the ranks of an engine store."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """The engine memory of a session. Without a layout the session has no memory, and this object
-    knows only the session's groups."""
+    """The engine memory of a session. A session without a layout has no memory; for it this object
+    knows only the groups."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
@@ -41,8 +41,8 @@ class FakeMemory:
         }
 
     def shape(self, group: int) -> GroupSpec | Representation:
-        """Returns the group of this index. Indices after the last group stand for the kinds of
-        representation (compact forms of blocks' keys, for sparse attention) that the session
+        """Returns the group with this index. An index behind the last group stands for a kind of
+        representation (compact form of blocks' keys, for sparse attention) that the session
         declares."""
         groups = self._config.key_space.groups
         return (
@@ -89,7 +89,7 @@ class FakeMemory:
         return bytes(data)
 
     def copy(self, group: int, block: int, data: bytes) -> int:
-        """Writes a block's shard into the memory. Returns the number of bytes."""
+        """Writes a block's shard into the memory. Returns the number of written bytes."""
         for handle, engine, slot, size in self._runs(group, block):
             self.maps[handle][engine : engine + size] = np.frombuffer(
                 data[slot : slot + size], np.uint8
@@ -99,18 +99,19 @@ class FakeMemory:
 
 # -------------------------------------------------------------------------------------- residencies
 
-# Residencies of the double: an arena in plain memory, and the validity words that readers check
-# (`hotkv_proto.words`).
+# Residencies of the double: an arena in plain memory, and the validity words (`hotkv_proto.words`)
+# by which readers check that their blocks stayed pinned.
 #
 # Always true: a slot holds the bytes of the block for which it was allocated, its shards in order.
-# A slot is never reused, so only the words show that a reader has read after its residency ended.
+# A slot is never reused, so the bytes stay right even after the residency has ended. Only the words
+# show that a reader has read too late.
 
 
 SLOT_ALIGN = 4096
 
 
 class FakeArena:
-    """Stands for `hotkv_client.Arena`, with memory of this process."""
+    """Replaces `hotkv_client.Arena`. Its memory belongs to this process."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)
@@ -140,8 +141,8 @@ class FakeResidencies:
     """All residencies of a server, by engine id and residency id.
 
     most: largest number of open residencies; None: no limit.
-    most_blocks: largest number of reserved blocks of all residencies together; None: no limit.
-        `add` fails as NO_ROOM_FOR_RESIDENCY beyond one of these limits.
+    most_blocks: largest number of blocks that all residencies together reserve; None: no limit.
+        Beyond one of the two limits, `add` raises NO_ROOM_FOR_RESIDENCY.
     can_grow: whether `add` may reserve more blocks for an open residency.
     """
 
@@ -151,8 +152,8 @@ class FakeResidencies:
         self.most: int | None = None
         self.most_blocks: int | None = None
         self.can_grow = True
-        # Residency id of each store, in order. The double never evicts blocks, so stores need not
-        # pin their blocks.
+        # The residency ids that stores named, in order. The double never evicts blocks, so stores
+        # do not pin them.
         self.stored_into: list[str] = []
         self.generation = 1
         self._next_offset = 0
@@ -197,7 +198,8 @@ class FakeResidencies:
         """Pins blocks in a residency and returns their offsets in the arena; -1 for a block that is
         not pinned.
 
-        Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if another block is pinned at a position.
+        Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if a different block is already pinned at a
+        position.
 
         blocks: the shards of each block; None if the server does not have the block.
         """
@@ -229,15 +231,15 @@ class FakeResidencies:
         self.open.pop(name, None)
 
     def revoke(self, engine_id: str) -> None:
-        """Ends all residencies of an engine without a call of the engine, as a server does after a
-        session is lost. Changes the residencies' validity words, so that `Arena.holds` returns
+        """Ends all residencies of an engine without the engine's request, as a server does after it
+        has lost a session. Changes the residencies' validity words, so that `Arena.holds` returns
         False for readers."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
 
     def restart(self) -> None:
-        """Acts as a restarted server: forgets the open residencies and raises the generation for
-        new residencies.
+        """Simulates a restart of the server: forgets the open residencies and raises the generation
+        for new residencies.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """
@@ -250,11 +252,12 @@ class FakeResidencies:
 
 @dataclass(frozen=True, slots=True)
 class WriteRun:
-    """The blocks, or the representations (compact forms of blocks' keys), of a run of a store
-    (consecutive blocks of a group).
+    """A run of a store: consecutive blocks of a group, or their representations (compact forms of
+    blocks' keys).
 
     keys: key of each block or representation.
-    blocks: for representations, the key of the block to which each belongs; None for blocks.
+    blocks: for representations, the key of the block to which each of them belongs; None for
+        blocks.
     """
 
     keys: Sequence[Key]
@@ -288,8 +291,11 @@ class FakeWriteLease:
 
 @dataclass(slots=True, eq=False)
 class FakeStore:
-    """A store of one shard, in flight. A block that the store will write has the result RESERVED in
-    `results`, which has a list for each run (consecutive blocks of a group) of the store."""
+    """A store of one shard, in flight.
+
+    results: for each run (consecutive blocks of a group), the result of each block. RESERVED means
+        that the store will write the block.
+    """
 
     lease: FakeWriteLease
     shard: int
@@ -308,13 +314,13 @@ class FakeStore:
 
 
 class FakeWrites:
-    """The write leases of `FakeServer`. Each block of a store gets the `BlockResult` that the real
-    server would give.
+    """The write leases of `FakeServer`. Each block of a store gets the same `BlockResult` as from
+    the real server.
 
     Always true: a block that is not ready belongs to at most one lease. The first call under a
     lease id decides which blocks belong to the lease; a later call must not name other blocks. A
-    block becomes ready when every shard is written, and never after a copy of it was aborted. Room
-    is unlimited. Leases have no expiry time; a test calls `expire`.
+    block becomes ready when every shard is written, unless a copy of it was aborted. Room is
+    unlimited. Leases have no expiry time; a test calls `expire`.
 
     is_ready: returns whether a block of the server is ready.
     publish: makes a block ready, given all of its shards.
@@ -336,8 +342,8 @@ class FakeWrites:
         shard: int,
         num_shards: int,
     ) -> FakeStore:
-        """Begins a store. The first call under a lease opens it and reserves the blocks that are
-        neither ready nor reserved by another lease.
+        """Begins a store. The first call under a lease opens the lease and reserves those blocks
+        that are not ready and that no other lease has reserved.
 
         Raises DUPLICATE_ID for blocks that the lease's first call did not name.
 
@@ -392,7 +398,7 @@ class FakeWrites:
 
     def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
         """Ends a store: replaces each result RESERVED by the final result. Returns the number of
-        bytes written. A second call for the store does nothing and returns 0.
+        written bytes. A second call for the same store does nothing and returns 0.
 
         read: returns the bytes of a block, given the index of the run (consecutive blocks of a
             group) and the position in the run. None: the store is revoked, and no block is
@@ -459,14 +465,15 @@ class FakeWrites:
             self._settle(lease)
 
     def expire(self, session: object = None) -> None:
-        """Ends the leases of a session; with None, all leases. A lease with stores in flight ends
-        when the last of them ends."""
+        """Ends the leases of a session; None: all leases. A lease with stores in flight ends
+        together with its last store."""
         for lease in list(self.leases.values()):
             if session is None or lease.session is session:
                 lease.released = True
                 self._settle(lease)
 
     def forget(self) -> None:
-        """Acts as a server that died: forgets all leases, so that stores in flight can't commit."""
+        """Simulates the death of a server: forgets all leases, so that stores in flight can't
+        commit."""
         self.leases.clear()
         self._owners.clear()

@@ -1,10 +1,10 @@
-"""The double of `hotkv_client.Session`, over a `FakeServer`. Loads and stores copy the bytes.
+"""The double of `hotkv_client.Session`, over a `FakeServer`. Loads and stores copy the blocks'
+bytes.
 
-Always true: each call is first recorded in `FakeServer.calls`. Its future is resolved at once,
-unless an attribute of the server (such as `hold`) delays the answer. A store commits no block if
-its session is closed or has called `revoke_stores`. If a store is cancelled that another process
-can revoke (over a shared fence), its future resolves at once; the server still ends the store later
-and finds it revoked.
+Always true: a call is first recorded in `FakeServer.calls`. Its future resolves at once, unless an
+attribute of the server (such as `hold`) delays the answer. A store commits no block if its session
+is closed or has called `revoke_stores`. If a store over a shared fence is cancelled, its future
+resolves at once; the server still ends the store later and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 
 def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> None:
-    """Resolves the future of a call with the result or the error of `act`; if the call was
-    cancelled, with a TransferResult of status CANCELLED."""
+    """Resolves a call's future with the result or the error of `act`. If the call was cancelled,
+    resolves it with a TransferResult of status CANCELLED instead."""
     try:
         future.set_result(TransferResult("", TransferStatus.CANCELLED) if cancelled else act())
     except HotKVError as error:
@@ -59,7 +59,10 @@ RUBBISH = b"\x5a"
 
 
 class FakeSession:
-    """Stands for `hotkv_client.Session`. `layout` None: a session without memory."""
+    """Replaces `hotkv_client.Session`.
+
+    layout: where the session's blocks lie in its memory; None: a session without memory.
+    """
 
     def __init__(
         self,
@@ -411,7 +414,7 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # The double reads and commits in one step, so it may check before it reads.
+            # The double reads and commits in one step, so a check before the read suffices.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (
@@ -430,7 +433,7 @@ class FakeSession:
             )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
-        # Once the future is resolved, also by an error, the store can't commit any more.
+        # Once the future is resolved, even by an error, the store can't commit.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return (
             answer
@@ -487,10 +490,11 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """Returns a future for a store over a shared fence. The future resolves with `answer`, or
-        at once if the store is cancelled.
+        """Returns a future for a store over a shared fence. The future resolves together with
+        `answer`, or at once if the store is cancelled.
 
-        The store's word stays in use until `answer`, the server's own future, is resolved.
+        answer: the future that the server resolves. Until then the store's word of the fence stays
+            in use.
         """
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown

@@ -17,10 +17,10 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 
 
 class PagedEngine:
-    """A CPU engine's KV cache, layout LBHNC, and its worker session.
+    """A CPU engine's KV cache, in the layout `LBHNC`, and its worker session.
 
-    windows: for each group, the tokens of its sliding window; 0: full attention. All groups use the
-        same memory, as in vLLM, so a block belongs to one group at a time.
+    windows: for each group, the tokens of its sliding window; 0: full attention. As in vLLM, all
+        groups use the same memory, so a block belongs to one group at a time.
     layers: number of layers of each group.
     kv: uint8 [layers, blocks, page bytes], shared with the server.
     """
@@ -91,6 +91,6 @@ class PagedEngine:
         return self
 
     def close(self) -> None:
-        """Ends the session."""
+        """Ends the session and closes the memory's file."""
         self.session.close()
         os.close(self.fd)

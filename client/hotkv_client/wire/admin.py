@@ -100,8 +100,8 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
     """Yields the answers of a server stream until its deadline.
 
-    Raises HotKVError if the stream fails earlier, or has had no answer at all: a server sends the
-    first answer at once.
+    Raises HotKVError if the stream fails before its deadline. Also raises it if the deadline passes
+    without any answer, because a server sends the first answer at once.
 
     seconds: the stream's deadline, as it was given to the call; 0: no deadline.
     """
@@ -121,8 +121,8 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Yields pairs: requests that engines have reported, and the number of requests that the stream
-    missed after them.
+    """Yields pairs: requests that engines have reported, and the number of later requests that the
+    stream missed.
 
     The first pair is empty. Raises HotKVError if the stream fails.
 
@@ -148,8 +148,8 @@ def watch_requests(
 def subscribe(
     stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, state: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yields pairs: cache events as plain values, and the number of events that the stream missed
-    after them.
+    """Yields pairs: cache events as plain values, and the number of later events that the stream
+    missed.
 
     The first pair is empty. Raises HotKVError if the stream fails.
 
@@ -189,10 +189,10 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Converts a message to nested dicts and lists. Unset fields have their default values.
+    """Converts a message to nested dicts and lists. Unset fields get their default values.
 
-    Bytes become hexadecimal text. An enum becomes a word; a number that this client does not know
-    stays a number.
+    Bytes become hexadecimal text. An enum value becomes a word, or stays a number if this client
+    does not know it.
     """
 
     def value(field: Any, item: Any) -> Any:
@@ -229,8 +229,8 @@ def send_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> list[dict[str, Any]]:
-    """Sends an envelope of hints outside a request. Returns the outcomes that are known so far.
-    Raises HotKVError."""
+    """Sends an envelope of hints outside a request. Returns the outcomes of its actions that are
+    known so far. Raises HotKVError."""
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -256,7 +256,7 @@ def poll_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Returns the hints' outcomes that have changed since `cursor`, and the next cursor. Raises
+    """Returns the outcomes of hints that have changed since `cursor`, and the next cursor. Raises
     HotKVError."""
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
@@ -279,10 +279,10 @@ NamedGroups = Sequence[tuple[int, bytes]]
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """Yields the key space as a dict, then the names of its hottest blocks in lists of (group
-    index, packed hashes). Raises HotKVError.
+    """Yields the key space as a dict, then lists of its hottest blocks. A list has pairs of a group
+    index and packed hashes. Raises HotKVError.
 
-    byte_count: the total size of the named blocks, approximately; 0: all blocks.
+    byte_count: approximate total size of the named blocks; 0: all blocks.
     """
     request = warm_pb2.ExportBlocksRequest(key_space_id=key_space_id, byte_count=byte_count)
     try:
@@ -310,7 +310,9 @@ def prefetch(
     Raises HotKVError; ValueError if `key_space` does not describe a key space.
 
     key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
-    prompts: pairs of packed hashes and packed token ids.
+    groups: the blocks, as pairs of a group index and packed hashes.
+    prompts: further blocks, as pairs of packed hashes and packed token ids of a prompt.
+    wait_s: longest time that the server waits for the promotions.
     """
     request = warm_pb2.PrefetchBlocksRequest(
         groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],
@@ -334,7 +336,7 @@ def prefetch(
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of the key space in which the kind of each group is a number. `plain` has
-    written these kinds as words."""
+    converted these kinds to words, which `json_format` can't read."""
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [

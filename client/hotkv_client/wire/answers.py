@@ -34,7 +34,7 @@ from hotkv_proto.v1 import events_pb2, session_pb2
 from hotkv_proto.versions import Feature, agreed_features
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
-"""By call: the name of its answer, for calls whose answer has another name than the call."""
+"""Maps a call to the name of its answer, if the two names differ."""
 
 Response = session_pb2.ConnectResponse
 
@@ -44,9 +44,10 @@ class Opened:
     """The server's answer to the opening of a session.
 
     epoch: number that changes when the server loses the cache's contents.
-    has_descriptor_socket: whether the session can open a link (exchange descriptors).
+    has_descriptor_socket: whether the session can open a link, over which client and server
+        exchange descriptors.
     wants_token_ids: whether stores should carry token ids, for events.
-    salts: by group index, the 64-bit salt that the block table mixes into the hashes of the group.
+    salts: by group index, the 64-bit salt that the block table mixes into the group's hashes.
     has_residency, has_tiers, has_events, grows_residencies: features of the server (`Feature`).
     stored_bytes: bytes of the session's key space that are in the server's host memory.
     takes_batches: whether the server accepts several requests in a message.
@@ -95,7 +96,7 @@ def opened(response: Response | None) -> Opened:
 
 
 def each(responses: Iterable[Response]) -> Iterator[Response]:
-    """Yields the answers and notices of a stream in order, also those inside batches."""
+    """Yields the server's messages in order. A batch is split into its messages."""
     for response in responses:
         if response.WhichOneof("body") == "batch":
             yield from response.batch.responses
@@ -110,7 +111,7 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
 
     call: name of the call, as in `ConnectRequest.body`.
     hash_bytes: length of a block hash in the session's key space.
-    lease_id: the lease that the call asked for; used only for `acquire_lease`.
+    lease_id: the lease that an `acquire_lease` call named; not used for other calls.
     """
     body = response.WhichOneof("body")
     if body == "error":
@@ -133,8 +134,8 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
             extended = response.extend_residency
             found = fields.int64s(extended.offsets)
             rows = fields.int64s(extended.representation_offsets)
-            # If a server sends no offsets of representations, the engine builds the representations
-            # again.
+            # If the server sends no offsets of representations, the engine builds the
+            # representations itself.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
@@ -209,12 +210,12 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
 
 @dataclass(frozen=True, slots=True)
 class LinkSizes:
-    """Sizes of the arena's file and the block table's file, whose descriptors the server sent.
+    """Sizes of the arena's file and of the block table's file, whose descriptors the server sent.
 
     arena_bytes, table_bytes: 0 if the server does not let this session map the file.
-    num_words: number of 64-bit validity words (`hotkv_proto.words`), by which a reader of the arena
-        checks that the blocks it read were still pinned. The words start at byte
-        `words_offset_bytes` of the arena's file.
+    words_offset_bytes: offset of the validity words (`hotkv_proto.words`) in the arena's file. By
+        these words a reader of the arena checks that its blocks were still pinned.
+    num_words: number of validity words, 64 bits each.
     """
 
     arena_bytes: int
@@ -240,9 +241,12 @@ def ticket(packet: bytes) -> bytes:
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """Converts gRPC's error of a failed call to a HotKVError. The reason is the server's, or
-    OVERLOADED or INTERNAL if the server sent no readable reason. Returns a NoAnswerError if the
-    server could not be reached or did not answer in time."""
+    """Converts gRPC's error of a failed call to a HotKVError.
+
+    The error has the server's reason. If the server sent no readable reason, the reason is
+    OVERLOADED for the gRPC code RESOURCE_EXHAUSTED, else INTERNAL. Returns a NoAnswerError if the
+    server could not be reached or did not answer in time.
+    """
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
         packed = trailers.get(STATUS_KEY, b"")

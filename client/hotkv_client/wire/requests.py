@@ -97,7 +97,8 @@ def lookup(
 ) -> Request:
     """Builds the request that asks which blocks are ready.
 
-    Checks only the total length of the hashes: the answer is a hint, and the call must be quick.
+    To be quick, checks only the total length of the hashes. A wrong hash does no harm, because the
+    answer is only a hint.
     """
     request = Request()
     for group in groups:
@@ -150,7 +151,7 @@ def release(lease_id: str) -> Request:
 
 
 def open_residency(residency_id: str, num_blocks: Mapping[int, int]) -> Request:
-    """Builds the request that reserves room for a residency."""
+    """Builds the request that opens a residency, which reserves room in the arena."""
     groups = [
         residency_pb2.ResidencyGroup(group_index=group, block_count=count)
         for group, count in num_blocks.items()
@@ -250,15 +251,15 @@ def report_requests(
     ended: Iterable[EndedRequest[Sequence[bytes]]] = (),
     loads: Iterable[LoadEnd] = (),
 ) -> Iterator[Request]:
-    """Yields the report of scheduled requests, ended requests and ended loads: one message, or
-    several messages if a single message would be too large."""
+    """Yields the messages that report scheduled requests, ended requests and ended loads: a single
+    message, or several if one would be too large."""
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]
     ends = [load_end_message(end) for end in loads]
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
-    # Hashes of this many bytes are no more blocks than the server takes in a call.
+    # So the hashes of a message name at most PART_BLOCKS blocks, the server's limit for a call.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
     if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
         yield Request(report_use=whole)
@@ -274,12 +275,12 @@ def report_requests(
 
 
 DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_residency"})
-"""Calls without an answer. They may wait DEFER_S for the next call, so that one message holds both.
-"""
+"""Calls without an answer. Such a call may wait up to DEFER_S for the next call, so that a single
+message holds both."""
 DEFER_S = 0.005
 IN_BATCH_BYTES = 4
-"""Bytes that a batch adds to each of its requests, at most. Counted, they also keep a batch of tiny
-requests within the server's bound of parts of a message."""
+"""Most bytes that a batch adds to each of its requests. `batched` counts them for each request, so
+that a batch of tiny requests does not exceed the server's limit of fields in a message."""
 
 
 def batched(
@@ -287,7 +288,7 @@ def batched(
 ) -> Iterator[Request]:
     """Yields the requests of an outbox in order. Blocks while the outbox is empty; ends at None.
 
-    takes_batches: returns True if the server accepts batches. Then several waiting requests become
+    takes_batches: returns True if the server accepts batches. Several waiting requests then become
         one message of at most MAX_BATCH_BYTES.
     """
     waiting: Request | None = None
@@ -327,8 +328,8 @@ def connect(
 
 
 def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:
-    """Builds the first packet of a link (the connection to the descriptor socket). The descriptors
-    of `handle_ids` are sent with it."""
+    """Builds the first packet of a link (the connection to the descriptor socket). The client sends
+    the descriptors of `handle_ids` with this packet."""
     return session_pb2.LinkRequest(session_id=session_id, handle_ids=handle_ids).SerializeToString()
 
 

@@ -109,7 +109,8 @@ def delete_sequence(sequence_id: str) -> Request:
 def report_sparse(
     positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
 ) -> Request:
-    """Builds the report about sparse decode. Raises INVALID_FIELD for an unknown counter."""
+    """Builds the report about sparse decode. Raises HotKVError (INVALID_FIELD) for an unknown
+    counter."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:
@@ -143,7 +144,7 @@ def select_request(
     always_log_mass_Q: Float32s | None,
     shard_index: int,
 ) -> SelectRequest:
-    """Builds the request for a selection."""
+    """Builds the request for a selection; `Selects.select` describes the fields."""
     return SelectRequest(
         session_id=session_id,
         sequence_id=sequence_id,
@@ -156,7 +157,7 @@ def select_request(
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
-    """Reads a selection. Raises HotKVError if the selection was refused."""
+    """Reads the answer to a selection. Raises HotKVError if the server refused the selection."""
     if response.HasField("error"):
         raise read_error_detail(response.error)
     return SelectedBlocks(
@@ -172,6 +173,6 @@ def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
 
 
 def select_blocks(stub: Stub, requests: Iterator[SelectRequest]) -> Any:
-    """Opens a stream of selections. Returns the gRPC call, which is an iterator over the server's
-    responses."""
+    """Opens a stream of selections. Returns the gRPC call, which iterates over the server's
+    answers."""
     return stub.SelectBlocks(requests)

@@ -1,8 +1,8 @@
 """Calls on blocks (cache.proto): hashes, runs to store or load, and the answer for each block.
 
-Engines hold hashes as bytes, the server as uint32 [n, 8]. A session numbers groups with indices of
-its own; a `GroupIndex` is a function that maps such an index to the server's index. It raises
-HotKVError for an unknown group.
+Engines hold hashes as bytes, the server holds them as uint32 [n, 8]. In messages, a group has the
+index by which the session numbers it. A `GroupIndex` is a function that maps such an index to the
+server's group index. It raises HotKVError for an unknown group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ MAX_STORED_BLOCKS = 1 << 16
 """Most blocks that a call may reserve or store: half of MAX_LOADED_BLOCKS, because making room
 takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
-"""Most blocks of a load, which is also the most blocks of a lease call."""
+"""Most blocks of a load, and most blocks of a call that acquires a lease."""
 
 # ---------------------------------------------------------------------------------------- hashes
 
@@ -56,8 +56,11 @@ def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
 
 
 def pack_quickly(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for a lookup. Faster than `pack`, because it checks only the total length, which
-    suffices for an answer that is a hint. Raises INVALID_HASH if the total length is wrong."""
+    """Joins hashes for a lookup. Raises INVALID_HASH if the total length is wrong.
+
+    Faster than `pack`, because it does not check each hash. That suffices for a lookup, whose
+    answer is a hint.
+    """
     packed = b"".join(hashes)
     if len(packed) != len(hashes) * hash_bytes:
         raise HotKVError(
@@ -73,8 +76,11 @@ def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
 
 
 def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
-    """Returns hashes as words [n, 8]. Raises INVALID_HASH if the length is not a multiple of
-    `hash_bytes`."""
+    """Reads packed hashes as words [n, 8]. Raises INVALID_HASH if the length is not a multiple of
+    `hash_bytes`.
+
+    field: name of the field in the error.
+    """
     if len(packed) % hash_bytes:
         raise HotKVError(
             Reason.INVALID_HASH,
@@ -85,7 +91,8 @@ def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
 
 
 def packed_words(words: Words, hash_bytes: int) -> bytes:
-    """Joins hashes that are uint32 [n, 8] for the wire, each cut to `hash_bytes`."""
+    """Joins hashes that are words, uint32 [n, 8], for the wire. Each hash is cut to
+    `hash_bytes`."""
     return np.ascontiguousarray(words).view(np.uint8).reshape(-1, 32)[:, :hash_bytes].tobytes()
 
 
@@ -129,11 +136,11 @@ def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.Bl
 def read_runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words, Words | None, int]]:
-    """Yields the group index, hashes, parent and depth (number of blocks before the run) of each
-    run (consecutive blocks of a group). Raises TOO_LARGE or INVALID_HASH.
+    """Yields the group index, hashes, parent and depth of each run (consecutive blocks of a group).
+    Raises TOO_LARGE or INVALID_HASH.
 
-    The hashes are words [n, 8]; the parent (the block before the run) is words [8]; None if the run
-    begins its context.
+    The hashes are words [n, 8]. The parent is the hash of the block before the run, words [8]; None
+    if the run begins its context. The depth is the number of blocks before the run.
     """
     fields.check_lists("runs", messages)
     num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
@@ -164,9 +171,8 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Reads the token ids and extra keys of a run (consecutive blocks of one group). If the run
-    consists of representations (compact forms of blocks' keys), which have no token ids, the result
-    is empty.
+    """Reads the token ids and extra keys of a run (consecutive blocks of one group). The result is
+    empty for a run of representations (compact forms of blocks' keys), which have no token ids.
 
     The caller has already checked the run's hashes, and that its group index is not too high.
     Raises INVALID_FIELD if a count does not match the run's blocks, if the group index is negative,
@@ -240,7 +246,7 @@ def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:
 
 
 def retention_message(value: Retention) -> cache_pb2.Retention | None:
-    """Makes the message of a retention; None for the default."""
+    """Makes the message of a retention; None for the default retention."""
     if value == NO_RETENTION:
         return None
     return cache_pb2.Retention(
@@ -249,7 +255,7 @@ def retention_message(value: Retention) -> cache_pb2.Retention | None:
 
 
 def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
-    """Reads a retention; an unset message means the default. Raises INVALID_FIELD."""
+    """Reads a retention. An unset message means the default retention. Raises INVALID_FIELD."""
     try:
         return Retention(
             message.priority, fields.seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin
@@ -293,10 +299,9 @@ def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
 def read_load_runs(
     messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
 ) -> tuple[list[tuple[int, Int64s]], list[Int64s]]:
-    """Reads runs (blocks of a group) to load. Raises TOO_LARGE or INVALID_FIELD.
+    """Reads the runs (blocks of a group) of a load. Raises TOO_LARGE or INVALID_FIELD.
 
-    Returns the group index and the positions in the lease of each run, and the block ids of each
-    run.
+    Returns two lists with an item per run: (group index, positions in the lease), and block ids.
     """
     fields.check_lists("runs", messages)
     _check_blocks(sum(len(m.lease_positions) for m in messages) // 4, MAX_LOADED_BLOCKS)
@@ -360,9 +365,10 @@ def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> 
 def result_messages(
     group_indexes: Sequence[int], results: Sequence[Uint8s]
 ) -> list[cache_pb2.RunResults]:
-    """Makes the messages of the BlockResult values of each run (consecutive blocks of a group).
+    """Makes the messages of a store's results.
 
-    group_indexes: for each run, the session's index of its group.
+    group_indexes: for each run (consecutive blocks of a group), the session's index of its group.
+    results: for each run, the `BlockResult` value of each block.
     """
     return [
         cache_pb2.RunResults(group_index=group, results=value.tobytes())
@@ -371,8 +377,8 @@ def result_messages(
 
 
 def read_results(messages: Iterable[cache_pb2.RunResults]) -> tuple[Uint8s, ...]:
-    """Reads the BlockResult values of each run (consecutive blocks of a group), in the order of the
-    request."""
+    """Reads the `BlockResult` values of each run (consecutive blocks of a group), in the order of
+    the request."""
     return tuple(np.frombuffer(run.results, np.uint8) for run in messages)
 
 
@@ -403,8 +409,8 @@ def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache
 def read_transfer_result(
     message: cache_pb2.LoadResponse | cache_pb2.StoreResponse,
 ) -> TransferResult:
-    """Reads how a transfer ended. An unknown status (of a newer protocol) becomes FAILED, because
-    the transfer has ended in any case."""
+    """Reads the end of a transfer. An unknown status, from a newer protocol, becomes FAILED,
+    because the transfer has ended in any case."""
     status = int(message.status)
     return TransferResult(
         message.transfer_id,

@@ -1,5 +1,5 @@
-"""Converts refusals (errors.proto): in answers of a stream, and as a google.rpc.Status in the
-trailers of failed calls."""
+"""Converts refusals (errors.proto). In a stream a refusal is an `ErrorDetail` in place of an
+answer; for other calls it is a google.rpc.Status in the trailers."""
 
 import re
 from functools import cache
@@ -27,7 +27,7 @@ _PATH = re.compile(r"[a-z][a-z0-9_]*(\[\d+\])?(\.[a-z][a-z0-9_]*(\[\d+\])?)*(?![
 
 
 def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
-    """Makes the message of a refusal, which takes the place of an answer in a stream."""
+    """Makes the message of a refusal. In a stream it takes the place of an answer."""
     return errors_pb2.ErrorDetail(
         reason=errors_pb2.ErrorReason.ValueType(int(error.reason)),
         message=error.message,
@@ -56,8 +56,8 @@ def _field_names() -> frozenset[str]:
 
 
 def field_at_fault(message: str) -> str:
-    """Returns the path of the field at the start of a refusal's sentence; empty if it starts with
-    no field."""
+    """Returns the path of a field with which the sentence of a refusal begins; empty if it does not
+    begin with a field."""
     path = _PATH.match(message)
     if path is None or path[0].partition(".")[0].partition("[")[0] not in _field_names():
         return ""
@@ -65,20 +65,26 @@ def field_at_fault(message: str) -> str:
 
 
 def read_error_detail(detail: errors_pb2.ErrorDetail) -> HotKVError:
-    """Reads the refusal of an answer."""
+    """Reads the refusal in an answer of a stream."""
     known = int(detail.reason) in set(Reason)
     reason = Reason(int(detail.reason)) if known else None
     return _refusal(reason, detail.message, detail.retryable)
 
 
 def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
-    """Makes the error of a refusal. If the reason is unknown (None, from a newer server), it is
-    OVERLOADED for a retryable refusal, otherwise INTERNAL."""
+    """Makes the error of a refusal.
+
+    reason: None for a reason of a newer server that this software does not know. It becomes
+        OVERLOADED if the refusal is retryable, otherwise INTERNAL.
+    """
     return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
 
 
 def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
-    """Makes the google.rpc.Status of a refusal. `code`: the gRPC status code of its reason."""
+    """Makes the google.rpc.Status of a refusal.
+
+    code: the gRPC status code of the refusal's reason.
+    """
     told = error_detail(error)
     metadata = {"retryable": str(told.retryable).lower()}
     if told.field:
@@ -92,8 +98,8 @@ def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
 
 
 def read_error_status(packed: bytes) -> HotKVError | None:
-    """Reads the refusal of a packed google.rpc.Status; None if it is not a refusal by hotkv. Raises
-    DecodeError."""
+    """Reads the refusal in a packed google.rpc.Status. Returns None if the status does not come
+    from hotkv. Raises DecodeError."""
     told = errors_pb2.Status.FromString(packed)
     for detail_of in told.details:
         if detail_of.type_url == ERROR_INFO_URL:

@@ -13,22 +13,22 @@ from hotkv_proto.errors import HotKVError, Reason
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
-"""Most runs (consecutive blocks of a group), or hash lists, in a call: each costs the server's
-event loop about 20 us."""
+"""Most runs (consecutive blocks of a group), or lists of hashes, in a call. Each of them takes
+about 20 us of the server's event loop."""
 
 
 def identifier(field: str, text: str) -> str:
-    """Returns an id or name unchanged. Raises TOO_LARGE if the text is too long to store and to
-    repeat in messages."""
+    """Returns an id or name unchanged. Raises TOO_LARGE if it has more than MAX_IDENTIFIER
+    characters: the server stores it and repeats it in messages."""
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
     return text
 
 
 def name(field: str, text: str) -> str:
-    """Returns an identifier that may be logged, unchanged. Raises INVALID_FIELD if the identifier
-    has characters that can't be printed (such characters could fake a log line), TOO_LARGE if it is
-    too long."""
+    """Returns an identifier unchanged, after checking that it may be logged. Raises TOO_LARGE if it
+    is too long. Raises INVALID_FIELD if it has characters that can't be printed, because such
+    characters could fake a log line."""
     check_printable(field, text)
     return identifier(field, text)
 
@@ -53,7 +53,7 @@ def check_lists(field: str, messages: Sequence[object]) -> None:
 
 
 def seconds(field: str, milliseconds: int) -> float:
-    """Returns a duration field in seconds. Raises INVALID_FIELD if it is negative."""
+    """Returns the seconds of a duration field. Raises INVALID_FIELD if it is negative."""
     if milliseconds < 0:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -63,14 +63,14 @@ def seconds(field: str, milliseconds: int) -> float:
 
 
 def whole_ms(duration_s: float) -> int:
-    """Returns a duration in whole milliseconds. A duration above 0 becomes at least 1, because 0
+    """Converts a duration to whole milliseconds. A duration above 0 becomes at least 1, because 0
     means unset."""
     return int(duration_s * 1000) or int(duration_s > 0)
 
 
 def rate(field: str, value: float) -> float:
-    """Returns a rate per second; 0 means unknown. Raises INVALID_FIELD if it is negative or not
-    finite."""
+    """Checks and returns a rate per second; 0 means unknown. Raises INVALID_FIELD if it is negative
+    or not finite."""
     if not 0 <= value < math.inf:
         raise HotKVError(
             Reason.INVALID_FIELD, f"{field} is {value}; use a finite number from 0, 0 for unknown"
@@ -113,7 +113,7 @@ def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
 
 @cache
 def enum_word(kind: EnumDescriptor, number: int) -> str:
-    """Returns the words that are shown for an enum's number: "never stored" for
+    """Returns the words that people see for a number of an enum: "never stored" for
     BLOCK_VERDICT_NEVER_STORED, empty for the unspecified value. Raises KeyError for an unknown
     number."""
     names = kind.values_by_number

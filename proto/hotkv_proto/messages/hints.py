@@ -48,8 +48,8 @@ def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
 
 
 def read_request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
-    """Reads the hints of a request. Raises INVALID_FIELD or TOO_LARGE for values that an engine
-    never sends."""
+    """Reads the hints of a request. Raises INVALID_FIELD or TOO_LARGE for values that no engine
+    sends."""
     if len(message.actions) > hints.MAX_ACTIONS or len(message.rejections) > MAX_REJECTIONS:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -104,14 +104,14 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
 
 
 def _shown(text: str, most: int) -> str:
-    """Returns a client's text with at most `most` printable characters, so that operators may see
-    it in a terminal."""
+    """Returns at most `most` printable characters of a client's text, so that it is safe to show in
+    an operator's terminal."""
     text = text[:most]
     return text if text.isprintable() else repr(text)[:most]
 
 
 def hint_identifier(field: str, text: str) -> str:
-    """Returns a name that a router has chosen; it may be empty. Raises INVALID_FIELD."""
+    """Checks and returns an id that a router has chosen; it may be empty. Raises INVALID_FIELD."""
     if text and not hints.is_identifier(text):
         raise HotKVError(
             Reason.INVALID_FIELD,

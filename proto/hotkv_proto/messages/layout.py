@@ -1,7 +1,7 @@
 """Converts key spaces, representations, engine memory and its device order (layout.proto).
 
-The functions here do not check a layout or an order against the key space; `Layout.validate` and
-the registration of memory do.
+These functions do not check a layout or a device order against the key space. `Layout.validate` and
+the registration of memory do that.
 """
 
 from collections.abc import Iterable
@@ -79,8 +79,8 @@ def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
 
 
 def _check_texts(message: layout_pb2.KeySpace) -> None:
-    """Raises INVALID_FIELD if a text has characters that can't be printed. Logs, operators' lists
-    and topics of events show these texts."""
+    """Raises INVALID_FIELD if a text of the key space has characters that can't be printed, because
+    logs, operators' lists and topics of events show the texts."""
     for field in KEY_SPACE_TEXTS:
         fields.check_printable(f"key_space.{field}", getattr(message, field))
     for index, text in enumerate(message.extra):
@@ -273,14 +273,17 @@ def device_mark_message(value: DeviceMark | None) -> layout_pb2.DeviceMark | Non
 
 
 def read_device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
-    """Reads the mark (point in the queue of the engine's device) after which a transfer may begin;
-    None if it may begin at once. Does not check that the session has such a mark; the start of the
-    transfer does."""
+    """Reads the mark (a point in the queue of the engine's device) after which a transfer may
+    begin. Returns None if the transfer may begin at once.
+
+    Does not check that the session has such a mark; that happens at the start of the transfer.
+    """
     return (
         DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
     )
 
 
 def order_kind(kind: OrderKind) -> layout_pb2.DeviceOrderKind.ValueType:
-    """Returns the number on the wire of a kind of mark (point in the queue of a device)."""
+    """Returns the number on the wire that stands for a kind of mark (a point in the queue of a
+    device)."""
     return layout_pb2.DeviceOrderKind.ValueType(int(kind))

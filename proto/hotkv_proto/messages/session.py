@@ -14,7 +14,7 @@ from hotkv_proto.v1 import hints_pb2, session_pb2
 MAX_REPORTS = 1024
 """Most scheduled requests, ended requests or ended loads in a message."""
 MAX_REPORTED_S = 86_400.0
-"""Longest time that a client's report may state; a longer time is reduced to this."""
+"""Longest time in a client's report, in seconds. A longer time is reduced to this."""
 
 
 def report_message(
@@ -40,7 +40,7 @@ def report_message(
 def read_reports(
     messages: Iterable[session_pb2.RequestReport], hash_bytes: int
 ) -> list[RequestReport[Words]]:
-    """Reads requests that were scheduled. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    """Reads the reports of scheduled requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
     return [
         RequestReport(
             read_hashes("requests.hashes", m.hashes, hash_bytes),
@@ -61,7 +61,7 @@ def read_reports(
 
 
 def _said(reason: int) -> Miss:
-    """Returns the reason with this number if engines may report it, otherwise UNKNOWN."""
+    """Returns the reason with this number if engines may report it; otherwise UNKNOWN."""
     return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
 
 
@@ -77,7 +77,7 @@ def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hint
 def read_ended(
     messages: Iterable[hints_pb2.EndedRequest], hash_bytes: int
 ) -> list[EndedRequest[Words]]:
-    """Reads requests that have ended. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    """Reads the reports of ended requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
     return [
         EndedRequest(
             read_hashes("ended.hashes", m.hashes, hash_bytes),
@@ -94,7 +94,7 @@ def load_end_message(value: LoadEnd) -> session_pb2.LoadEnd:
 
 
 def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
-    """Reads loads that have ended. Raises INVALID_FIELD."""
+    """Reads the reports of ended loads. Raises INVALID_FIELD."""
     return [
         LoadEnd(m.report_id, min(fields.rate("loads.wait_s", m.wait_s), MAX_REPORTED_S), m.failed)
         for m in messages
@@ -102,12 +102,16 @@ def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
 
 
 def memory_registered_message(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
-    """Makes the answer to the registration of memory, with the kind of device marks that the server
-    has chosen. `message`: why the server chose no better kind."""
+    """Makes the answer to the registration of memory.
+
+    kind: the kind of device mark (point in the device's queue of work) that the server has chosen.
+    message: why the server has chosen no better kind; empty if it rejected no kind.
+    """
     return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
 
 
 def read_memory_registered(message: session_pb2.MemoryRegistered) -> tuple[OrderKind, str]:
-    """Reads the kind of device marks that the server has chosen, and why it chose no better kind.
-    Raises ValueError for an unknown kind (of a newer protocol)."""
+    """Reads the kind of device mark (point in the device's queue of work) that the server has
+    chosen, and the reason why it chose no better kind. Raises ValueError for an unknown kind, of a
+    newer protocol."""
     return OrderKind(message.order or OrderKind.HOST), message.message

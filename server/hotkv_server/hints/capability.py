@@ -23,7 +23,7 @@ def attach(settings: Settings, node: Node) -> "HintsCapability":
 
 
 class HintsCapability(Capability):
-    """Connects hints to the node: passes on requests and their ends, and returns figures."""
+    """Connects hints to the node: forwards scheduled and ended requests, and returns figures."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,8 +1,9 @@
-"""Receives hints of routers: with a scheduled request, at a request's end, and without a request.
+"""Receives hints of routers: with a scheduled request, at the end of a request, and without a
+request.
 
 Always true: an action that can't be done has an outcome with a reason. A tenant's actions are
-within its budget and affect only blocks of its own key spaces. If an action names a session of
-another tenant, its outcome is the same as if the session did not exist. Use on the event loop only.
+within its budget and affect only blocks of its own key spaces. An action that names a session of
+another tenant has the same outcome as if the session did not exist. Use on the event loop only.
 """
 
 import asyncio
@@ -21,20 +22,21 @@ from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.removals import Effects
 
 END_DELAY_S = 1.0
-"""Delay of actions after the end of a request, so that its last blocks are stored first."""
+"""Time between the end of a request and the actions that were deferred until its end, in seconds.
+The request's last blocks are stored in this time."""
 MAX_WAITING_BYTES = 32 << 20
-"""Most bytes of chains (block hashes) of ended requests that wait for END_DELAY_S, over all
-tenants. Above it, their actions are rejected."""
+"""Most bytes of block hashes of ended requests whose actions wait for END_DELAY_S, over all
+tenants. Beyond it, the actions of further requests are rejected."""
 GIVING_UP = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Kinds of actions after which the action's blocks may be evicted before other blocks."""
+"""Kinds of actions after which the server evicts the action's blocks before other blocks."""
 BYTES_OF_ENDED = 8 << 10
-"""Approximate bytes of an ended request that waits, in addition to its chain."""
+"""Approximate bytes of an ended request that waits, in addition to its block hashes."""
 
 
 class HintDesk:
     """Receives hints and records their outcomes (see the module).
 
-    num_actions: number of actions since the start, by the status that they had first.
+    num_actions: number of actions since the start, by the first status of their outcome.
     """
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None, effects: Effects) -> None:
@@ -64,9 +66,10 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt and hits of a scheduled request, and counts its hits for earlier
+        """Records the prompt and the hits of a scheduled request. Counts the hits for earlier
         actions on the same blocks. Ignores tenants that have never named a session or sent hints.
 
+        receipt: counts of tokens and hits of the request.
         tokens_per_s: the engine's prefill speed; 0 if unknown.
         """
         if origin.hashes is None or not len(origin.hashes):
@@ -101,11 +104,11 @@ class HintDesk:
     async def act(
         self, origin: Origin, hints: Hints, *, has_ended: bool = False
     ) -> list[HintOutcome]:
-        """Performs the actions of hints and returns their present outcomes; long actions continue
-        in the background.
+        """Performs the actions of hints and returns their outcomes so far. Long actions continue in
+        the background.
 
-        has_ended: True if the request that brought the hints has ended. Then the actions that were
-            deferred until its end are performed too.
+        has_ended: True if the request that brought the hints has ended. Then also performs the
+            actions that were deferred until its end.
         """
         if not hints:
             return []
@@ -137,7 +140,8 @@ class HintDesk:
                 await self._try(tenant, origin, action, outcome)
             self.num_actions[outcome.status] += 1
             outcomes.append(outcome)
-        # After the actions: a rejection never replaces the outcome of an action with the same id.
+        # Rejections are recorded after the actions, so that a rejection never replaces the outcome
+        # of an action with the same id.
         return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(
@@ -149,14 +153,14 @@ class HintDesk:
         try:
             await self._work.do(tenant, origin, action, outcome)
         except HotKVError as error:
-            # Its key space was forgotten during the action.
+            # The server has forgotten the key space during the action.
             tenant.settle(outcome, Status.MISSING, error.message)
         finally:
             self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
-        """Schedules the actions that were deferred until the end of a request. These actions run
-        after END_DELAY_S, when the request's last blocks are stored."""
+        """Schedules the actions that were deferred until the end of a request. They run END_DELAY_S
+        later, when the request's last blocks are stored."""
         if origin.hashes is None:
             return
         now_s = time.monotonic()
@@ -178,9 +182,14 @@ class HintDesk:
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
     def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
-        """Holds the blocks of a session whose request has ended until the session is expected back.
-        Does nothing if tenants have shares of the arena, because held blocks would make the server
-        refuse other tenants' blocks."""
+        """Asks the eviction policy to keep the blocks of a session whose request has ended, until
+        the time at which the session is expected to return.
+
+        Does nothing if the hints of the request demote or release its blocks, if the hashes of
+        waiting requests exceed MAX_WAITING_BYTES, or if tenants have shares of the arena. With
+        shares, blocks that are kept for one tenant could make the server refuse blocks of other
+        tenants.
+        """
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0
         if not hold_s or origin.hashes is None or self._core.space.tenants.is_used:
@@ -227,14 +236,14 @@ class HintDesk:
 
 
 def _session_of(action: Action, origin: Origin) -> str:
-    """Returns the id of the session that an action names. A release that names no session refers to
-    the session of its request."""
+    """Returns the id of the session that an action names. A release that names no session means the
+    session of its request."""
     if action.kind is ActionType.RELEASE:
         return action.target.session_id or origin.session_id
     return action.target.session_id
 
 
 def _may_end(outcome: HintOutcome) -> bool:
-    """Returns True if an action was deferred and may be done at the end of its request (any action
-    except a prefetch)."""
+    """Returns True if an action was deferred and may be performed at the end of its request. That
+    is any action except a prefetch."""
     return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

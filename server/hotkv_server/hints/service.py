@@ -1,9 +1,9 @@
 """Serves the gRPC service HintService, by which routers send hints without a request and query the
 outcomes of actions.
 
-Always true: a peer acts for a tenant only if it proves that it may, as for a session. It sees and
-changes only that tenant's data. The answer about another tenant's data is the same as if the data
-did not exist.
+Always true: a peer acts for a tenant only if it proves that it may, by the same rules as for a
+session. It sees and changes only that tenant's data. The answer about another tenant's data is the
+same as if the data did not exist.
 """
 
 import time
@@ -26,8 +26,8 @@ from hotkv_server.wire.errors import answer
 
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 Identify = Callable[[Any, Any], Peer]
-"""Returns the proven identity of a call's peer, given the request and the context. Raises
-HotKVError."""
+"""A function that returns the proven identity of a call's peer, given the request and the gRPC
+context. Raises HotKVError."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):
@@ -42,7 +42,8 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         self._identify = identify
 
     def _admit(self, request: Asking, context: Any) -> str:
-        """Returns the tenant that the peer may act for. Raises UNAUTHENTICATED or NOT_ALLOWED."""
+        """Checks that the peer may act for the tenant that the request names, and returns the
+        tenant. Raises UNAUTHENTICATED or NOT_ALLOWED."""
         tenant = fields.name("tenant", request.tenant)
         self._access.admit(self._identify(request, context), tenant)
         return tenant
@@ -83,7 +84,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             known = self._desk.book.known(tenant)
             if known is None:
                 return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
-            # A restarted server counts from the beginning.
+            # A restarted server numbers outcomes from the beginning.
             cursor = request.cursor if request.cursor <= known.last_sequence else 0
             found = known.since(cursor, request.message_id, page_size(request.page_size))
             return hints_pb2.GetHintOutcomesResponse(
@@ -95,8 +96,11 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
 
 
 def page_size(asked: int) -> int:
-    """Returns the most outcomes that an answer may have; the default if `asked` is 0. Raises
-    INVALID_FIELD."""
+    """Returns the most outcomes that an answer may have.
+
+    asked: the page size that the request names; 0: the default. Raises INVALID_FIELD if it is out
+        of range.
+    """
     if not 0 <= asked <= MAX_PAGE:
         raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE

@@ -11,8 +11,8 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def hints(book: HintBook, filters: Filters) -> Figures:
-    """Returns the latest outcomes in the order in which their actions came, and totals of each
-    tenant. If `filters` names a session, also returns when its last request came, and the sums over
+    """Returns the latest outcomes in the order in which their actions arrived, and totals of each
+    tenant. If `filters` names a session, also returns the time of its last request, and sums over
     its requests."""
     now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
     message, session = filters.text("message_id"), filters.text("session_id")

@@ -1,5 +1,5 @@
-"""Performs the actions of hints: finds an action's blocks, retains, demotes or prefetches them, and
-sets the action's outcome.
+"""Performs the actions of hints: finds an action's blocks, then retains, demotes or prefetches
+them, and sets the action's outcome.
 
 Always true: blocks that other sessions or recent requests may use again are not demoted. A tenant's
 prefetches stay within their share of the arena. Use on the event loop only; long work runs in
@@ -27,26 +27,26 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
-"""Share of the arena that blocks which a tenant's prefetches are fetching may fill."""
+"""Largest share of the arena for the blocks that a tenant's prefetches are fetching."""
 PREFETCH_BLOCKS = 256
-"""Number of a prompt's hash blocks that are fetched together, from the first block on."""
+"""A prefetch fetches a prompt in parts of this many hash blocks, from the first block on."""
 PREFETCH_PAUSE_S = 0.05
-"""Pause before a prefetch tries again whether there is room within PREFETCH_SHARE."""
+"""Pause before a prefetch checks again whether there is room within PREFETCH_SHARE, in seconds."""
 BLOCKS_PER_ACTION = 4096
 """An action on n hash blocks counts as n / BLOCKS_PER_ACTION additional actions in the tenant's
 budget."""
 MAX_PREFETCHES = 64
 """Most prefetches that a tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
-"""Starts a coroutine in the background."""
+"""A function that starts a coroutine in the background."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt to which an action applies, as the hashes of its blocks.
 
-    `hashes`: uint32 [n, 8], a hash for each `hash_block_tokens` tokens, from the first token on.
-    `start`, `stop`: the action applies to `hashes[start:stop]`.
+    hashes: uint32 [n, 8], a hash for each `hash_block_tokens` tokens, from the first token on.
+    start, stop: the action applies to `hashes[start:stop]`.
     """
 
     key_space_id: int
@@ -57,10 +57,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where hints came from: a tenant, and its request if the hints came with a request.
+    """The origin of hints: a tenant, and a request if the hints came with a request.
 
     hashes: hashes of the request's hash blocks, uint32 words [n, 8]; None without a request.
-    session_id: the router's session that the request names; empty if there is none.
+    session_id: the router's session that the request names; empty without a session.
     noted: the retention (priority, time to live, pin) with which the request's use of its blocks
         was already recorded.
     is_running: True if the request has not ended.
@@ -82,9 +82,9 @@ class HintedBlocks:
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """Returns the prompts to which an action applies, with its range of hash blocks: the latest
-        prompts of the session that `target` names, or the prompt of the hints' request. Skips key
-        spaces that are unknown."""
+        """Returns the prompts to which an action applies, each with its range of hash blocks. These
+        are the latest prompts of the session that `target` names, or the prompt of the hints'
+        request. Skips key spaces that the server does not know."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -107,8 +107,7 @@ class HintedBlocks:
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
         """Returns the blocks in a prompt's range, by group.
 
-        whole: if True, leaves out blocks that begin before the range; if False, includes these
-            blocks.
+        whole: True leaves out a block that begins before the range; False includes it.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start
@@ -118,8 +117,8 @@ class HintedBlocks:
         return hint_actions.lists_of(space, prompt.hashes, start, prompt.stop)
 
     async def run(self, parts: hint_actions.Parts) -> Done:
-        """Performs an action in slices and returns its result. Between slices the event loop runs
-        other tasks."""
+        """Performs an action in slices and returns its result. Other tasks run between the
+        slices."""
         done = Done()
 
         def steps() -> Iterator[None]:
@@ -131,8 +130,8 @@ class HintedBlocks:
         return done
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """Counts the blocks of prompts, and how many are ready in host memory (`num_done`). Other
-        tasks run between parts."""
+        """Counts the blocks of prompts (`num_blocks`), and those of them that are ready in host
+        memory (`num_done`). Other tasks run between parts."""
         done, breaks = Done(), Breaks()
         for one in prompts:
             for whole in self.lists(one):
@@ -147,7 +146,7 @@ class HintedBlocks:
 
 
 class HintWork:
-    """Performs actions; see the module.
+    """Performs actions (see the module).
 
     below: fetches blocks from tiers below host memory; None if there is no tier.
     spawn: starts background work, which is cancelled when the node closes.
@@ -214,8 +213,8 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     async def hold(self, origin: Origin, until_s: float) -> None:
-        """Holds the blocks of an ended request until `until_s`, as far as the eviction policy
-        allows. Does nothing if the key space has been forgotten."""
+        """Asks the eviction policy to keep the blocks of an ended request until `until_s`. The
+        policy may keep only some of them. Does nothing if the key space has been forgotten."""
         assert origin.hashes is not None
         prompt = Prompt(origin.key_space_id, origin.hashes, 0, len(origin.hashes))
         with contextlib.suppress(HotKVError):
@@ -225,8 +224,10 @@ class HintWork:
             )
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
-        """Sets the outcome of an action that was done for all blocks that are ready. clipped:
-        reason why the action itself was reduced; empty if it was not reduced."""
+        """Sets the outcome of an action that was done for all blocks that are ready.
+
+        clipped: reason why a value of the action was reduced; empty if no value was reduced.
+        """
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
         elif outcome.num_done < outcome.num_blocks:
@@ -333,8 +334,8 @@ class HintWork:
 
 
 def _covers(noted: Retention, asked: Retention) -> bool:
-    """Returns True if a use that was recorded with the retention `noted` already keeps the blocks
-    as the retention `asked` requests."""
+    """Returns True if a use that was recorded with the retention `noted` keeps the blocks at least
+    as long as the retention `asked` would."""
     return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 

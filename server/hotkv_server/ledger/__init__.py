@@ -1,2 +1,2 @@
-"""Records the cache's savings by engine, and forecasts the savings of a larger cache.
+"""Counts the savings of the cache for each engine, and forecasts the savings of a larger cache.
 `book/` is pure: no clock, no I/O, no threads."""

@@ -19,7 +19,8 @@ def attach(settings: Settings, node: Node) -> "LedgerCapability":
 
 
 class LedgerCapability(Capability):
-    """Connects the ledger to the node: passes on reports and transfers, and returns its figures."""
+    """Connects the ledger to the node: forwards reports and transfers to it, and returns its
+    figures."""
 
     def __init__(self, node: Node, ledger: LiveLedger) -> None:
         self._clerk = node.clerk

@@ -2,10 +2,10 @@
 larger cache, and saves both.
 
 Always true: counting a request never waits. Updating the forecast takes longer, so requests first
-go to a bounded list, which the node's timer works off; if the list is full, the oldest requests are
-dropped from it. Counts are written to the ledger's file about SAVE_S later, so a kill loses the
-counts of that time. If the file can't be used, a new ledger starts and one line is logged; the
-server's start never fails because of it. Runs on the event loop; a thread (`Clerk`) writes the
+go to a bounded list, which the node's timer processes; if the list is full, the oldest requests are
+dropped from it. Counts are written to the ledger's file about every SAVE_S, so a kill loses the
+counts of that time. If an existing file can't be used, a new ledger starts and one line is logged;
+the server's start never fails because of it. Runs on the event loop; a thread (`Clerk`) writes the
 file.
 """
 
@@ -44,14 +44,15 @@ log = logging.getLogger(__name__)
 SAVE_S = 2.0
 CLOSE_S = 5.0
 SEEN_S = 30.0
-"""Interval at which the forecast's seen keys are copied for the file. It is longer than SAVE_S
-because the keys take half a megabyte, and losing the newest keys changes the forecast little."""
+"""Interval at which the keys that the forecast has seen are copied for the file, in seconds. It is
+longer than SAVE_S, because the keys take half a megabyte, and losing the newest keys changes the
+forecast little."""
 MAX_FOLLOWING = 1024
 MAX_FOLLOWING_BLOCKS = 1 << 18
-"""Most requests (MAX_FOLLOWING) and most of their blocks (2 MiB of keys) in the list that waits for
-the forecast."""
+"""Limits of the list of requests that wait for the forecast: at most MAX_FOLLOWING requests with
+MAX_FOLLOWING_BLOCKS blocks (2 MiB of keys)."""
 MAX_OPEN_LOADS = 4096
-"""Most requests, over all engines, that are remembered until the end of their load is reported."""
+"""Most requests that are remembered until the end of their load is reported, over all engines."""
 DEFAULT_POLICY = "hotness"
 
 
@@ -59,11 +60,11 @@ DEFAULT_POLICY = "hotness"
 class Savings:
     """The ledger's sums over a window of time.
 
-    rows: usage of each account, most recently used first.
+    rows: usage of each account, the most recently used account first.
     total: usage of all accounts together.
     outlook: forecast for a larger cache.
     began_unix_s: when counting began, seconds since 1970.
-    num_folded: accounts that were merged into others.
+    num_folded: number of accounts that were merged into other accounts.
     capacity_bytes: size of the arena.
     """
 
@@ -77,21 +78,25 @@ class Savings:
 
 @dataclass(frozen=True, slots=True)
 class _OpenLoad:
-    """The usage that was counted for a request whose load has not ended. If the load fails, the
-    hits are subtracted from the account."""
+    """A request whose load has not ended.
+
+    account: the account in which the request was counted.
+    usage: the usage that was counted. If the load fails, its hits are subtracted again.
+    """
 
     account: Account
     usage: Usage
 
 
 class LiveLedger:
-    """Counts and forecasts (see the module).
+    """Counts usage and forecasts savings (see the module).
 
     directory: directory of the file; None for a ledger that ends with the process.
     tiers: names of the tiers below host memory, in the order of their numbers in `Space.origins`.
     policy: the node's eviction policy, which the forecast simulates.
-    taken_back_s: saved seconds that failed loads have subtracted since this server started.
-    num_lost: requests that were dropped from the list for the forecast.
+    taken_back_s: saved seconds that were subtracted because of failed loads, since this server
+        started.
+    num_lost: requests that were dropped from the list that waits for the forecast.
     """
 
     def __init__(
@@ -107,7 +112,7 @@ class LiveLedger:
         kept = _read(directory)
         minute = _minute()
         self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
-        # Bytes loaded and stored by session since `_fold_moved`.
+        # By session: the bytes loaded and stored since the last `_fold_moved`.
         self._moved: dict[LiveSession, tuple[int, int]] = {}
         self.forecast = Forecast(POLICIES[policy], minute)
         if kept is not None:
@@ -129,7 +134,7 @@ class LiveLedger:
 
     @property
     def accounts(self) -> Accounts:
-        """The accounts, with all counts until now."""
+        """Returns the accounts, including all counts until now."""
         self._fold_moved()
         return self._accounts
 
@@ -173,7 +178,8 @@ class LiveLedger:
         its saved time."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
-            # A request may load again after a preemption.
+            # The load was already counted or forgotten, or succeeded. A request may load again
+            # after a preemption.
             self._count(_account(session), Usage(waited_s=end.wait_s))
             return
         hits = was.usage.hit_tokens
@@ -189,8 +195,8 @@ class LiveLedger:
         )
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Counts the bytes of a transfer for a session. The bytes are added to the accounts at the
-        next turn of the timer, or when the accounts are next read."""
+        """Counts the bytes of a transfer for a session. They are added to the accounts at the next
+        turn of the timer, or when the accounts are next read."""
         if loaded_bytes or stored_bytes:
             loaded, stored = self._moved.get(session, (0, 0))
             self._moved[session] = loaded + loaded_bytes, stored + stored_bytes
@@ -229,13 +235,13 @@ class LiveLedger:
             self.num_lost += 1
 
     def follow(self) -> Iterator[None]:
-        """Passes the requests reported so far to the forecast, one request per step of the
+        """Forwards the requests reported so far to the forecast, one request per step of the
         generator. Requests that arrive between two steps wait for the next call, so the generator
         always ends."""
         capacity_bytes = self._core.space.pool.capacity_bytes
         for _ in range(len(self._following)):
             if not self._following:
-                # A large request has displaced many small ones.
+                # Between two steps, a large new request has displaced the waiting requests.
                 return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)
@@ -244,8 +250,8 @@ class LiveLedger:
             yield
 
     async def turn(self, clerk: Clerk) -> None:
-        """Passes waiting requests to the forecast and, if SAVE_S has passed, lets the clerk write
-        the file. Called by the node's timer."""
+        """Forwards waiting requests to the forecast. If SAVE_S has passed, also lets the clerk
+        write the file. Called by the node's timer."""
         self._fold_moved()
         async for _ in slices(self.follow()):
             pass
@@ -266,7 +272,7 @@ class LiveLedger:
             await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
-        """Passes waiting requests to the forecast and writes the file. Blocks the calling
+        """Forwards waiting requests to the forecast and writes the file. Blocks the calling
         thread."""
         for _ in self.follow():
             pass
@@ -284,10 +290,10 @@ class LiveLedger:
     # Queries
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
-        """Returns the usage of the last `since_s` seconds, rounded up to whole minutes (above two
-        hours to whole hours); 0 for all time.
+        """Returns the sums over the last `since_s` seconds, rounded up to whole minutes (above two
+        hours to whole hours); 0: all time.
 
-        has_rows: if False, returns only the total, which is faster.
+        has_rows: False returns only the total, which is faster.
         """
         minute, columns = _minute(), self.accounts.columns
         rows = self.accounts.since(since_s, minute) if has_rows else []
@@ -301,25 +307,26 @@ class LiveLedger:
         )
 
     def outlook(self, since_s: float) -> Outlook:
-        """Returns the forecast for a larger cache, estimated from the requests of the last
-        `since_s` seconds; 0: from all requests."""
+        """Returns the forecast for a larger cache, computed from the requests of the last `since_s`
+        seconds; 0: all requests."""
         return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
 
     def minutes(self) -> Values:
-        """Returns the usage of each of the last minutes, oldest first; the current minute comes
-        last."""
+        """Returns the usage of each of the last minutes, the oldest minute first. The current
+        minute comes last."""
         return self.accounts.total.minutes(_minute())
 
     @property
     def num_folded(self) -> int:
-        """Number of accounts that were merged into others since this server started."""
+        """Returns the number of accounts that were merged into other accounts since this server
+        started."""
         return self.accounts.num_folded - self._folded_before
 
     @property
     def grown(self) -> Usage:
-        """Usage (hits, saved prefill time, moved bytes and so on) counted since this server
-        started. Does not subtract the hits of loads that failed later, because Prometheus requires
-        that counters never fall."""
+        """Returns the usage (hits, saved prefill time, moved bytes and so on) counted since this
+        server started. Hits of loads that failed later are not subtracted, because Prometheus
+        requires that counters never fall."""
         self._fold_moved()
         return self._accounts.columns.usage(self._grown)
 
@@ -335,24 +342,26 @@ def _account(session: LiveSession) -> Account:
 
 
 def _keys(hashes: Words, fingerprint: bytes) -> Keys:
-    """Returns a 64-bit key for each block hash, uint64 [n], mixed with the key space's fingerprint.
-    Keys are the same after a restart."""
+    """Returns a 64-bit key for each block hash, uint64 [n]. It is mixed with the key space's
+    fingerprint, and stays the same after a restart."""
     salt = np.uint64(int.from_bytes(fingerprint[:8], "little"))
     keys: Keys = np.ascontiguousarray(hashes[:, :2]).view(np.uint64)[:, 0] ^ salt
     return keys
 
 
 def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
-    """Returns the bytes of the arena that `block_tokens` tokens of a prompt take. Counts the groups
-    in which a hit needs every block, or the first group if there is no such group. Other groups
-    store few blocks of a prompt."""
+    """Returns the bytes of the arena that `block_tokens` tokens of a prompt take.
+
+    Counts only the groups in which a hit needs every block, because other groups store few blocks
+    of a prompt. If there is no such group, counts the first group.
+    """
     groups = core.key_space(key_space_id).groups
     closed = [group for group in groups if group.kind in PREFIX_CLOSED] or [groups[0]]
     return sum(group.slot_bytes * block_tokens // group.block_tokens for group in closed)
 
 
 def _read(directory: Path | None) -> pack.Kept | None:
-    """Returns an earlier server's ledger; None if it is missing or unusable."""
+    """Reads an earlier server's ledger. Returns None if the file is missing or can't be used."""
     try:
         content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
         return None if content is None else pack.unpack(content)

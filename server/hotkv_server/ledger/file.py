@@ -1,5 +1,5 @@
 """Reads and writes the ledger's file in the arena's directory. The file is not part of the cache:
-it stays when the cache is recreated, and is deleted only with the directory.
+it stays when the cache is created anew, and is deleted only with the directory.
 
 Always true: the file is replaced as a whole.
 """
@@ -11,8 +11,8 @@ LEDGER_FILE = "ledger"
 
 
 def save_ledger(directory: Path, content: bytes) -> None:
-    """Replaces the ledger's file with this content. Raises OSError; then the old file is unchanged.
-    Blocks the calling thread."""
+    """Replaces the content of the ledger's file. Blocks the calling thread. Raises OSError and
+    leaves the old file unchanged if the new file can't be written."""
     scratch = directory / f"{LEDGER_FILE}.new"
     scratch.unlink(missing_ok=True)
     fd = os.open(
@@ -24,8 +24,8 @@ def save_ledger(directory: Path, content: bytes) -> None:
 
 
 def read_ledger(directory: Path, max_bytes: int) -> bytes | None:
-    """Returns the file's content; None if there is no file. Raises OSError, also for a link or a
-    file larger than `max_bytes`."""
+    """Returns the file's content; None if there is no file. Raises OSError if the file can't be
+    read, is a link, or is larger than `max_bytes`."""
     try:
         fd = os.open(directory / LEDGER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Records, for fixed intervals of time, by how much the ledger's sums and the number of evicted
-blocks grew, and the event loop's longest delay.
+"""Records for fixed intervals of time the growth of the ledger's sums, the number of evicted
+blocks, and the longest delay of the event loop.
 
 Always true: memory is fixed, and the latest `num_samples` intervals are stored. Growth is counted
-in the interval in which `note` was called; an interval without a call shows 0. A call takes some
+in the interval in which `note` is called; an interval without a call shows 0. A call takes some
 microseconds and never waits. Use on the event loop only.
 """
 
@@ -32,6 +32,7 @@ class History:
     """A ring with a sample for each of the latest intervals.
 
     The caller numbers the intervals; the numbers of successive calls increase.
+
     counters: names of values that are stored as growth within the interval.
     levels: names of values that are stored as they are.
     number: number of the latest stored interval.
@@ -47,13 +48,16 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Starts at the end of interval `number`. totals: values of the counters at that time
-        [counters]."""
+        """Starts at the end of interval `number`.
+
+        totals: values of the counters at that time [counters].
+        """
         self.counters, self.levels = tuple(counters), tuple(levels)
         self.number = number
         self._first = number + 1
         self._totals = totals.copy()
-        # A ring by the number of the interval; columns are counters, then levels.
+        # A ring: the row of an interval is its number modulo `num_samples`. The columns are the
+        # counters, then the levels.
         self._cells: Values = np.zeros((num_samples, len(counters) + len(levels)))
 
     def __repr__(self) -> str:
@@ -63,8 +67,11 @@ class History:
         return min(self.number - self._first + 1, len(self._cells))
 
     def note(self, number: int, totals: Values, levels: Sequence[float]) -> None:
-        """Stores the sample of interval `number`, which must be later than all before. The growth
-        of the counters is `totals` [counters] minus the totals of the last call."""
+        """Stores the sample of interval `number`, which must be later than all intervals before.
+
+        totals: values of the counters [counters]. Their growth since the last call is stored.
+        levels: values to store as they are [levels].
+        """
         assert number > self.number, "time went back"
         missed = np.arange(max(self.number + 1, number - len(self._cells) + 1), number)
         self._cells[missed % len(self._cells)] = 0.0
@@ -75,8 +82,8 @@ class History:
         self.number = number
 
     def samples(self) -> dict[str, NDArray[np.float64]]:
-        """Returns copies of the samples [len(self)] of each counter and level by name, the oldest
-        first."""
+        """Returns copies of the samples [len(self)] of each counter and level, by name, the oldest
+        sample first."""
         at = np.arange(self.number - len(self) + 1, self.number + 1) % len(self._cells)
         names = (*self.counters, *self.levels)
         return {name: self._cells[at, place] for place, name in enumerate(names)}
@@ -87,7 +94,7 @@ class History:
 
 class LiveHistory:
     """Records the history of a running node's ledger. The first interval is the interval in which
-    this object is created."""
+    the object is created."""
 
     def __init__(self, core: CacheCore, ledger: LiveLedger, lag: LoopLag) -> None:
         self._core, self._ledger, self._lag = core, ledger, lag
@@ -104,18 +111,21 @@ class LiveHistory:
     def turn(self, now_s: float) -> None:
         """Stores the sample of the last completed interval before `now_s`, unless it is stored
         already."""
-        # If the event loop was blocked, the first turn after it stores all growth until then.
+        # If the event loop was blocked for several intervals, the next turn stores the growth of
+        # all of them.
         number = _number(now_s) - 1
         if number > self.history.number:
             self.history.note(number, self._totals(), (self._lag.longest_s(STEP_S),))
 
     def samples(self, now_s: float) -> tuple[dict[str, NDArray[np.float64]], float]:
-        """Returns the samples by name, and how many seconds ago the latest interval ended."""
+        """Returns the samples by name, and the number of seconds since the latest interval
+        ended."""
         return self.history.samples(), now_s - (self.history.number + 1) * STEP_S
 
     def minutes(self) -> dict[str, NDArray[np.float64]]:
-        """Returns, by name, the growth of the ledger's columns in each of the last minutes, oldest
-        first; the current minute comes last. Includes minutes before this server's start."""
+        """Returns, by name, the growth of the ledger's columns in each of the last minutes, the
+        oldest minute first. The current minute comes last. Minutes before this server's start are
+        included."""
         values = self._ledger.minutes()[:, self._places]
         return dict(zip(self.history.counters, values.T, strict=False))
 

@@ -12,14 +12,14 @@ from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.node.names import Names
 
 RECENT_S = 3600.0
-"""The outlook (forecast of a larger cache) in the metrics covers the last hour."""
+"""The metrics show the outlook (forecast of a larger cache) from the requests of the last hour."""
 DEVICE = "device"
-"""Stands for an engine's device memory among the names of tiers."""
+"""Name of an engine's device memory, where metrics and figures list tiers by name."""
 
 
 def savings_figures(found: Savings, names: Names) -> Figures:
-    """Returns the counted usage in total and in a row per account (tenant, model, key space and
-    engine), and the outlook for a larger cache."""
+    """Returns the counted usage, in total and in a row for each account (tenant, model, key space
+    and engine), and the outlook for a larger cache."""
     outlook = found.outlook
     return {
         "rows": [
@@ -64,9 +64,9 @@ def _usage(usage: Usage) -> Figures:
 
 
 def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names: bool) -> Figures:
-    """Returns figures for the status page: savings of the last hour and of all time, and the growth
-    of the sums by 5 seconds and by minute. Values that are callables are made later, on any
-    thread."""
+    """Returns the figures for the status page: savings of the last hour and of all time, and the
+    growth of the sums per 5 seconds and per minute. Some values are callables, which the caller may
+    call later, on any thread."""
     now_s, now_unix_s = time.monotonic(), time.time()
     samples, sample_age_s = history.samples(now_s)
     minutes = history.minutes()
@@ -111,8 +111,8 @@ def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
 
 
 def tokens(ledger: LiveLedger) -> list[Samples]:
-    """Returns two counters since the server started: prompt tokens that hit, by tier, and prompt
-    tokens that missed, by reason."""
+    """Returns two counters, counted since the server started: prompt tokens that hit, by tier, and
+    prompt tokens that missed, by reason."""
     grown = ledger.grown
     hits = {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}
     return [

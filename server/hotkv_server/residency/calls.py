@@ -1,4 +1,5 @@
-"""Answers the calls that open, extend and close residencies: protobuf message in, message out.
+"""Answers the calls that open, extend and close residencies. Functions accept and return protobuf
+messages.
 
 Only a session that has received the arena to map may open or extend a residency.
 """
@@ -18,8 +19,8 @@ from hotkv_server.wire.calls import unless_flushed
 
 
 def residency_id(text: str) -> str:
-    """Returns the id of a residency if the id is a valid name, because operators see the id. Raises
-    INVALID_FIELD."""
+    """Returns the id of a residency unchanged. Raises INVALID_FIELD if it has characters that can't
+    be printed, because operators see the id."""
     return fields.name("residency_id", text)
 
 

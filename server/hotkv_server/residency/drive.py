@@ -1,7 +1,7 @@
 """Opens, extends and closes the residencies of a node. Use on the event loop only.
 
-`residency.book` decides. If a restart has restored blocks that have not been checked since, this
-module first compares them with their check values.
+`residency.book` makes the decisions. This module adds the comparison of restored blocks: a block
+that a restart has restored is compared with its check value before a residency pins it.
 
 Always true: a client learns the offset of a restored block only after the block's bytes have
 matched the check value. During the comparison the blocks are pinned and the session is not closed.
@@ -22,16 +22,16 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
-"""Offsets in the arena, in bytes: of the slots of the blocks [n], -1 for a block that is not
-pinned; and of the slots of their representations (compact forms of keys, for sparse attention) [n],
--1 for a block without a representation."""
+"""Two arrays of slot offsets in the arena, in bytes, with an item per block: the offset of the
+block [n], -1 if the block is not pinned; and the offset of its representation (compact form of
+keys, for sparse attention) [n], -1 if the block has no pinned representation."""
 
 
 class ResidencyDesk:
     """Opens, extends and closes residencies (see the module).
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
-        check values; `tell` runs the core's effects.
+        check values. It executes the core's effects.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
@@ -46,8 +46,8 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """Opens a residency or reserves more room for an open residency. First frees the slabs that
-        the residency needs; other tasks run while slabs are freed."""
+        """Opens a residency, or reserves more room for an open residency. Frees the slabs that the
+        residency needs before it reserves the room. Other tasks run while slabs are freed."""
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
@@ -64,11 +64,12 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> "Extended | asyncio.Task[Extended]":
-        """Pins the listed blocks that are ready and verified. Returns the offsets of their slots,
-        and of the slots of their representations (compact forms of keys, for sparse attention).
+        """Pins those of the listed blocks that are ready and verified. Returns the offsets of their
+        slots, and of the slots of their representations (compact forms of keys, for sparse
+        attention).
 
-        Returns the result at once if all listed blocks have been compared with their check values.
-        Otherwise returns a task that compares them first.
+        Returns the result at once if all ready blocks have already been compared with their check
+        values. Otherwise returns a task that compares the blocks first.
         """
 
         def extended() -> Extended:
@@ -100,7 +101,7 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Closes a residency in parts, with other tasks between them. Returns False if the
+        """Closes a residency in parts; other tasks run between the parts. Returns False if the
         residency is not open."""
         residency = self.residencies.book.named(session.record, residency_id)
         if residency is None:
@@ -111,6 +112,7 @@ class ResidencyDesk:
 
 
 async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Extended]) -> Extended:
-    # Shielded: the comparison reads the arena and runs to its end even if the client leaves.
+    # Shielded, because the comparison reads the arena: it must run to its end even if the client
+    # disconnects.
     await asyncio.shield(comparing)
     return extended()

@@ -15,12 +15,12 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
     """Returns the largest residencies, the latest refusal of each engine that waits for room (most
     attempts first), and totals.
 
-    `pinned_byte_count`: bytes of the arena that residencies pin; a block that several residencies
-        pin counts once. A slot's bytes include its share of the unused end of a slab.
-    `promised_byte_count`: bytes reserved and not yet pinned, counted in the same way.
-    `bound_byte_count`: the most that pinned and promised bytes may be together.
-    `grace_byte_count`: bytes of slots that stay pinned for another `grace_s` seconds, because
-        clients may be reading the slots since before the server's restart.
+    The totals are bytes of the arena. A slot's bytes include its share of the unused end of a slab:
+    `pinned_byte_count`: pinned by residencies; a block that several residencies pin counts once.
+    `promised_byte_count`: reserved by residencies, but not yet pinned.
+    `bound_byte_count`: limit for the sum of pinned and promised bytes.
+    `grace_byte_count`: kept for another `grace_s` seconds, because clients may have been reading
+        these slots since before the server's restart.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
     bound, book, grace = residencies.bound, residencies.book, node.core.grace
@@ -51,7 +51,7 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
 
 
 def _residency(node: Node, residencies: Residencies, one: Residency, now_s: float) -> Figures:
-    """Returns the figures of one residency. `pinned_byte_count`: bytes of all slots that the
+    """Returns the figures of one residency. Its `pinned_byte_count` counts all slots that the
     residency pins, including slots that other residencies pin too."""
     index = node.core.space.index
     return {

@@ -1,8 +1,8 @@
-"""Settings of the server: a TOML file, `HOTKV_` environment variables and flags, in rising
-precedence.
+"""Settings of the server. They come from a TOML file, from `HOTKV_` environment variables and from
+flags; variables override the file, and flags override variables.
 
-Each setting has a unit and a default here; `deploy/hotkv.toml` shows them all. An error names the
-field, its value and the allowed values. The sections have separate modules.
+Each setting has a unit and a default here; `deploy/hotkv.toml` shows all settings. An error names
+the field, its value and the allowed values. The sections have separate modules.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ class Settings(BaseSettings):
     integrity: IntegritySettings = Field(default_factory=lambda: IntegritySettings())  # type: ignore[call-arg]
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
     residency: ResidencySettings = Field(default_factory=lambda: ResidencySettings())  # type: ignore[call-arg]
-    # An alias has no prefix in the environment by itself.
+    # An alias gets no prefix in the environment, so the second choice contains the prefix.
     copy_: CopySettings = Field(
         default_factory=lambda: CopySettings(),  # type: ignore[call-arg]
         validation_alias=AliasChoices("copy", "hotkv_copy"),
@@ -148,7 +148,7 @@ class Settings(BaseSettings):
 
     @property
     def arena_dir(self) -> Path:
-        """Directory of arena and table."""
+        """Returns the directory of the arena and the block table."""
         if self.arena.dir is not None:
             return self.arena.dir
         tag = hashlib.sha256(str(self.runtime_dir.absolute()).encode()).hexdigest()[:8]
@@ -168,7 +168,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
-    """Reads the settings from all sources. Raises ValueError with a line per mistake."""
+    """Reads the settings from all sources. Raises ValueError with a line for each mistake."""
     if wrong := sources.wrong_variables(Settings, os.environ):
         raise ValueError("\n".join(wrong))
     model = type(
@@ -198,7 +198,8 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
 
 
 def _read(config: Path) -> dict[str, Any]:
-    """Reads the file once. Raises ValueError, with the file's name, if it is missing or no TOML."""
+    """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing
+    or is not TOML."""
     try:
         return tomllib.loads(config.read_text())
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -208,8 +209,8 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def _line(error: ErrorDetails) -> str:
-    """Returns a sentence about a mistake in the settings. Values that may be secret are not quoted:
-    those of unknown settings, of a store's settings, and of tokens."""
+    """Returns a sentence about a mistake in the settings. Does not quote values that may be secret:
+    values of unknown settings, of a store's settings, and of tokens."""
     location, value = error["loc"], error.get("input")
     name = ".".join(str(part) for part in location) or "settings"
     if error["type"] == "extra_forbidden":
@@ -225,6 +226,6 @@ def _line(error: ErrorDetails) -> str:
 
 
 def print_error(message: str) -> None:
-    """Prints a message to standard error, a line per mistake."""
+    """Prints each line of a message to standard error, with the name of the program."""
     for line in message.splitlines():
         print(f"hotkv-server: {line}", file=sys.stderr)

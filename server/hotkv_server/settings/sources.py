@@ -1,9 +1,9 @@
-"""Sources of settings: names of flags and variables, suggestions for wrong names, and the list of
-all settings.
+"""The sources of settings: names of flags and variables, suggestions for wrong names, and the list
+of all settings.
 
-Always true: an unknown flag is refused. An unknown variable is refused only if it is similar to a
-setting; others with the prefix may belong to other programs (Kubernetes sets some for a service
-called hotkv).
+Always true: an unknown flag is refused. An unknown variable with the prefix is refused only if it
+is similar to a setting. Other such variables may belong to other programs: Kubernetes sets some of
+them for a service called hotkv.
 """
 
 import difflib
@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 CLOSE_RATIO = 0.85
-"""Least similarity between a wrong name and a suggestion. HOTKV_VENV is not similar to
-HOTKV_EVENTS."""
+"""Least similarity (as of difflib, 0 to 1) between a wrong name and a suggestion. HOTKV_VENV does
+not count as similar to HOTKV_EVENTS."""
 PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
 """Variables with the prefix that are not settings of the server: the command `hotkv` reads them."""
@@ -29,8 +29,8 @@ BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields settings with their dotted names. An optional table yields the settings of its
-    model."""
+    """Yields all settings with their dotted names. For an optional section, yields the settings of
+    its model."""
     for name, info in model.model_fields.items():
         inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
         if others or NoneType not in get_args(info.annotation):
@@ -48,25 +48,28 @@ def flag_of(name: str) -> str:
 
 
 def variable_of(name: str) -> str:
-    """Returns the variable of a setting: `HOTKV_ARENA__SLAB_BYTES` for `arena.slab_bytes`."""
+    """Returns the environment variable of a setting: `HOTKV_ARENA__SLAB_BYTES` for
+    `arena.slab_bytes`."""
     return PREFIX + name.replace(".", "__").upper()
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Returns `; did you mean X?` if a known name is similar to the word; else an empty string."""
+    """Returns the text `; did you mean X?` if a known name is similar to the word; otherwise an
+    empty text."""
     bare = {_bare(one): one for one in known}
     found = difflib.get_close_matches(_bare(word), bare, 1, CLOSE_RATIO)
     return f"; did you mean {bare[found[0]]}?" if found else ""
 
 
 def _bare(name: str) -> str:
-    """Returns the letters of a name, without the prefix of variables."""
+    """Returns the letters and digits of a name, without the prefix of variables."""
     return re.sub(r"[^a-z0-9]", "", name.removeprefix(PREFIX).lower())
 
 
 def wrong_flags(model: type[BaseModel], message: str) -> str:
-    """Rewrites argparse's message about unknown flags, with suggestions, and pydantic's message
-    about a variable that is not JSON. Returns other messages unchanged."""
+    """Rewrites two kinds of messages: argparse's message about unknown flags gets suggestions, and
+    pydantic's message about a variable that is not JSON becomes readable. Returns other messages
+    unchanged."""
     _, found, flags = message.partition("unrecognized arguments: ")
     if match := NOT_JSON.match(message):
         return (
@@ -84,8 +87,8 @@ def wrong_flags(model: type[BaseModel], message: str) -> str:
 
 
 def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for each variable that is similar to a setting but unknown. Unknown
-    variables of a section are refused by the section."""
+    """Returns a sentence for each unknown variable that is similar to a setting. Unknown variables
+    within a section are refused by the section's model."""
     sections = {variable_of(info.alias or name) for name, info in model.model_fields.items()}
     known = {variable_of(name) for name, _ in leaves(model)} | sections
     wrong = []
@@ -100,7 +103,7 @@ def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> l
 
 
 def listing(model: type[BaseModel]) -> str:
-    """Returns the list of all settings for people: flag, meaning, default, variable."""
+    """Formats the list of all settings for people: flag, meaning, default and variable."""
     lines = ["Settings: flags, HOTKV_ variables, or a TOML file (--config); the first counts.", ""]
     for name, info in leaves(model):
         lines += [
@@ -112,7 +115,7 @@ def listing(model: type[BaseModel]) -> str:
 
 
 def shown_default(info: FieldInfo) -> str:
-    """Returns a default in the form in which people write it."""
+    """Returns the default of a setting in the form in which people write it."""
     value: Any = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "none, it must be set"

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ByteSize, Field, field_validator, model_validato
 
 MIB = 1 << 20
 SLABS = 512
-"""Least number of slabs in an arena if their size is not set. An arena that is too small for as
-many slabs of SMALLEST_SLAB has fewer."""
+"""Least number of slabs in an arena if `slab_bytes` is not set. An arena that is too small for this
+number of slabs of SMALLEST_SLAB has fewer slabs."""
 SMALLEST_SLAB, LARGEST_SLAB = 4 * MIB, 16 * MIB
 
 
@@ -96,7 +96,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def slab_size(self) -> int:
-        """Bytes of a slab: `slab_bytes`, or chosen by the arena's size."""
+        """Returns the bytes of a slab: `slab_bytes`, or a size that depends on the arena's size."""
         if self.slab_bytes:
             return self.slab_bytes
         slab_bytes = SMALLEST_SLAB
@@ -106,7 +106,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def capacity(self) -> int:
-        """Most entries of the index."""
+        """Returns the largest number of entries of the index."""
         return self.max_blocks or max(1 << 16, self.bytes // (16 << 10))
 
 
@@ -137,7 +137,8 @@ class IntegritySettings(BaseModel, extra="forbid"):
 
     @property
     def stride(self) -> int:
-        """Number of lines per covered line; 0: no check values."""
+        """Returns the distance between two lines that a check value covers, in lines of 64 bytes;
+        0: no check values."""
         return {"sampled": 64, "full": 1, "off": 0}[self.check]
 
 
@@ -227,5 +228,5 @@ class CopySettings(BaseModel, extra="forbid"):
 
     @property
     def num_threads(self) -> int:
-        """Number of copy threads."""
+        """Returns the number of copy threads."""
         return self.threads or min(8, max(1, len(os.sched_getaffinity(0)) // 2))

@@ -1,7 +1,7 @@
 """Settings of the tiers below host memory.
 
 Always true: the settings contain no secrets. Passwords and access keys are read from files when
-they are needed, and errors don't quote the given values.
+they are needed. Errors don't quote the given values.
 """
 
 import re
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 # -------------------------------------------------------------------------------------- Compression
 
 STAGING_BYTES = 64 << 20
-"""Staging memory of a tier that compresses."""
+"""Staging memory of a tier that compresses blocks, in bytes."""
 Compress: TypeAlias = Annotated[
     Literal["off", "auto"],
     Field(
@@ -28,12 +28,13 @@ Compress: TypeAlias = Annotated[
 
 
 # ------------------------------------------------------------------------------------------- Valkey
-# The address of the server, the credentials, and the time limits. The password is read at each
-# connect.
+# Settings of a Valkey server: its address, the credentials, and the time limits. The password is
+# read each time the server connects.
 
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107
-"""Size of sun_path in struct sockaddr_un, without its final zero."""
+"""Longest path of a Unix socket: the size of sun_path in struct sockaddr_un, without the final
+zero."""
 
 
 class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
@@ -92,7 +93,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     @field_validator("address")
     @classmethod
     def _can_be_reached(cls, value: str) -> str:
-        # A socket's path may have commas.
+        # Not split for a Unix socket, because its path may contain commas.
         for one in [value] if value.startswith(UNIX) else value.split(","):
             cls._check_address(one.strip())
         return value
@@ -134,17 +135,18 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def unix_path(self) -> str:
-        """Path of the server's Unix socket; empty for a server over TCP."""
+        """Returns the path of the server's Unix socket; empty for a server over TCP."""
         return self.address[len(UNIX) :] if self.address.startswith(UNIX) else ""
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Host and port of a server over TCP."""
+        """Returns the host and the port of a server over TCP. For a cluster, returns the host and
+        the port of the cluster's first server."""
         return self.hosts_and_ports[0]
 
     @property
     def hosts_and_ports(self) -> list[tuple[str, int]]:
-        """Hosts and ports of servers over TCP."""
+        """Returns the host and the port of each server over TCP."""
         found = []
         for address in self.address.split(","):
             host, _, port = address.strip().rpartition(":")
@@ -153,7 +155,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
 
 # ----------------------------------------------------------------------------------------------- S3
-# The address of the bucket, the credentials, and the time limits.
+# Settings of an S3 bucket: its address, the credentials, and the time limits.
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")
@@ -270,17 +272,18 @@ class S3Settings(BaseModel):
 
     @property
     def url(self) -> str:
-        """The URL of the store."""
+        """Returns the URL of the store."""
         return self.endpoint or f"https://s3.{self.region}.amazonaws.com"
 
     @property
     def is_tls(self) -> bool:
-        """Whether the endpoint is encrypted. With http:// everybody on the way sees the blocks."""
+        """Returns whether the connection is encrypted. With http:// everybody on the network path
+        can read the blocks."""
         return self.url.startswith("https:")
 
     @property
     def place(self) -> str:
-        """The place of the objects, for people."""
+        """Returns the place of the objects, for people: URL, bucket and prefix."""
         return f"{self.url}/{self.bucket}/{self.prefix}"
 
 
@@ -321,8 +324,8 @@ class MooncakeSettings(BaseModel, extra="forbid"):
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
 MIN_SLABS = 512
-"""Least number of slabs of a disk tier. A tier that is too small for as many slabs of
-MIN_SLAB_BYTES has fewer."""
+"""Least number of slabs of a disk tier. A tier that is too small for this number of slabs of
+MIN_SLAB_BYTES has fewer slabs."""
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -377,13 +380,13 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def write_bytes_per_day(self) -> int | None:
-        """The disk's budget in bytes per day; None: no limit."""
+        """Returns the disk's budget of writes in bytes per day; None: no limit."""
         gb_per_day = self.disk.write_gb_per_day
         return None if gb_per_day is None else int(gb_per_day * 1e9)
 
     @property
     def slab_bytes(self) -> int:
-        """Size of a slab on a new disk."""
+        """Returns the size of a slab on a new disk tier."""
         slab_bytes = MIN_SLAB_BYTES
         while slab_bytes < MAX_SLAB_BYTES and 2 * slab_bytes * MIN_SLABS <= self.disk.bytes:
             slab_bytes *= 2
@@ -391,5 +394,6 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def capacity(self) -> int:
-        """Most blocks of the disk tier: 1 per 16 KiB of its size, and at least 4096."""
+        """Returns the most blocks of the disk tier: one per 16 KiB of its size, and at least
+        4096."""
         return max(1 << 12, self.disk.bytes // (16 << 10))

@@ -1,2 +1,2 @@
-"""Simulates the cache: replays traces of requests through the cache core, with the trace's times
-as the clock."""
+"""Simulates the cache: replays traces of requests through the cache core. The times in the trace
+serve as the clock."""

@@ -1,4 +1,4 @@
-"""`hotkv-server simulate`: reports how much of a trace would hit, by policy and capacity."""
+"""`hotkv-server simulate`: reports the hit rate of a trace, by policy and capacity."""
 
 import argparse
 import importlib
@@ -41,7 +41,8 @@ from hotkv_server.simulate.trace import Int64s, Trace, TraceError, load_trace
 USAGE_ERROR = 2
 MIB, BYTES_PER_GB = 1 << 20, 1e9
 LEAST_SIZE, MOST_SIZE, MOST_COUNT = 1e-6, 1e15, 1 << 30
-"""Bounds of sizes, speeds and counts in options, within which all figures are finite."""
+"""Bounds of sizes, speeds and counts in options. Within them all figures of the report are
+finite."""
 TIERS = ("disk",)
 AUTO, DEFAULT_POLICY = "auto", "hotness"
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -176,7 +177,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 class UnitsError(ValueError):
-    """Raised if options contradict each other, or need the size of a block and it is not given."""
+    """Raised if options contradict each other, or if they need the size of a block and it is not
+    given."""
 
 
 def _check_units(options: argparse.Namespace) -> None:
@@ -205,10 +207,10 @@ def _check_units(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The size of a tier below host memory, as given by an option.
+    """The size of a tier below host memory, as an option gives it.
 
-    percent: the size in percent of all different blocks of the trace; None if given in MiB.
-    mib: the size in MiB; None if given in percent.
+    percent: the size in percent of all different blocks of the trace; None if it is given in MiB.
+    mib: the size in MiB; None if it is given in percent.
     """
 
     name: str
@@ -216,8 +218,11 @@ class TierSize:
     mib: float | None
 
     def blocks(self, trace: Trace, block_mib: float | None) -> int:
-        """Returns how many blocks of a trace the tier can hold: at least 1, at most all different
-        blocks. block_mib: size of a block, needed if the tier's size is in MiB."""
+        """Returns the number of blocks of a trace that fit into the tier: at least 1, at most all
+        different blocks.
+
+        block_mib: size of a block, needed if the tier's size is in MiB.
+        """
         if self.percent is not None:
             return trace.capacity_blocks(self.percent)
         assert self.mib is not None and block_mib is not None, "sizes were not checked"
@@ -225,8 +230,8 @@ class TierSize:
 
 
 def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
-    """Replays the traces and returns the rows of the report, ordered by trace and capacity; for
-    each, first the policies and then the ideal caches."""
+    """Replays the traces and returns the rows of the report, ordered by trace and capacity. For
+    each capacity the rows of the policies come first, then the rows of the ideal caches."""
     percents = sorted(set(options.capacity_percent))
     rows: list[ReportRow] = []
     with _progress_bar(
@@ -244,7 +249,7 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
 
 
 def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
-    """Returns the command's output if --arena is given: the estimates of `sizing`. Raises
+    """Returns the output of the command with `--arena`: the estimates of `sizing`. Raises
     TraceError."""
     policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
     wanted = Wanted(
@@ -273,7 +278,7 @@ def _replayed(
         hints = derive_hints(trace) if options.hints else None
         done = replay(trace, capacity, POLICIES[policy], progress, hints)
     else:
-        # Imported here, so that one tier can be simulated without the folder of tiers.
+        # Imported here, so that a single tier can be simulated if the folder `tiers` is removed.
         from hotkv_server.simulate.two_tiers import replay_two_tiers
 
         gb_per_day = options.disk_write_gb_per_day
@@ -303,7 +308,7 @@ def _replayed(
 
 
 def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> float:
-    """Returns the size of a tier as percentage of all different blocks of the trace."""
+    """Returns the size of a tier in percent of all different blocks of the trace."""
     blocks = tier.blocks(trace, options.block_mib)
     return tier.percent or round(100 * blocks / trace.num_unique_blocks, 2)
 
@@ -311,8 +316,11 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[ReportRow]:
-    """Returns the rows of the ideal caches. In their figures of a tier below, the hit rate is the
-    gain of a clairvoyant cache that is larger by the size of that tier."""
+    """Returns the rows of the ideal caches.
+
+    In the figures of a tier below, the hit rate is the gain of an ideal cache that is larger by the
+    size of that tier. For the unbounded cache it is 0.
+    """
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []
     for name in (CLAIRVOYANT, UNBOUNDED):

@@ -24,17 +24,17 @@ from hotkv_server.cache.values import Entries
 from hotkv_server.simulate.trace import Int64s, Trace
 
 # --------------------------------------------------------------------------------- Hints of a trace
-# Derives the hints that a trace's sessions could have given: which request was a session's last,
-# and after which request the session pauses for long.
+# Hints that the sessions of a trace could have given: which request was the last of a session, and
+# after which request the session paused for long.
 #
-# The session's next request is the first later request that has all blocks of the request before,
-# except its last block, which may be partial. The ends and pauses of sessions are taken from later
-# requests, because an agent knows its plans. Which blocks are shared by sessions is taken only from
-# earlier requests.
+# The next request of a session is the first later request that has all blocks of the request before
+# it, except its last block, which may be partial. The ends and pauses of sessions are taken from
+# later requests, because an agent knows its plans. But whether sessions share a block is taken only
+# from earlier requests.
 
 SHARED = -1
 LONG_PAUSE_S = 30.0
-"""If a session's pause is at least this long, a hint demotes the session's blocks."""
+"""Least length of a pause, in seconds, at which a hint demotes the session's blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,15 +42,16 @@ class ReplayHints:
     """Hints for each of R requests.
 
     pauses_s: seconds until the session's next request [R]; infinite for its last request.
-    own_from: index in the request of the first block that only this session has used so far [R].
+    own_from: index in the request of the first block from which on only this session has used the
+        blocks so far [R].
     sessions: id of the request's session [R]: the index in the trace of the session's first
         request.
     """
 
     def cold_from(self, request: int) -> int | None:
-        """Returns the index of the request's first block that is not expected to be used soon: if
-        the session pauses for long, its first block that no other session uses. Returns None if the
-        session does not pause for long."""
+        """Returns the index in the request of the first block to demote: the first block that only
+        this session uses, if the session then pauses for long. Returns None if it does not pause
+        for long."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -66,8 +67,8 @@ def derive_hints(trace: Trace) -> ReplayHints:
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
     own_from = np.zeros(num_requests, np.int64)
-    # For each block: the latest request of which a next request must have this block; and the only
-    # session that has used the block, or SHARED if several have.
+    # `waiting`: by block, the latest request whose next request must have this block. `owner`: by
+    # block, the only session that has used the block; SHARED if several have used it.
     waiting: dict[int, int] = {}
     owner: dict[int, int] = {}
     session_of = list(range(num_requests))
@@ -92,9 +93,9 @@ def derive_hints(trace: Trace) -> ReplayHints:
 # ------------------------------------------------------------------------------------------ Replays
 
 MakePolicy = Callable[[int], Policy]
-"""Makes a policy for entry numbers from 1 to the given capacity."""
+"""A function that makes a policy for entry numbers from 1 to the given capacity."""
 Progress = Callable[[int], None]
-"""Called with the number of requests done since the last call."""
+"""A function that is called with the number of requests done since its last call."""
 
 KEY_SPACE, GROUP, LEASE = 1, 0, 1
 WARM_UP_REQUESTS, WARM_UP_BLOCKS = 64, 16
@@ -108,9 +109,9 @@ BLOCK_TOKENS = 512
 class Replayed:
     """The result of a replay.
 
-    prefix: for each request [R], how many of its leading blocks hit, over all tiers.
+    prefix: for each request [R], the number of its leading blocks that hit, over all tiers.
     seconds: wall time of the replay.
-    num_second_tier_hits: number of these blocks that came from the second tier.
+    num_second_tier_hits: number of hit blocks that came from the second tier.
     num_second_tier_writes: number of blocks written to the second tier.
     """
 
@@ -122,7 +123,7 @@ class Replayed:
 
 class SimulatedTier:
     """A tier of the simulation: a space of the core with its own block table, in which each block
-    takes one slot. The simulated tier has no memory for the blocks' bytes."""
+    takes one slot. There is no memory for the blocks' bytes."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
         arena_bytes = capacity_blocks * SLOT_ALIGN
@@ -139,32 +140,37 @@ class SimulatedTier:
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes the blocks that are present, so that they are evicted before others. `hashes` are
-        in the order of the request."""
+        """Demotes those of the blocks that are present, so that they are evicted before other
+        blocks.
+
+        hashes: the blocks in the order of the request.
+        """
         entries = self.find(hashes)
         entries = entries[entries != 0]
         self.space.policy.demote(entries, self.space.index.mixed(entries), now_s)
 
     @contextlib.contextmanager
     def staying(self, entries: Entries) -> Iterator[None]:
-        """Pins these entries while the context is open, so that making room does not evict them."""
+        """Pins these entries during the `with` block, so that making room does not evict them."""
         self.space.index.pin(entries, 1)
         yield
         self.space.index.pin(entries, -1)
 
     def make_room(self, count: int, keep_at_s: float | None = None) -> None:
-        """Evicts blocks until `count` blocks fit, or no more can be evicted. `keep_at_s`: the
-        current time, if the policy may hold back entries that it expects to be used soon; None if
-        the policy may not hold entries back."""
+        """Evicts blocks until `count` blocks fit, or no more blocks can be evicted.
+
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
+            soon; None if the policy must not hold entries back.
+        """
         making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
         finished(making)
 
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
         """Uses the present blocks of a request, and stores as many of its missing blocks as fit.
-        Returns how many it stored.
+        Returns the number of stored blocks.
 
         hashes: the request's blocks in order, uint32 words [n, 8].
-        entries: result of `find` for the hashes; the first `num_held` blocks are present.
+        entries: the result of `find` for the hashes; the first `num_held` blocks are present.
         """
         space = self.space
         if entries[num_held:].any():
@@ -194,8 +200,11 @@ class OneTier:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
-        """Uses the blocks of a request that are present, and stores its missing blocks. Returns how
-        many leading blocks hit. `hashes`: uint32 words [n, 8]."""
+        """Uses the blocks of a request that are present, and stores its missing blocks. Returns the
+        number of leading blocks that hit.
+
+        hashes: the request's blocks in order, uint32 words [n, 8].
+        """
         entries = self.tier.find(hashes)
         prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
@@ -216,8 +225,11 @@ def replay(
     progress: Progress | None = None,
     hints: ReplayHints | None = None,
 ) -> Replayed:
-    """Replays a trace over a single tier. hints: hints of the trace's sessions; the hint of each
-    request is applied after the request. None: without hints."""
+    """Replays a trace over a single tier.
+
+    hints: hints of the trace's sessions. The hint of a request is applied after the request. None:
+        no hints.
+    """
     warm_up(trace, make_policy)
     tier = SimulatedTier(capacity_blocks, make_policy)
 
@@ -237,10 +249,11 @@ def timed(
     progress: Progress | None,
     tell: Callable[[int, Words, float], None] | None = None,
 ) -> tuple[Int64s, float]:
-    """Serves all requests of a trace in order. Returns how many leading blocks of each request hit
-    [R], and the wall time in seconds.
+    """Serves all requests of a trace in order. Returns the number of leading blocks of each request
+    that hit [R], and the wall time in seconds.
 
-    serve: serves a request, given its hashes and time, and returns how many leading blocks hit.
+    serve: serves a request, given its hashes and time, and returns the number of leading blocks
+        that hit.
     tell: called after each request with its number, hashes and time.
     """
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -260,7 +273,8 @@ def timed(
 
 
 def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
-    """Serves a few requests with a temporary cache, so that no timing includes compilation."""
+    """Serves a few requests with a temporary cache, so that the measured times do not include
+    compilation."""
     cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):
@@ -268,23 +282,24 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
 
 
 # ------------------------------------------------------------------- Bounds that no policy can beat
-# Computes the hits of two ideal caches: an unbounded cache, and a cache that knows the future.
+# The hits of two ideal caches: an unbounded cache, and a cache that knows the future.
 #
-# As for policies, only the blocks before a request's first miss count as hits. The ids of a trace
-# must stand for a block and all blocks before it. Then a block's next use is never before the next
-# use of the block before it.
+# As for policies, only the blocks before a request's first miss count as hits. An id of the trace
+# must stand for a block and all blocks before it. Then the next use of a block is never earlier
+# than the next use of the block before it.
 
 
 def unbounded(trace: Trace) -> Int64s:
-    """Returns how many leading blocks of each request hit [R] if no block is ever evicted."""
+    """Returns the number of leading blocks of each request that hit [R] if no block is ever
+    evicted."""
     first = np.zeros(len(trace.blocks), np.bool_)
     first[np.unique(trace.blocks, return_index=True)[1]] = True
     return trace.prefix_lengths(~first)
 
 
 def next_uses(blocks: Int64s) -> Int64s:
-    """Returns for each access [B] the index of the next access to the same block; B if there is no
-    later access."""
+    """Returns for each access [B] the index of the next access to the same block; B if there is
+    none."""
     order = np.argsort(blocks, kind="stable")
     following = np.full(len(blocks), len(blocks), np.int64)
     same = blocks[order[1:]] == blocks[order[:-1]]
@@ -293,21 +308,21 @@ def next_uses(blocks: Int64s) -> Int64s:
 
 
 def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
-    """Returns how many leading blocks of each request hit [R] in the best possible cache with
-    `capacity_blocks` blocks, which knows all later requests (Belady's rule with bypass).
+    """Returns the number of leading blocks of each request that hit [R] in the best possible cache
+    with `capacity_blocks` blocks, which knows all later requests (Belady's rule with bypass).
 
     After each request, the cache chooses among the blocks that it held and the request's blocks. It
     keeps the blocks that are used again soonest. This choice serves the most blocks (greedy
-    colouring of interval graphs, Carlisle and Lloyd 1995). Among blocks that the same later request
+    colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks that the same later request
     uses again, it drops the last blocks first. So if it holds a block, it holds all blocks before
     it in the prompt.
 
-    following: result of `next_uses`, if the caller has computed it already.
+    following: the result of `next_uses`, if the caller has already computed it.
     """
     kept = bytearray(len(trace.blocks))
     uses = (next_uses(trace.blocks) if following is None else following).tolist()
-    # Heap of the next uses of held blocks, the farthest first. Uses that have passed are not
-    # removed; they are last and are not counted in `num_held`.
+    # A heap of the next uses of held blocks, the farthest use first. Uses that have passed stay in
+    # the heap: they come last, and `num_held` does not count them.
     farthest: list[int] = []
     num_held = 0
     starts = trace.starts.tolist()

@@ -22,11 +22,11 @@ MIB_PER_GIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class LowerFigures:
-    """Figures of the tier below.
+    """Figures of the tier below host memory.
 
     capacity_percent: the tier's size, in percent of all different blocks of the trace.
     hit_rate: share of block accesses that the tier served.
-    num_reads, num_writes: number of blocks read from it and written to it; 0 in the row of an ideal
+    num_reads, num_writes: number of blocks read from the tier and written to it; 0 for an ideal
         cache.
     """
 
@@ -39,7 +39,7 @@ class LowerFigures:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Sizes of a trace's blocks, and speed of the engine.
+    """Sizes of a trace's blocks, and the speed of an engine.
 
     block_tokens: tokens of a block.
     block_mib: size of a block in MiB; None if unknown.
@@ -53,15 +53,15 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """The result of replaying a trace with one policy, or one ideal cache (BOUNDS), and one
-    capacity.
+    """The result of replaying a trace with one capacity and with one policy (or one ideal cache of
+    BOUNDS).
 
     capacity_percent: size of the first tier, in percent of all different blocks of the trace.
-    hit_rate: share of block accesses that were served by the first tier. Only accesses before a
-        request's first miss count as served.
+    hit_rate: share of block accesses that the first tier served. Only accesses before a request's
+        first miss count as served.
     block_accesses: number of block accesses of the trace.
     seconds: wall time of the replay.
-    lower: figures of a tier below; None without a tier.
+    lower: figures of a tier below; None without such a tier.
     """
 
     trace: str
@@ -75,12 +75,12 @@ class ReportRow:
 
     @property
     def total_hit_rate(self) -> float:
-        """Hit rate over all tiers."""
+        """Returns the hit rate over all tiers."""
         return self.hit_rate + (self.lower.hit_rate if self.lower else 0.0)
 
     @property
     def missed_blocks(self) -> int:
-        """Number of block accesses that no tier served, so that the engine would compute the
+        """Returns the number of block accesses that no tier served. The engine would compute these
         blocks."""
         return round((1 - self.total_hit_rate) * self.block_accesses)
 
@@ -117,7 +117,7 @@ def _fields(row: ReportRow, units: Units) -> dict[str, object]:
 
 
 def as_table(rows: Sequence[ReportRow], traces: Sequence[Trace], units: Units) -> str:
-    """Returns a table per trace, each after a line that describes the trace. Blank lines separate
+    """Returns a table per trace, each below a line that describes the trace. Blank lines separate
     capacities."""
     parts = []
     for trace in traces:
@@ -167,14 +167,15 @@ def _cells(row: ReportRow, units: Units) -> list[str]:
 
 
 def _size(num_blocks: int, units: Units) -> str:
-    """Returns a number of blocks as text: in GiB, or as a number if the block size is unknown."""
+    """Formats a number of blocks: in GiB, or as a number if the size of a block is unknown."""
     if units.block_mib is None:
         return f"{num_blocks:,}"
     return f"{num_blocks * units.block_mib / MIB_PER_GIB:,.1f}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Pads columns to their widest cell; all but the policy's name are aligned right."""
+    """Pads columns to the width of their widest cell. Aligns the column of the policy to the left,
+    all other columns to the right."""
     widths = [max(len(line[i]) for line in lines if line) for i in range(len(lines[0]))]
     place = [str.ljust if header == "policy" else str.rjust for header in lines[0]]
     shown = [
@@ -185,8 +186,8 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 # ----------------------------------------------------------------------------------------- The plot
-# Draws the hit rate over capacity as a PNG, with a panel for each trace and a line for each policy.
-# Needs matplotlib, from the extra `simulate`.
+# The plot shows the hit rate over capacity as a PNG, with a panel for each trace and a line for
+# each policy. It needs matplotlib, from the extra `simulate`.
 
 PANEL_INCHES = (6.4, 4.6)
 DOTS_PER_INCH = 130
@@ -196,12 +197,12 @@ MAX_TICKS = 8
 
 
 class PlotError(ValueError):
-    """Raised if the plot can't be made; the message says what to do."""
+    """Raised if the plot can't be made. The message names the fix."""
 
 
 def check_plot(path: Path) -> None:
-    """Raises PlotError if a plot can't be made at this path. Called before the replays, which take
-    long."""
+    """Raises PlotError if a plot can't be made at this path. Call it before the replays, because
+    they take long."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -213,8 +214,8 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[ReportRow], block_mib: float | None) -> None:
-    """Draws the hit rate (of all tiers together) over capacity, and writes the PNG. Raises OSError
-    if the file can't be written."""
+    """Draws the hit rate of all tiers together over capacity, and writes the PNG. Raises OSError if
+    the file can't be written."""
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
     width, height = PANEL_INCHES
@@ -258,8 +259,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[ReportRow], block_mib: fl
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """Returns the percentages that get a label, ascending. Leaves out percentages that are too
-    close to the one before on the logarithmic axis."""
+    """Returns the percentages that get a label on the logarithmic axis, ascending. Leaves out a
+    percentage that is too close to the label before it."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

@@ -1,10 +1,10 @@
-"""Estimates, for arenas of given sizes, how many prompt tokens of a trace would hit, and how many
+"""Estimates for arenas of given sizes how many prompt tokens of a trace would hit, and how many
 seconds of prefill that would save.
 
 Always true: only whole blocks before a prompt's first miss count as hits, and never the prompt's
 last token, which an engine always computes. Tokens that hit in the engine's own device cache (if
-the trace tells) do not count as saved. The figures are estimates: an engine's blocks are smaller
-than the trace's, and the time to load blocks is not subtracted.
+the trace contains their number) do not count as saved. The figures are estimates: an engine's
+blocks are smaller than the trace's blocks, and the time to load blocks is not subtracted.
 """
 
 import json
@@ -19,26 +19,26 @@ from hotkv_server.simulate.trace import Int64s, Trace, TraceError
 
 GIB = 1 << 30
 BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
-"""Block sizes in tokens that are tried, if the trace's block size is not given."""
+"""Block sizes, in tokens, that `block_tokens_of` tries if the trace's block size is not given."""
 AGREE_RATIO = 0.98
-"""A block size is accepted if the prompt's length fits its number of blocks in at least this share
-of requests."""
+"""Least share of requests in which a prompt's length must fit its number of blocks, for a block
+size to be accepted."""
 ENOUGH_RATIO = 0.95
-"""An arena counts as enough if it hits at least this share of the tokens that an endless cache
-hits."""
+"""Share of the tokens that an endless cache hits. An arena that hits at least this share counts as
+enough."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Sizes to try if no sizes are given, as shares of all different blocks of the trace."""
+"""Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The input of an estimate.
 
-    arena_bytes: sizes of arenas to try; empty: DEFAULT_SHARES of the trace's blocks.
+    arena_bytes: sizes of arenas to simulate; empty: DEFAULT_SHARES of the trace's blocks.
     bytes_per_token: bytes of a token's KV in all layers.
     block_tokens: tokens of a block of the trace; 0: find it from the lengths of prompts.
     tokens_per_s: prefill speed of an engine; None if unknown.
-    seconds: for how long the trace was recorded; 0: from its first request to its last.
+    seconds: duration of the recording; 0: the time from the first to the last request of the trace.
     """
 
     arena_bytes: tuple[int, ...]
@@ -53,7 +53,7 @@ class Size:
     """The result for an arena of `arena_bytes`.
 
     hit_tokens: prompt tokens of the whole trace that hit.
-    saved_tokens: hit tokens that did not hit on the engine's device already.
+    saved_tokens: those hit tokens that did not already hit on the engine's device.
     """
 
     arena_bytes: int
@@ -65,8 +65,8 @@ class Size:
 class Sizing:
     """The estimate for a trace.
 
-    wanted: the input, with the sizes and block tokens that were used.
-    trace_s: for how long the trace was recorded, at least from its first request to its last.
+    wanted: the input, with the sizes and the block size that were used.
+    trace_s: duration of the recording; at least the time from the first to the last request.
     sizes: results, by ascending size.
     endless: result of a cache that never evicts; its size is the size of all different blocks.
     """
@@ -84,8 +84,8 @@ class Sizing:
         return one.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def saved_s_per_hour(self, one: Size) -> float | None:
-        """Returns the seconds of prefill that hits save per hour of the trace's traffic; None if
-        the speed is unknown or all requests came at once."""
+        """Returns the seconds of prefill that hits save per hour of the trace's traffic. Returns
+        None if the speed is unknown, or if all requests have the same time."""
         if self.wanted.tokens_per_s is None or not self.trace_s:
             return None
         return one.saved_tokens / self.wanted.tokens_per_s * 3600 / self.trace_s
@@ -93,14 +93,14 @@ class Sizing:
     @property
     def enough(self) -> Size:
         """Returns the result for the smallest size that hits at least ENOUGH_RATIO of the tokens
-        that an endless cache hits. If no size does, returns the result for the largest size."""
+        that an endless cache hits. If no size suffices, returns the result for the largest size."""
         goal = ENOUGH_RATIO * self.endless.hit_tokens
         return next((one for one in self.sizes if one.hit_tokens >= goal), self.sizes[-1])
 
 
 def block_tokens_of(trace: Trace) -> int:
-    """Finds the number of tokens of a block from the lengths of prompts and their numbers of
-    blocks. Raises TraceError unless exactly one block size fits."""
+    """Finds the number of tokens of a block, from the prompts' lengths and their numbers of blocks.
+    Raises TraceError unless exactly one block size fits."""
     known = trace.prompt_tokens > 0
     prompts, lengths = trace.prompt_tokens[known], trace.lengths[known]
 
@@ -186,7 +186,7 @@ def _fields(one: Sizing) -> dict[str, object]:
 
 
 def as_text(sizings: Sequence[Sizing]) -> str:
-    """Returns a text with a table and a summary sentence for each trace."""
+    """Formats a table and a summary sentence for each trace."""
     return "\n\n".join(map(_text, sizings))
 
 
@@ -215,7 +215,8 @@ def _cells(name: str, one: Sizing, size: Size) -> tuple[str, str, str]:
 
 
 def sentence(one: Sizing) -> str:
-    """Returns a sentence about the size that is enough: how much it hits and saves."""
+    """Returns a sentence about the size that is enough: how many tokens it hits and how much time
+    it saves."""
     best = one.enough
     saved_s = one.saved_s_per_hour(best)
     saves = f", which saves about {_duration(saved_s)} of prefill an hour" if saved_s else ""

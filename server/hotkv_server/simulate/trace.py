@@ -1,10 +1,10 @@
 """Reads traces of requests in Mooncake's format into arrays.
 
-A file has one JSON object per line, for one request: `timestamp` (ms) and `hash_ids`, the ids of
-the request's blocks in the order of its prompt. In the whole file, an id stands for a block and all
-blocks before it. Two fields are read if they are whole numbers: `input_length` (tokens of the
-prompt) and `device_hit_length` (tokens that hit in the engine's own cache). Other fields are
-ignored. Files may be gzipped.
+A file has a JSON object per line, for one request. Its fields are `timestamp` (ms) and `hash_ids`,
+the ids of the request's blocks in the order of its prompt. In the whole file, an id stands for a
+block and all blocks before it. Two further fields are read if they are whole numbers:
+`input_length` (tokens of the prompt) and `device_hit_length` (tokens that hit in the engine's own
+cache). Other fields are ignored. Files may be gzipped.
 
 Always true of a `Trace`: requests are in order of time. A request lists each block once. Block ids
 are renumbered from 0 without gaps.
@@ -28,41 +28,43 @@ Int64s = NDArray[np.int64]
 GZIP_MAGIC = b"\x1f\x8b"
 MIN_ID, MAX_ID = -(1 << 63), (1 << 64) - 1
 MAX_TIME_MS = 1e300
-"""Largest timestamp: differences of larger times may not be finite."""
+"""Largest timestamp that is accepted. Differences of larger times might not be finite."""
 MAX_TOKENS = 1 << 40
-"""If a file gives more tokens for a prompt, the number is ignored."""
+"""Largest number of a prompt's tokens. A larger number in a file is ignored."""
 W_ID = 2
-"""Column of a block's hash words that holds the block's id, so that the id can be read from the
-hash of an evicted block."""
+"""Column of a block's hash words that contains the block's id, so that the id of an evicted block
+can be read from its hash."""
 
 Request = tuple[float, Sequence[int]]
 """A request: its time in seconds, and the ids of its blocks in the order of its prompt."""
 Tokens = tuple[int, int]
-"""Tokens of a request's prompt (0: unknown), and tokens of it that hit on the engine's device."""
+"""Number of tokens of a request's prompt (0: unknown), and of its tokens that hit on the engine's
+device."""
 NO_TOKENS: Tokens = (0, 0)
 
 
 class TraceError(ValueError):
-    """Raised if a trace can't be read; the message names the line, the field and the fix."""
+    """Raised if a trace can't be read. The message names the line, the field and the fix."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """R requests with B blocks in all, as arrays. B counts a block once for each request that has
-    it.
+    """R requests with B blocks in total, as arrays. If several requests have the same block, B
+    counts it for each of them.
 
     times_s: time of each request in seconds since the first request [R].
     starts: index in `blocks` of each request's first block, and B at the end [R + 1].
     blocks: ids of the blocks of all requests, one request after the other [B].
     positions: index in the request at which the file first lists this block [B].
     lengths: number of blocks that the file lists for each request, with repetitions [R].
-    hashes: a made-up hash for each element of `blocks`, uint32 words [B, 8], for the block table.
+    hashes: an artificial hash for each element of `blocks`, uint32 words [B, 8], for the block
+        table.
     num_unique_blocks: number of different blocks.
-    num_late: number of requests that are earlier than a request on a line before.
+    num_late: number of requests whose time is earlier than the time of a request on a line before.
     prompt_tokens: tokens of each prompt [R]; 0 if unknown.
     device_hit_tokens: tokens of each prompt that hit on the engine's device [R].
-    num_short, short_prompt_tokens: number of requests without a block, which are left out, and the
-        tokens of their prompts.
+    num_short: number of requests without a block, which are left out.
+    short_prompt_tokens: tokens of the prompts of these requests.
     """
 
     name: str
@@ -91,30 +93,35 @@ class Trace:
 
     @property
     def num_accesses(self) -> int:
-        """Number of blocks that the file lists for all requests, with repetitions."""
+        """Returns the number of blocks that the file lists for all requests, with repetitions."""
         return int(self.lengths.sum())
 
     def capacity_blocks(self, percent: float) -> int:
-        """Returns the number of blocks that is this percentage of all different blocks; at least
-        1."""
+        """Returns the given percentage of the number of all different blocks; at least 1."""
         return max(1, int(self.num_unique_blocks * percent / 100))
 
     def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
-        """Returns the number of blocks before the first miss of each request [R]. hit: for each
-        element of `blocks` [B], True if it hit."""
+        """Returns the number of blocks before the first miss of each request [R].
+
+        hit: for each element of `blocks` [B], True if it hit.
+        """
         position = np.where(hit, len(hit), np.arange(len(hit)))
         first_miss = np.minimum.reduceat(position, self.starts[:-1])
         lengths: Int64s = np.minimum(first_miss, self.starts[1:]) - self.starts[:-1]
         return lengths
 
     def hit_blocks(self, prefix: Int64s) -> int:
-        """Returns the sum of `served`: how many accesses of all requests hit. prefix: for each
-        request [R], how many of its leading different blocks hit."""
+        """Returns the number of accesses of all requests that hit, with repetitions.
+
+        prefix: for each request [R], the number of its leading different blocks that hit.
+        """
         return int(self.served(prefix).sum())
 
     def served(self, prefix: Int64s) -> Int64s:
-        """Returns how many accesses of each request hit [R], with repetitions. prefix: for each
-        request [R], how many of its leading different blocks hit."""
+        """Returns the number of accesses of each request that hit [R], with repetitions.
+
+        prefix: for each request [R], the number of its leading different blocks that hit.
+        """
         end = self.starts[:-1] + prefix
         whole = end == self.starts[1:]
         served: Int64s = np.where(whole, self.lengths, self.positions[np.where(whole, 0, end)])
@@ -124,9 +131,9 @@ class Trace:
 def make_trace(
     name: str, requests: Iterable[Request], tokens: Iterable[Tokens] | None = None
 ) -> Trace:
-    """Returns a trace of these requests. Raises TraceError if no request has a block.
+    """Makes a trace of these requests. Raises TraceError if no request has a block.
 
-    tokens: tokens of each request; None if they are unknown.
+    tokens: numbers of tokens of each request; None if they are unknown.
     """
     listed = list(requests)
     told = [NO_TOKENS] * len(listed) if tokens is None else list(tokens)
@@ -173,12 +180,12 @@ def make_trace(
 
 
 def hash_words(blocks: Int64s) -> Words:
-    """Returns a made-up hash for each block id, uint32 words [B, 8]: first 64 bits that are a
-    random-looking function of the id, for the block table and the policies; then the id."""
+    """Returns an artificial hash for each block id, uint32 words [B, 8]. The first 64 bits are a
+    pseudorandom function of the id, for the block table and the policies. The id itself follows."""
     words = np.zeros((len(blocks), 8), np.uint32)
     mixed = blocks.astype(np.uint64) + np.uint64(1)
-    # The finalizer of splitmix64 (Steele, Lea, Flood 2014): one to one, so distinct ids have
-    # distinct prefixes.
+    # The finalizer of splitmix64 (Steele, Lea, Flood 2014). It is one to one, so different ids have
+    # different prefixes.
     mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -211,7 +218,8 @@ def load_trace(path: Path) -> Trace:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Iterable[bytes]]:
-    """Opens the file once, because a pipe can be read only once."""
+    """Opens the file and yields its lines, unzipped if it is gzipped. Opens it only once, because a
+    pipe can be read only once."""
     with path.open("rb") as file:
         if file.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)] == GZIP_MAGIC:
             with gzip.open(file, "rb") as unzipped:
@@ -258,7 +266,8 @@ def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
 
 
 def _tokens(fields: dict[str, object], name: str) -> int:
-    """Returns a number of tokens; 0 if the field is not a whole number up to MAX_TOKENS."""
+    """Returns the number of tokens in a field; 0 if the field is not a whole number from 0 to
+    MAX_TOKENS."""
     value = fields.get(name)
     return value if type(value) is int and 0 <= value <= MAX_TOKENS else 0
 

@@ -1,5 +1,5 @@
-"""Replays a trace over host memory and a tier below it, with the code by which the daemon decides
-which blocks to move between tiers (`tiers.book`)."""
+"""Replays a trace over host memory and a tier below it. Uses the daemon's own code (`tiers.book`)
+to decide which blocks to move between the tiers."""
 
 import numpy as np
 
@@ -27,14 +27,13 @@ from hotkv_server.tiers.book.moves import Moves
 
 
 class TwoTiers:
-    """Simulates two tiers with the moves of the daemon.
+    """Simulates two tiers, between which blocks move as in the daemon.
 
     After each request, its blocks are written to the second tier, if the gate (which limits writes)
-    admits them. Before a request uses leading blocks that are only in the second tier, these blocks
-    are promoted to the first.
+    admits them. If a request hits leading blocks that are only in the second tier, they are first
+    promoted to the first tier.
 
-    write_bytes_per_day: the gate's budget, counted in bytes of the replay's slots; None for no
-        limit.
+    write_bytes_per_day: the gate's budget, counted in bytes of the replay's slots; None: no limit.
     """
 
     def __init__(
@@ -55,7 +54,10 @@ class TwoTiers:
 
     def serve(self, hashes: Words, now_s: float) -> int:
         """Uses the blocks of a request that are present, and stores its missing blocks in the first
-        tier. Returns how many leading blocks hit in either tier. `hashes`: uint32 words [n, 8]."""
+        tier. Returns the number of leading blocks that hit in either tier.
+
+        hashes: the request's blocks in order, uint32 words [n, 8].
+        """
         entries, below = self.first.find(hashes), self.second.find(hashes)
         prefix = prefix_of(np.where(entries == 0, below, entries))
         if not entries[:prefix].all():
@@ -79,8 +81,8 @@ class TwoTiers:
             self.arrivals.let_go(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes to the second tier the blocks of a request that the gate admits. Skips entries
-        that are 0: these blocks found no room in the first tier."""
+        """Writes those blocks of a request to the second tier that the gate admits. Skips entries
+        that are 0, because these blocks found no room in the first tier."""
         down = self.lower.down
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])
@@ -95,8 +97,8 @@ class TwoTiers:
 
 
 def _record(block_tokens: int) -> KeySpaceRecord:
-    """Returns the record of a key space with a single group of blocks, as the moves between tiers
-    need it."""
+    """Makes the record of a key space with a single group, as the code for moves between tiers
+    requires it."""
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
     key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
     return KeySpaceRecord(KEY_SPACE, key_space)
@@ -112,8 +114,10 @@ def replay_two_tiers(
     writes_per_day: float | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
-    """Replays a trace over two tiers with separate policies. `writes_per_day`: blocks that may be
-    written to the second tier per day; None for no limit."""
+    """Replays a trace over two tiers with separate policies.
+
+    writes_per_day: most blocks that may be written to the second tier per day; None: no limit.
+    """
     warm_up(trace, make_policy)
     tiers = TwoTiers(
         SimulatedTier(capacity_blocks, make_policy),

@@ -1,2 +1,2 @@
-"""Sparse decode in the server: records sequences (contexts that are decoded), selects blocks for
-clients, and counts figures per layer."""
+"""Sparse decode in the server: records sequences (contexts that are decoded sparsely), selects
+blocks for clients, and counts figures per layer."""

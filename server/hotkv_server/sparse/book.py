@@ -1,11 +1,11 @@
-"""Selects blocks in the server, with the same functions as engines (`hotkv_sparse`), from
-representations (compact forms of the blocks' keys) in the arena.
+"""Selects blocks in the server, from representations (compact forms of the blocks' keys) in the
+arena. Uses the same functions as engines (`hotkv_sparse`).
 
-A `SelectSpec` says at which offset in a slot each layer's representation is. A contradictory spec
-is refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations
-are not copied: the functions get a view of the arena whose rows are `SLOT_ALIGN` bytes apart,
-shifted by the layer's offset in a slot. So the row of a slot is its offset divided by `SLOT_ALIGN`.
-The caller must pin the slots. Runs on worker threads.
+A `SelectSpec` defines the offset of each layer's representation in a slot. A contradictory spec is
+refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations are
+not copied. Instead, the functions get a view of the arena whose rows are `SLOT_ALIGN` bytes apart,
+shifted by the layer's offset in a slot. So the row of a slot is the slot's offset divided by
+`SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
 
 Shapes: Q query heads, H KV heads, D channels, C covered blocks.
 """
@@ -36,11 +36,11 @@ MAX_CONTEXT_BLOCKS = 1 << 18
 MAX_SCORES = 1 << 25
 """Most scores of a selection (query heads times blocks); they take 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
-"""Most slots of a sequence's hot sets (the blocks in the client's hot slots), over all layers and
-shards."""
+"""Most slots of the hot sets (the blocks in the client's hot slots) of a sequence, over all layers
+and shards."""
 MAX_CENTRE_BYTES = 4 << 20
 """Most bytes of a sequence's centres (mean keys), over all layers. For comparison: 128 layers with
-8 KV heads of 128 channels have 512 KiB."""
+8 KV heads of 128 channels take 512 KiB."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -52,7 +52,7 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: by name of a format, by how much the format overestimates a block's log mass with this
+    bias: for each format, by its name, by how much it overestimates a block's log mass with this
         centre.
     """
 
@@ -62,20 +62,19 @@ class PackedCentre:
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """How the server selects blocks for a sequence. Raises HotKVError if fields contradict each
-    other.
+    """The settings by which the server selects blocks for a sequence. Raises HotKVError if fields
+    contradict each other.
 
     config: scorers and sizes of the selection.
-    representation_group: group index of the kind of representation (compact form of keys) that is
-        scored.
+    representation_group: group index of the kind of representation (compact form of keys) by which
+        blocks are scored.
     layer_indices: layers for which the server selects, ascending.
     kv_heads, head_size: KV heads of a shard, and channels of a head.
     hot_blocks: slots of the hot set that the server records for each layer and shard; 0: the server
         records no hot sets.
     scale: factor of q · k; None: 1 / sqrt(D).
-    centres: centres (mean keys) by layer; must be the centres with which the representations were
-        made. The server can't check this, because the version of a representation's kind is only a
-        hash.
+    centres: centres (mean keys) by layer, with which the representations were built. The server
+        can't check them, because the version of a kind of representation is only a hash.
     """
 
     config: SparseConfig
@@ -173,7 +172,7 @@ class SelectSpec:
 
     @cached_property
     def centre_bytes(self) -> int:
-        """Bytes of the centres of all layers."""
+        """Returns the bytes of the centres of all layers."""
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
@@ -190,8 +189,8 @@ class SelectSpec:
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Offset in bytes of each representation (compact form of a block's keys) in a shard's part
-        of a slot, by layer and format."""
+        """Returns the offset of each representation (compact form of a block's keys) within a
+        shard's part of a slot, in bytes, by layer and format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
         for layer in self.layer_indices:
@@ -203,7 +202,7 @@ class SelectSpec:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Bytes of a shard's (a rank's) part of a slot of representations."""
+        """Returns the bytes of a shard's (a rank's) part of a slot of representations."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
@@ -211,8 +210,12 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD unless each shard of the kind of representation (compact form of
-        keys) that the session declares (`shard_bytes`) has the size that this spec requires."""
+        """Raises INVALID_FIELD unless all shards of a representation have the size that this spec
+        requires.
+
+        shard_bytes: bytes of each shard, as the session has declared them for the kind of
+            representation (compact form of keys).
+        """
         if any(size != self.shard_bytes for size in shard_bytes):
             raise _invalid(
                 "select: layer_indices, scorers, kv_head_count and head_size make "
@@ -221,8 +224,8 @@ class SelectSpec:
             )
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
-        """Returns the representations (compact forms of keys) of a layer and shard as views of the
-        arena, by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN."""
+        """Returns views of the arena with the representations (compact forms of keys) of a layer
+        and shard, by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN."""
         sources = {}
         mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
@@ -241,8 +244,8 @@ class SelectRequest:
 
     query: float32 [Q, D].
     context_tokens: length of the context.
-    always_log_mass: log of the attention mass of the blocks that are always attended to (first and
-        recent blocks), float32 [Q]; None to estimate it.
+    always_log_mass: log of the attention mass of the always kept blocks (first and recent blocks),
+        float32 [Q]; None: the server estimates it.
     """
 
     layer: int
@@ -259,10 +262,9 @@ NO_MOVES = SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The blocks to attend to.
+    """The result of a selection.
 
-    selection: the selected blocks. The other fields are empty unless the server records the hot
-        set.
+    selection: the selected blocks. The other fields are empty if the server records no hot set.
     map: blocks of the hot set, with their slots in the client's memory.
     evicted: blocks that lose their slots. The client must free these slots before it executes
         `load`.
@@ -276,8 +278,8 @@ class Selected:
 
 
 class KeptHotSet:
-    """Decides which blocks a client has in its hot slots, for one layer and shard. The client
-    executes the moves. Use by one thread at a time.
+    """The server's record of the blocks in a client's hot slots, for one layer and shard. Decides
+    which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
 
     A block to load may be a block that the client has just filled with tokens; such a recent block
     is in host memory only after it is stored.
@@ -290,9 +292,13 @@ class KeptHotSet:
         self._num_complete = 0
 
     def follow(self, where: Span, num_complete: int) -> I32:
-        """Updates the hot set (the blocks in the client's hot slots) to a longer context: its span
-        and its number of complete blocks. The new blocks, including the partial block, get slots.
-        Returns the blocks that lose their slots to the new blocks."""
+        """Extends the hot set (the blocks in the client's hot slots) to a longer context. The new
+        blocks, including the partial block, get slots. Returns the blocks that lose their slots to
+        them.
+
+        where: the span of the context.
+        num_complete: number of its complete blocks.
+        """
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
         growth = self._hot.extend(where, num_complete, num_complete)
@@ -301,8 +307,8 @@ class KeptHotSet:
         return growth.new.victims
 
     def step(self, selection: Selection) -> Step:
-        """Adds selected blocks to the hot set (the blocks in the client's hot slots): all of them
-        at the first call, later at most `max_correction_blocks` per call."""
+        """Adds selected blocks to the hot set (the blocks in the client's hot slots). The first
+        call adds all of them, later calls add at most `max_correction_blocks`."""
         step = self._hot.step(
             selection, self._max_loads if self._has_begun else len(selection.blocks)
         )
@@ -311,11 +317,13 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """Checks a request. Returns the span of blocks to select from.
+    """Checks a request. Returns the span of the blocks from which to select.
 
-    num_covered: number of leading blocks of the sequence whose representations (compact forms of
-    keys) are leased. Raises INVALID_FIELD if the request contradicts the spec or needs blocks that
-    are not covered, TOO_LARGE if it needs too many scores.
+    Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
+    TOO_LARGE if it needs too many scores.
+
+    num_covered: number of covered blocks: leading blocks of the sequence whose representations
+        (compact forms of keys) are leased.
     """
     if request.layer not in spec.places:
         raise _invalid(
@@ -372,10 +380,10 @@ def select(
     hot: KeptHotSet | None,
 ) -> Selected:
     """Selects blocks for a checked request, and updates the hot set if there is one. Blocks the
-    thread, mostly without the GIL.
+    calling thread, mostly without the GIL.
 
     slots_C: offsets of the covered blocks' representations (compact forms of keys) in the arena.
-    where: result of `check_request`.
+    where: the result of `check_request`.
     """
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
     sources = spec.sources(arena, request.layer, request.shard)
@@ -408,8 +416,8 @@ def select(
 def _estimated_log_mass(
     spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
 ) -> F32:
-    """Returns the log of the attention mass of the blocks in these rows, as the first scorer
-    estimates it, float32 [Q]; -inf if there are no blocks."""
+    """Returns the log of the attention mass of the blocks in these rows, float32 [Q], as the first
+    scorer estimates it; -inf if there are no blocks."""
     name, source = next(iter(sources.items()))
     scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
     log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)

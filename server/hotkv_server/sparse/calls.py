@@ -1,4 +1,4 @@
-"""Answers the calls of sparse decode, and converts their protobuf messages. Every refusal names the
+"""Answers the calls of sparse decode, and converts their protobuf messages. A refusal names the
 field of the message."""
 
 import math
@@ -29,7 +29,7 @@ from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
 MAX_COUNT = 1e18
-"""Most growth of a counter that a report may have, so that float64 sums stay exact enough."""
+"""Largest growth of a counter in a report, so that float64 sums stay exact enough."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -111,8 +111,8 @@ def report_sparse(
 
 
 def _positions(field: str, packed: bytes, most: int) -> I32:
-    """Returns positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative
-    positions, TOO_LARGE for more than `most`."""
+    """Reads positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative
+    positions, TOO_LARGE for more than `most` positions."""
     values = fields.int32s(field, packed).astype(np.int32)
     if len(values) > most:
         raise _invalid(
@@ -131,8 +131,8 @@ def _check_layer(field: str, layer: int) -> None:
 def _select_spec(
     message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
 ) -> SelectSpec:
-    """Converts a message into the settings (`SelectSpec`) for selections from blocks of a group.
-    The caller must call `check_slots` to compare them with the size of the representations."""
+    """Converts a message to the settings for selections from blocks of a group. The caller must
+    then call `check_slots`, which compares them with the size of the representations."""
     return SelectSpec(
         _config(message),
         session.group_index(message.representation_group_index),
@@ -193,8 +193,8 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
-    """Converts a message into a request for a selection. `check_request` checks the request later
-    against the sequence."""
+    """Converts a message to a request for a selection. `check_request` later checks it against the
+    sequence."""
     query = fields.float32s("query", message.query)
     if len(query) % spec.head_size:
         raise _invalid(
@@ -214,7 +214,7 @@ def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) ->
 
 
 def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
-    """Converts a selection into the message for the client."""
+    """Converts a selection to the message for the client."""
 
     def packed(values: I32) -> bytes:
         return values.astype("<i4").tobytes()
@@ -232,8 +232,8 @@ def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
 
 
 def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
-    """Returns the positions of used blocks by id of the sequence. Raises TOO_LARGE if there are
-    more than `most` in all."""
+    """Reads the positions of used blocks, by id of the sequence. Raises TOO_LARGE if there are more
+    than `most` positions in total."""
     result: dict[str, I32] = {}
     for m in messages:
         values = _positions("sequences.positions", m.positions, most)
@@ -244,7 +244,7 @@ def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str,
 
 
 def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrowth]:
-    """Returns the growth of each layer's counters. Raises INVALID_FIELD for a wrong layer or
+    """Reads the growth of each layer's counters. Raises INVALID_FIELD for a wrong layer or
     value."""
     growth = []
     for m in messages:

@@ -1,5 +1,5 @@
-"""Records the engines' reports about sequences (contexts) that they decode sparsely, and selects
-blocks for engines that can't map the arena.
+"""Records engines' reports about sequences (contexts that they decode sparsely), and selects blocks
+for engines that can't map the arena.
 
 Always true: reports about unknown sequences are ignored and counted. While the server selects
 blocks for a sequence, a lease pins the sequence's leading ready blocks. Use on the event loop only;
@@ -50,7 +50,7 @@ LATENCY_BOUNDS_S = (
     0.25,
     1.0,
 )
-"""Upper bounds of the buckets in the histogram of the time of selections."""
+"""Upper bounds of the buckets in the histogram of the duration of selections."""
 
 
 # ---------------------------------------------------------------------------- sequences and reports
@@ -60,9 +60,9 @@ LATENCY_BOUNDS_S = (
 class SparseCounters:
     """Counts since the server started.
 
-    reports: number of reports that engines have sent.
+    reports: reports that engines have sent.
     unknown_sequences: sequences in reports that the session does not have.
-    used_blocks: blocks whose use was counted for hotness.
+    used_blocks: blocks whose use was counted for the eviction policy.
     """
 
     reports: int = 0
@@ -101,8 +101,8 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence of these blocks. If `spec` is given, leases the sequence's leading
-        blocks that are ready. A repeated call returns the same sequence."""
+        """Creates a sequence of these blocks. If `spec` is given, leases the leading blocks that
+        are ready. A repeated call returns the same sequence."""
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -122,7 +122,7 @@ class SparseDecode:
         """Appends blocks to a sequence. If the server selects blocks for the sequence, replaces the
         sequence's lease by a lease of all leading blocks that are ready now.
 
-        A draining server grants no new leases, so then the old lease stays.
+        If the server drains, the old lease stays, because a draining server grants no new leases.
         """
         sequence = self.sequences.append(session.record.number, sequence_id, first_position, hashes)
         if sequence.spec is not None and not self.core.draining:
@@ -130,8 +130,8 @@ class SparseDecode:
         return sequence
 
     async def delete(self, session: LiveSession, sequence_id: str) -> bool:
-        """Ends a sequence, waits until its selections have ended, and returns True. Returns False
-        if the sequence is unknown."""
+        """Ends a sequence and waits until its selections have ended. Returns False if the sequence
+        is unknown."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -151,8 +151,8 @@ class SparseDecode:
             self.figures.drop(session.record.engine_id)
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
-        """Leases the leading blocks that are ready together with their representations (compact
-        forms of keys), and releases the previous lease."""
+        """Releases the sequence's lease and acquires a new lease. The new lease pins the leading
+        blocks that are ready together with their representations (compact forms of keys)."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
         if sequence.lease_id:
@@ -183,8 +183,8 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # A block was evicted meanwhile, or the lease exceeds the share of the arena for leases
-            # without a load: try fewer blocks.
+            # The lease pins fewer blocks, because it would exceed the share of the arena for leases
+            # without a load, or because a block is missing. Tries again with fewer blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned)
 
@@ -195,7 +195,7 @@ class SparseDecode:
     ) -> None:
         """Records an engine's report of decode steps.
 
-        used: by id of the sequence, positions of the blocks that were attended to.
+        used: by id of the sequence, positions of the blocks to which steps attended.
         layers: growth of the counters of each layer.
         """
         now_s = time.monotonic()
@@ -210,8 +210,8 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions as used, so that they are evicted later: the
-        sequence is likely to use them again."""
+        """Counts the blocks at these positions as used, so that they are evicted later than other
+        blocks. The sequence will probably use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -222,7 +222,7 @@ class SparseDecode:
 
 
 def _leading(masks: Sequence[BoolMask]) -> int:
-    """Returns how many leading elements are True in all masks."""
+    """Returns the number of leading elements that are True in all masks."""
     everywhere = np.logical_and.reduce(masks)
     return len(everywhere) if everywhere.all() else int(np.argmin(everywhere))
 
@@ -231,18 +231,18 @@ def _leading(masks: Sequence[BoolMask]) -> int:
 
 
 CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
-"""Counts the blocks of a sequence at these positions as used."""
+"""A function that counts the blocks of a sequence at these positions as used."""
 
 
 class Selections:
     """Makes selections for sequences whose engines can't map the arena.
 
-    The blocks of a selection are pinned until it has ended, as for a load. Representations that a
-    restart has restored are compared with their check values before they are read. Selections run
-    on separate threads; selections of the same sequence run in order.
+    The blocks of a selection are pinned until the selection has ended, as for a load.
+    Representations that a restart has restored are compared with their check values before they are
+    read. Selections run on separate threads; selections of the same sequence run in order.
 
-    num_served: number of answered selections. latency: histogram of the times of selections, in
-        seconds.
+    num_served: number of answered selections.
+    latency: histogram of the duration of selections, in seconds.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Selections:
         self.num_served = 0
         self.latency = Histogram(LATENCY_BOUNDS_S)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hotkv-select")
-        # Running selections, each with the time when it began.
+        # Selections that wait or run, each with the time of its request.
         self._running: dict[asyncio.Task[Selected], float] = {}
 
     def __repr__(self) -> str:
@@ -270,13 +270,13 @@ class Selections:
         return len(self._running)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the oldest selection has been waiting or running; 0 if there
-        is no selection."""
+        """Returns for how many seconds the oldest selection has waited or run; 0 if there is no
+        selection."""
         return now_s - min(self._running.values(), default=now_s)
 
     def warm_up(self) -> None:
         """Loads the kernels (functions that numba compiles) on a selection thread, because loading
-        them takes too long for the event loop."""
+        them on the event loop would take too long."""
         self._threads.submit(native.require, "hotkv_sparse.kernels")
 
     def close(self) -> None:
@@ -286,11 +286,13 @@ class Selections:
     async def select(
         self, session: LiveSession, sequence: LiveSequence, request: SelectRequest, stream: int
     ) -> Selected:
-        """Selects blocks for a layer of a sequence. Once the call has returned, the arena is no
-        longer read. `stream`: number of the stream that asks.
+        """Selects blocks for a layer of a sequence. After the return of this call, the arena is not
+        read for it any more.
 
         Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
         request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.
+
+        stream: number of the client's stream.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(
@@ -298,7 +300,8 @@ class Selections:
             )
         spec = spec_of(sequence)
         began_s = time.perf_counter()
-        # Shielded: the code that reads the arena runs to its end even if the client leaves.
+        # Shielded, because the task reads the arena: it must run to its end even if the client
+        # disconnects.
         task = asyncio.create_task(self._select(session, sequence, spec, request, stream))
         self._running[task] = time.monotonic()
         session.num_reads += 1
@@ -343,8 +346,8 @@ class Selections:
         return selected
 
     def _begin(self, session: LiveSession, sequence: LiveSequence) -> str:
-        """Begins a transfer that pins the blocks of the sequence's lease, and returns its id;
-        returns an empty id if the sequence has no lease."""
+        """Begins a transfer that pins the blocks of the sequence's lease. Returns the id of the
+        transfer; empty if the sequence has no lease."""
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         if not sequence.lease_id:
@@ -362,9 +365,9 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares the representations (compact forms of keys) that a restart has restored with
-        their check values. Usually all have been compared already. Raises UNKNOWN_LEASE if bytes do
-        not match."""
+        """Compares representations (compact forms of keys) that a restart has restored with their
+        check values. Usually this has been done already. Raises UNKNOWN_LEASE if bytes do not
+        match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,
@@ -374,8 +377,8 @@ class Selections:
 
 
 def spec_of(sequence: LiveSequence) -> SelectSpec:
-    """Returns the spec by which the server selects blocks for a sequence. Raises INVALID_FIELD if
-    the sequence was created without `select`."""
+    """Returns the settings by which the server selects blocks for a sequence. Raises INVALID_FIELD
+    if the sequence was created without `select`."""
     if sequence.spec is None:
         raise HotKVError(
             Reason.INVALID_FIELD,

@@ -1,10 +1,10 @@
-"""Records the sequences of sessions. A sequence is a context that is being decoded, given as the
+"""Records the sequences of sessions. A sequence is a context that is decoded sparsely, given as the
 hashes of its complete blocks.
 
-Always true: a sequence belongs to a session and ends with it. The caller chooses its id; repeating
-a call of create or append changes nothing. The number of sequences of a session is bounded. So is
-the memory of all sequences, in total and for each owner (`cache.room.shares`). This module only
-keeps records; `sparse.drive` leases blocks and makes selections.
+Always true: a sequence belongs to a session and ends with it. The caller chooses its id. A repeated
+call of create or append changes nothing. The number of sequences of a session is bounded. The
+memory of all sequences is bounded too, in total and for each owner (`cache.room.shares`). This
+module only keeps records; `sparse.drive` leases blocks and makes selections.
 """
 
 import asyncio
@@ -22,9 +22,10 @@ from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 I32 = NDArray[np.int32]
 HASH_BYTES = 32
 SEQUENCE_BLOCKS = 32
-"""Number of blocks as which a sequence without blocks counts, because it takes a KiB of memory."""
+"""Memory of a sequence without blocks, a KiB, counted in blocks (`LiveSequence.weight`)."""
 TOUCH_INTERVAL_S = 1.0
-"""A block that a sequence uses in every step is counted as used once per this interval."""
+"""Interval at which the uses of a sequence's blocks are counted, in seconds. A block that is used
+in every step counts as used once per interval."""
 
 
 def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
@@ -33,23 +34,24 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A context that is being decoded.
+    """A context that is decoded sparsely.
 
     group_index: group of the sequence's blocks.
     hashes: hashes of the complete blocks, uint32 words [n, 8].
-    spec: how the server selects blocks for the sequence; None if the engine selects by itself.
+    spec: settings by which the server selects blocks for the sequence; None if the engine selects
+        by itself.
     created_blocks: number of blocks with which the sequence was created.
     owner: the tenant or engine for which bounds count the sequence.
     used: bool [n], True for a block whose use has not been counted yet.
     noted_s: when uses were last counted.
 
-    Only if the server selects blocks for it:
+    Only if the server selects blocks for the sequence:
     lease_id: id of the lease that pins the covered blocks; empty if no block is covered. The
-        covered blocks are the leading blocks that were ready with their representations.
+        covered blocks are the leading blocks that were ready together with their representations.
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
-    hot_sets: the recorded hot sets (blocks in the client's hot slots), by layer and shard, each
-        with the number of the stream whose selections it has followed.
+    hot_sets: by layer and shard, the recorded hot set (blocks in the client's hot slots), with the
+        number of the stream to which it belongs.
     lock: held during a selection.
     """
 
@@ -74,11 +76,11 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """Returns the sequence's memory if it had `num_blocks` blocks, for the bound. The unit is
-        the memory of a block's hash (HASH_BYTES).
+        """Returns the memory that the sequence would take with `num_blocks` blocks, for the bound.
+        The unit is the memory of a block's hash (HASH_BYTES).
 
-        A block's representation takes 13 further bytes (entry, offset and `used`). A hot set takes
-        14 bytes per slot and 6 bytes per block of the context.
+        A block's representation takes 13 more bytes (entry, offset and `used`). A hot set takes 14
+        bytes per slot and 6 bytes per block of the context.
         """
         if self.spec is None:
             return SEQUENCE_BLOCKS + num_blocks
@@ -96,8 +98,8 @@ class LiveSequence:
         """Returns the hot set (the blocks in the client's hot slots) that the server records for a
         layer and shard; None if the server records no hot sets.
 
-        Each stream begins with an empty hot set: the client may have missed the last answer of
-        another stream, and not have loaded its blocks.
+        Each stream begins with an empty hot set. The client may have missed the last answer of
+        another stream, so it may not have loaded the blocks of that answer.
         """
         if not spec.hot_blocks:
             return None
@@ -108,9 +110,11 @@ class LiveSequence:
         return hot
 
     def use(self, positions: I32, now_s: float) -> I32:
-        """Records that the blocks at these positions were used. If TOUCH_INTERVAL_S has passed,
-        returns the positions of all blocks used since uses were last counted, in the order of the
-        context; otherwise returns no positions."""
+        """Records that the blocks at these positions were used.
+
+        If TOUCH_INTERVAL_S has passed since uses were last counted, returns the positions of all
+        blocks used since then, in the order of the context. Otherwise returns no positions.
+        """
         if len(self.used) < len(self.hashes):
             self.used = np.concatenate(
                 [self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)]
@@ -132,7 +136,7 @@ class LiveSequence:
 
 
 class SequenceBook:
-    """Holds all sequences, by session number and id.
+    """All sequences, by session number and id.
 
     num_blocks: number of blocks of all sequences.
     """
@@ -142,7 +146,7 @@ class SequenceBook:
         """Most sequences of a session."""
         self.max_sequence_blocks = max_sequence_blocks
         self.bound = bound
-        """Bound on the weights of all sequences: see `LiveSequence.weight`."""
+        """Bounds the sum of the weights of all sequences (`LiveSequence.weight`)."""
         self.num_blocks = 0
         self._sessions: dict[int, dict[str, LiveSequence]] = {}
 
@@ -175,10 +179,10 @@ class SequenceBook:
         owner: str,
     ) -> tuple[LiveSequence, bool]:
         """Creates a sequence and counts it for `owner`. Returns the sequence and True. If the same
-        sequence exists already, returns the existing sequence and False.
+        sequence exists already, returns that sequence and False.
 
-        Raises HotKVError: DUPLICATE_ID if the id is in use for another sequence, OVERLOADED or
-        TOO_LARGE if a bound is reached.
+        Raises HotKVError: DUPLICATE_ID if another sequence has the id, OVERLOADED or TOO_LARGE if a
+        bound is reached.
         """
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")
@@ -212,10 +216,10 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence and returns the sequence.
+        """Appends blocks to a sequence and returns the sequence. Raises HotKVError.
 
-        first_position: position of the first of `hashes` in the sequence. Blocks that the sequence
-            already has must have the same hashes. Raises HotKVError.
+        first_position: position of the first block of `hashes` in the sequence. Blocks that the
+            sequence already has must have the same hashes.
         """
         sequence = self.get(session_number, sequence_id)
         count = len(sequence.hashes)
@@ -275,7 +279,7 @@ class SequenceBook:
         self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Raises AssertionError if counts and sequences contradict each other."""
         everything = [
             sequence for sequences in self._sessions.values() for sequence in sequences.values()
         ]

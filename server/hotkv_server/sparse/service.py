@@ -1,9 +1,9 @@
 """Serves the gRPC service SparseService: the calls for sequences, and the stream of selections.
 
-A stream makes its selections in order, and reads the next request after it has sent the answer. So
-it makes no selections for a client that does not read answers. A refused request is answered with
-an error, and the stream continues. A stream belongs to a session. It ends if no request names a
-session within FIRST_REQUEST_TIMEOUT_S, or when the session has ended.
+A stream makes its selections in order. It reads the next request only after it has sent the answer,
+so it makes no selections for a client that does not read answers. A refused request is answered
+with an error, and the stream continues. A stream belongs to a session. It ends if no request names
+a session within FIRST_REQUEST_TIMEOUT_S, or when the session has ended.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from hotkv_server.wire.guard.limits import Guests, Pace
 
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
-"""How often an idle stream checks that its session is still open."""
+"""Interval at which an idle stream checks that its session is still open, in seconds."""
 
 
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
@@ -128,7 +128,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
-    """Returns the next request of a stream that has no session yet. Raises StopAsyncIteration if
+    """Waits for the next request of a stream that has no session yet. Raises StopAsyncIteration if
     the client has ended the stream, HotKVError if the deadline has passed."""
     try:
         return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
@@ -143,8 +143,8 @@ async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
 async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
-    """Yields `first` and then the stream's requests, until the client ends the stream or the
-    session closes."""
+    """Yields `first`, then the further requests of the stream, until the client ends the stream or
+    the session closes."""
     yield first
     while True:
         request = asyncio.ensure_future(anext(requests))

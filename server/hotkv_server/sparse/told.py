@@ -1,4 +1,4 @@
-"""Sums the engines' reports of sparse decode for each layer, and makes figures for operators.
+"""Sums engines' reports of sparse decode for each layer, and makes figures for operators.
 
 Always true: an engine has at most `MAX_LAYERS` layers, so memory is bounded by the number of
 engines. Totals over all engines never fall, even after an engine's last session has closed.
@@ -20,15 +20,18 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LayerGrowth:
-    """By how much a layer's counters grew. values: float64 [counters], in the order of
-    SPARSE_COUNTERS."""
+    """The growth of a layer's counters.
+
+    values: float64 [counters], in the order of SPARSE_COUNTERS.
+    """
 
     layer_index: int
     values: F64
 
 
 class LayerFigures:
-    """Counts per engine and layer, and per layer over all engines since the server started."""
+    """The sums of the counters of sparse decode: for each engine by layer, and over all engines by
+    layer since the server started."""
 
     def __init__(self) -> None:
         self._engines: dict[str, F64] = {}
@@ -44,13 +47,13 @@ class LayerFigures:
         self._totals = _added(self._totals, growth)
 
     def drop(self, engine_id: str) -> None:
-        """Removes the counters of an engine that has no session left. The totals still include
-        its counts."""
+        """Removes the counters of an engine that has no session left. The totals keep its
+        counts."""
         self._engines.pop(engine_id, None)
 
     def rows(self) -> Iterator[tuple[str, LayerGrowth]]:
-        """Yields an engine's id and the counters of one of its layers, in order of engine and
-        layer. Skips layers whose counters are all 0."""
+        """Yields pairs: an engine's id, and the counters of one of its layers; in order of engine
+        and layer. Skips layers whose counters are all 0."""
         for engine_id in sorted(self._engines):
             for growth in _rows(self._engines[engine_id]):
                 yield engine_id, growth
@@ -97,7 +100,7 @@ def _row(growth: LayerGrowth) -> Figures:
 
 
 def samples(figures: LayerFigures) -> list[Samples]:
-    """Returns each counter over all engines as metrics, with a sample per layer."""
+    """Returns each counter as a metric with a sample per layer, over all engines."""
     rows = list(figures.totals())
     return [
         Samples(

@@ -16,7 +16,7 @@ from hotkv_server.wire.server import Endpoints
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
-    """Returns the share of the arena of each tenant."""
+    """Returns the share of the arena for each tenant, by name."""
     return {
         tenant.name: TenantShare(tenant.guaranteed_bytes, tenant.burst_bytes)
         for tenant in security.tenants
@@ -24,22 +24,28 @@ def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
 
 
 def linking_users(security: SecuritySettings) -> frozenset[int]:
-    """Returns the ids of users that may use the descriptor socket even if no tenant lists them."""
+    """Returns the ids of the users that may use the descriptor socket even if no tenant lists
+    them."""
     return frozenset({os.getuid(), 0, *security.allowed_uids})
 
 
 def proofs(
     uids: Iterable[int], gids: Iterable[int], digests: Iterable[str], names: Iterable[str]
 ) -> Proofs:
-    """Returns the proofs of a tenant or of admins. `digests`: SHA-256 of tokens, hexadecimal.
-    `names`: names in client certificates."""
+    """Makes the proofs of a tenant or of admins. A proof is a property by which a peer proves that
+    it belongs to them.
+
+    uids, gids: ids of users and groups.
+    digests: SHA-256 of tokens, hexadecimal.
+    names: names in client certificates.
+    """
     return Proofs(
         frozenset(uids), frozenset(gids), frozenset(map(bytes.fromhex, digests)), frozenset(names)
     )
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Returns the access control for tenants, and for admins over TCP."""
+    """Makes the access control for tenants, and for admins over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,
@@ -55,7 +61,7 @@ def make_access_control(security: SecuritySettings) -> AccessControl:
 
 
 def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
-    """Returns the access control of the status page. Raises StartError if the page's token can't be
+    """Makes the access control of the status page. Raises StartError if the page's token can't be
     read."""
     path = settings.http.token_file
     read = None if path is None else functools.partial(read_token, path)
@@ -68,7 +74,7 @@ def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
 
 
 def tls_files(tls: TlsSettings) -> TlsFiles | None:
-    """Returns the files of TLS; None without TLS."""
+    """Returns the TLS files; None without TLS."""
     if tls.certificate is None or tls.key is None:
         return None
     return TlsFiles(tls.certificate, tls.key, tls.client_ca)

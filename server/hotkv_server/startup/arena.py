@@ -1,4 +1,4 @@
-"""Opens arena and table, and warns about shortages of the machine."""
+"""Opens the arena and the block table, and warns if the machine lacks memory or other resources."""
 
 import errno
 import logging
@@ -17,14 +17,14 @@ from hotkv_server.startup import StartError
 log = logging.getLogger(__name__)
 
 ARENA_MODE = 0o600
-"""Clients get descriptors, so other users need not open the files."""
+"""Mode of the files. Only the server's user may open them; clients receive descriptors instead."""
 
 
 def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
-    """Opens arena and table. Warns if the machine grants less than the settings ask for. Raises
-    StartError.
+    """Opens the arena and the block table. Warns if the machine grants less than the settings ask
+    for. Raises StartError.
 
-    `reset`: drops the blocks that an earlier server left.
+    reset: True drops the blocks that an earlier server left.
     """
     arena = settings.arena
     _warn_of_limits(arena.bytes)
@@ -79,8 +79,8 @@ def _warn_of_limits(arena_bytes: int) -> None:
 
 
 def warn_of_others(settings: Settings) -> None:
-    """Warns if arenas of other servers leave too little memory for this server. Names the arenas
-    whose server has ended."""
+    """Warns if the arenas of other servers leave too little memory for this server. Names the
+    arenas whose server has ended."""
     directory = settings.arena_dir.absolute()
     folder = (
         left_behind.SHARED_MEMORY
@@ -111,8 +111,11 @@ def warn_of_others(settings: Settings) -> None:
 
 
 def placer(wanted: str) -> Callable[[int, int], None] | None:
-    """Returns a function that places memory on the NUMA nodes of `arena.numa`; None if the setting
-    chooses no nodes. Raises StartError."""
+    """Returns a function that places memory on the NUMA nodes of `arena.numa`. Returns None if the
+    setting chooses no nodes. Raises StartError.
+
+    wanted: the value of the setting.
+    """
     try:
         nodes = numa.choose(wanted)
     except ValueError as error:

@@ -16,8 +16,8 @@ from hotkv_server.startup.capabilities import OpenedBelow
 
 
 def load_kernels(settings: Settings) -> None:
-    """Loads the kernels (functions that numba compiles), and compiles those that are not in numba's
-    cache. Otherwise the first store would wait for seconds."""
+    """Loads the kernels (functions that numba compiles), and compiles the kernels that are not in
+    numba's cache. Without this call, the first store would wait for seconds."""
     native.require("hotkv_proto.kernels")
     if settings.integrity.stride:
         native.require("hotkv_server.integrity.kernels")
@@ -26,8 +26,8 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Returns the core with the blocks of an earlier server, and the verifier. Verifies blocks for
-    as long as the settings allow. Blocks the calling thread. Raises StartError."""
+    """Makes the core with the blocks of an earlier server, and the verifier. Verifies blocks for as
+    long as the settings allow. Blocks the calling thread. Raises StartError."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,

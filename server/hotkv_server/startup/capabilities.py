@@ -1,5 +1,5 @@
-"""The list of a server's capabilities: optional parts, each in a folder. If a capability's lines
-are removed here, the server starts and serves without the features of that capability."""
+"""The list of a server's capabilities: optional parts, each in a folder. If the lines of a
+capability are removed here, the server starts and serves without it."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -34,15 +34,15 @@ class OpenedBelow(Protocol):
         StartError."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
-        """Returns the object through which the node moves blocks between host memory and the tiers.
+        """Makes the object through which the node moves blocks between host memory and the tiers.
         Raises StartError."""
 
     def close(self) -> None:
         """Releases the tiers' folders for another server. Called after the node has ended."""
 
     def discard(self) -> None:
-        """Removes the records of flushes, unless a tier's own folder keeps blocks. Called when the
-        arena is removed at the end. Blocks the calling thread."""
+        """Removes the records of flushes, unless a tier's own folder keeps blocks. Called if the
+        arena is removed when the server ends. Blocks the calling thread."""
 
 
 class Attaches(Protocol):
@@ -69,21 +69,20 @@ CAPABILITIES: tuple[Attaches, ...] = (
     tracing,
     warm_start,
 )
-"""In the order in which they are notified of events."""
+"""All capabilities, in the order in which the node notifies them of events."""
 
 
 def attach_all(settings: Settings, node: Node) -> None:
-    """Makes all capabilities and adds them to the node, which owns them from then on. Raises
-    StartError."""
+    """Makes all capabilities and adds them to the node, which then owns them. Raises StartError."""
     for module in CAPABILITIES:
         node.capabilities.append(module.attach(settings, node))
 
 
 def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow | None:
-    """Opens the tiers below host memory; returns None without tiers. Blocks the calling thread.
+    """Opens the tiers below host memory. Returns None without tiers. Blocks the calling thread.
     Raises StartError.
 
-    `reset`: drop the blocks that an earlier server left in the tiers.
+    reset: True drops the blocks that an earlier server left in the tiers.
     """
     for module in CAPABILITIES:
         opens = getattr(module, "open_below", None)

@@ -25,7 +25,7 @@ from hotkv_server.wire.server import Endpoints, RpcServer
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """All listeners; `http` is None if it is switched off."""
+    """All listeners. `http` is None if HTTP is switched off."""
 
     rpc: RpcServer
     descriptors: DescriptorServer
@@ -38,7 +38,7 @@ class Listeners:
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)
-        # A socket's path stays until it is removed.
+        # The path of a socket stays after its server has ended, so an undo must remove it.
         paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
         with contextlib.ExitStack() as undo:
             for path in paths:

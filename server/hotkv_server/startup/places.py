@@ -1,7 +1,7 @@
-"""Checks that no other user could have replaced a server's directories and files, and locks the
+"""Checks that no other user could have replaced the server's directories and files, and locks the
 runtime directory.
 
-Always true: a second server on the same runtime directory refuses to start.
+Always true: a second server with the same runtime directory refuses to start.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ from hotkv_server.startup import StartError
 
 
 def lock_runtime_dir(directory: Path) -> int:
-    """Locks the directory and returns its descriptor. Raises StartError, with the other server's
-    pid if the directory is locked."""
+    """Locks the directory and returns its descriptor. Raises StartError if another server has
+    locked it; the error names that server's process id."""
     try:
         check_runtime_dir(directory)
         check_files([directory / LOCK_FILE])

@@ -1,7 +1,7 @@
-"""Finds problems that would keep a server from starting, before it has made any files.
+"""Finds problems that would keep a server from starting, before the server has made any files.
 
-Always true: the checks leave no files behind and don't disturb a running server. A start does the
-same checks first. Later steps may still fail if the machine has changed since.
+Always true: the checks leave no files behind and don't disturb a running server. A start makes the
+same checks first. Its later steps may still fail if the machine has changed since then.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from hotkv_server.wire.server import MAX_SOCKET_PATH_BYTES
 
 
 def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
-    """Returns the problems that would keep a server with these settings from starting, a sentence
-    each; empty if no problem is found. Takes seconds if `copy.cuda` is on.
+    """Checks whether a server with these settings could start. Returns a sentence for each problem;
+    empty if no problem was found. Takes seconds if `copy.cuda` is on.
 
-    `is_running`: True if a server with this runtime directory runs, and uses its addresses.
+    is_running: True if a server with this runtime directory is running and so uses its addresses.
     """
     checks: list[Callable[[Settings], None]] = [
         check_sockets,
@@ -58,8 +58,8 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 
 def check_settings(settings: Settings) -> list[str]:
-    """Does only the checks of `check_start` that read: names of sockets, access with the files of
-    TLS, and the audit file. These checks take milliseconds and pass while a server runs. Returns
+    """Makes only those checks of `check_start` that read files: names of sockets, access with the
+    TLS files, and the audit file. They take milliseconds and also pass while a server runs. Returns
     the problems."""
     problems = []
     for check in (check_sockets, check_access, check_audit):
@@ -72,7 +72,8 @@ def check_settings(settings: Settings) -> list[str]:
 
 def check_and_clean(settings: Settings) -> tuple[list[str], str]:
     """Calls `check_start` without starting a server, and removes the directories that the checks
-    made. Returns the problems, and which server runs there; empty if the directory is free."""
+    made. Returns the problems, and a text that names the server that runs in the runtime directory;
+    empty if no server runs there."""
     running = ""
     made = _missing(settings.runtime_dir, settings.admin_socket.parent, settings.arena_dir)
     lock = settings.runtime_dir / LOCK_FILE
@@ -92,8 +93,9 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
 
 
 def become_owner(settings: Settings) -> None:
-    """Makes a root process check as the server's user: the owner of the arena, else of the
-    directory of the sockets. For a process that only checks."""
+    """Makes a root process switch to the server's user, so that its checks have the same rights as
+    the server. The user is the owner of the arena, or else of the directory of the sockets. Use it
+    only in a process that only makes checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
         if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):
@@ -104,7 +106,7 @@ def become_owner(settings: Settings) -> None:
 
 
 def _missing(*directories: Path) -> set[Path]:
-    """Returns the missing directories, with their missing parents."""
+    """Returns those of the directories and their parents that do not exist."""
     return {
         folder
         for path in directories
@@ -120,7 +122,7 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def check_sockets(settings: Settings) -> None:
-    """Raises StartError if the name of a socket is too long for the kernel."""
+    """Raises StartError if the path of a socket is too long for the kernel."""
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise StartError(
@@ -130,8 +132,8 @@ def check_sockets(settings: Settings) -> None:
 
 
 def check_arena_room(settings: Settings) -> None:
-    """Raises StartError if the arena's file system, the machine or its control group can't hold the
-    arena."""
+    """Raises StartError if the arena does not fit into its file system, the machine's memory or the
+    control group."""
     arena, directory = settings.arena, settings.arena_dir
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
     held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
@@ -158,12 +160,12 @@ def check_arena_room(settings: Settings) -> None:
 
 
 def check_nodes(settings: Settings) -> None:
-    """Raises StartError if `arena.numa` names a missing node."""
+    """Raises StartError if `arena.numa` names a NUMA node that does not exist."""
     placer(settings.arena.numa)
 
 
 def check_access(settings: Settings) -> None:
-    """Raises StartError if tenants, modes or certificates are unusable."""
+    """Raises StartError if the settings of tenants, modes or certificates can't be used."""
     try:
         make_access_control(settings.security)
         endpoints = make_endpoints(settings)
@@ -199,7 +201,7 @@ def check_audit(settings: Settings) -> None:
     except OSError:
         can_be = False
     else:
-        # A start sets the mode to 0600, which only the owner may do.
+        # A start sets the file's mode to 0600, which only the owner may do.
         is_own = os.geteuid() in (0, status.st_uid)
         can_be = stat.S_ISREG(status.st_mode) and is_own and os.access(path, os.W_OK)
     if not can_be:

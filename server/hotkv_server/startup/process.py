@@ -15,25 +15,27 @@ import numpy as np
 from hotkv_server.memory import mapping
 
 PRIVATE_UMASK = 0o077
-"""Files of the server are private, unless it sets another mode."""
+"""Umask of the server: its files are private, unless it sets another mode."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
-"""The compiler behind numba's cached kernels, and numpy's linear algebra."""
+"""Parts of the file names of libraries that a running server does not use: the compiler of numba's
+kernels, and numpy's linear algebra."""
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
-"""How long the event loop may hold the GIL while a copy thread waits for it."""
+"""Longest time for which the event loop holds the GIL while a copy thread waits for the GIL, in
+seconds."""
 
 
 def hear_sigterm() -> None:
-    """Makes SIGTERM end the process, until the server handles it by draining. Without a handler,
-    the kernel ignores SIGTERM for the first process of a container."""
+    """Makes SIGTERM end the process. Later the server replaces this handler by its drain. The
+    kernel ignores SIGTERM for the first process of a container if that process has no handler."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def prepare() -> None:
-    """Prepares the process before all other steps: private files, SIGBUS, malloc's threshold, the
-    limit of descriptors."""
+    """Prepares the process before all other steps: private files, handling of SIGBUS, malloc's
+    threshold, the limit of descriptors."""
     os.umask(PRIVATE_UMASK)
     mapping.install_guard()
     return_large_blocks()
@@ -41,8 +43,8 @@ def prepare() -> None:
 
 
 def settle() -> None:
-    """Prepares the process right before it is ready: shortens the turns of the GIL, and frees
-    garbage and memory pages that only the start needed."""
+    """Prepares the process right before it is ready: shortens the time for which a thread holds the
+    GIL, and frees garbage and memory pages that only the start needed."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -50,33 +52,34 @@ def settle() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of descriptors, often 1024, to the hard limit: sessions hold
-    descriptors."""
+    """Raises the soft limit of descriptors, which is often 1024, to the hard limit, because
+    sessions hold descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def return_large_blocks() -> None:
-    """Makes malloc return large blocks to the kernel when they are freed; by default it would keep
+    """Makes malloc return large blocks to the kernel when they are freed. By default it would keep
     blocks as large as the largest messages."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def trim_memory() -> None:
-    """Returns unused heap to the kernel, and the file pages of libraries that a running server does
-    not use."""
+    """Returns unused heap memory to the kernel. Also returns the file pages of libraries that a
+    running server does not use."""
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # Not smaps: for an arena of small pages the kernel takes seconds to count them.
+    # Does not read smaps, because the kernel takes seconds to count the pages of an arena with
+    # small pages.
     for start, end in unused_library_pages(Path("/proc/self/maps").read_text()):
         if not has_own_pages(start, end):
             libc.madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def unused_library_pages(maps: str) -> list[tuple[int, int]]:
-    """Returns the address ranges of read-only mappings of UNUSED_LIBRARIES. The kernel reads these
-    pages again at the next use."""
+    """Returns the address ranges of read-only mappings of UNUSED_LIBRARIES. If their pages are
+    dropped, the kernel reads them again at the next use."""
     ranges = []
     for line in maps.splitlines():
         addresses, mode, *_, name = line.split(maxsplit=5)
@@ -87,8 +90,8 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 
 def has_own_pages(start: int, end: int) -> bool:
-    """Returns whether some pages of the range differ from its file (relocated data): these pages
-    can't be read again."""
+    """Returns whether some pages of the range differ from the mapped file (relocated data). If such
+    pages were dropped, they could not be read again."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = np.frombuffer(
             os.pread(

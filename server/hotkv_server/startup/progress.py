@@ -19,8 +19,8 @@ def _nothing() -> str:
 
 
 class Progress:
-    """Logs from a thread, because the start blocks its thread. Use in a `with` block; `at` names
-    the step that begins."""
+    """Logs the progress from a thread, because the start blocks its own thread. Use it in a `with`
+    block; call `at` when a step begins."""
 
     def __init__(self, beat_s: float = BEAT_S) -> None:
         self._beat_s = beat_s
@@ -42,8 +42,10 @@ class Progress:
         self._thread.join()
 
     def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
-        """Sets the step that begins. `shown` returns the step's progress; the logging thread calls
-        it."""
+        """Sets the step that begins now.
+
+        shown: returns a text about the step's progress. The logging thread calls it.
+        """
         self._part = (what, shown, time.monotonic())
 
     def _work(self) -> None:

@@ -1,9 +1,8 @@
-"""Reads the settings again while the server runs: at SIGHUP.
+"""Reads the settings again while the server runs, at SIGHUP.
 
 Always true: unusable settings change nothing. Settings that need a restart are logged and keep
 their values. A session ends if it may no longer act for its tenant, or no longer map the block
-table.
-All checks come before the first change.
+table. All checks come before the first change.
 """
 
 import logging
@@ -46,13 +45,16 @@ LIVE = (
 )
 """Settings that can change without a restart."""
 EXPECTED = (ValueError, OSError, UnsafeError, StartError, HotKVError)
-"""Errors of unusable settings. Other exceptions are defects, and logged as such."""
+"""Errors that mean that the settings can't be used. Any other exception is a defect, and is logged
+with its traceback."""
 _ABSENT = object()
 
 
 class Reloader:
-    """Reloads settings; see the module. `load` reads the settings again, and raises ValueError if
-    the settings are wrong."""
+    """Reloads settings (see the module).
+
+    load: reads the settings again. Raises ValueError if the settings are wrong.
+    """
 
     def __init__(
         self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
@@ -68,8 +70,8 @@ class Reloader:
         return f"Reloader({len(self._running)} settings)"
 
     def __call__(self) -> bool:
-        """Reads the settings and applies the changes. If the settings are unusable, logs why and
-        returns False. Never raises. On the event loop."""
+        """Reads the settings and applies the changes. If the settings can't be used, logs the
+        reason and returns False. Never raises. On the event loop."""
         try:
             return self._reload()
         except Exception as error:
@@ -98,9 +100,12 @@ class Reloader:
         return True
 
     def _can(self, name: str, settings: Settings) -> bool:
-        """Returns whether this setting of LIVE can change from the running value to the new value
-        without a restart. A restart is needed to add the first or remove the last tenant, to switch
-        TLS on or off, and to change whether TLS asks clients for certificates."""
+        """Returns whether a setting of LIVE can change from the running value to the new value
+        without a restart.
+
+        A restart is needed to add the first tenant or remove the last tenant, to switch TLS on or
+        off, and to change whether TLS asks clients for certificates.
+        """
         if name == "security.tenants":
             return bool(settings.security.tenants) == bool(self._running[name])
         if name.startswith("security.tls."):
@@ -109,8 +114,11 @@ class Reloader:
         return name in self._running
 
     def _check(self, settings: Settings, live: list[str]) -> AccessControl:
-        """Raises StartError or HotKVError if the server could not start with the settings or can't
-        apply them. Returns the new access control."""
+        """Checks new settings and returns the access control that they define. Raises StartError or
+        HotKVError if the server could not start with the settings, or can't apply them.
+
+        live: names of the changed settings that need no restart.
+        """
         if problems := check_settings(settings):
             raise StartError("\n".join(problems))
         if "security.tenants" in live:
@@ -146,8 +154,8 @@ class Reloader:
             node.tiers.set_write_budget(settings.tiers.write_bytes_per_day)
 
     def _end_sessions(self) -> None:
-        """Ends the sessions whose peers may no longer act for their tenants, or map the block
-        table."""
+        """Ends the sessions whose peers may no longer act for their tenants, or no longer map the
+        block table."""
         for session in list(self._node.sessions):
             if session.peer is None:
                 continue
@@ -164,14 +172,15 @@ class Reloader:
 
 
 def differing(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Returns the names of settings that differ, or that only one side has: the settings of a tier
-    that comes or goes."""
+    """Returns the names of settings that differ. A setting that exists on one side only, such as a
+    setting of an added or removed tier, counts as different."""
     names = {**running, **wanted}
     return [name for name in names if running.get(name, _ABSENT) != wanted.get(name, _ABSENT)]
 
 
 def flat(settings: Settings) -> dict[str, Any]:
-    """Returns the settings by name, such as `security.tls.key`. A list counts as a single value."""
+    """Returns the settings by dotted name, such as `security.tls.key`. A list counts as a single
+    value."""
 
     def walk(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

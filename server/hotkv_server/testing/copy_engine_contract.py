@@ -1,7 +1,7 @@
 """The checks that every copy engine (`dataplane.engines.CopyEngine`) must pass.
 
-Each check makes a `Rig` (a copy engine under test, an arena, and memories of a vLLM engine to copy
-from and to), and compares the copied bytes with numpy arrays.
+Each check makes a `Rig`: a copy engine under test, an arena, and memories of a vLLM engine as the
+other side of copies. It compares the copied bytes with numpy arrays.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from hotkv_server.dataplane.plan import CopyPlan, Region
 
 Bytes = NDArray[np.uint8]
 WAIT_S = 60.0
-"""Longest wait for the end of jobs; then a check fails."""
+"""Longest wait for the end of jobs, in seconds. After it the check fails."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Rig:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""Returns a context manager that makes a rig, and closes its copy engine at the end, even if the
-check has closed it already."""
+"""A function that returns a context manager. The context manager makes a rig, and closes the rig's
+copy engine at the end, even if the check has already closed it."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Ends:
         gate: Gate | None = None,
         then: Callable[[], None] = lambda: None,
     ) -> CopyJob:
-        """Returns a copy job. At its end, `then` is called and the outcome is recorded under
+        """Makes a copy job. When it ends, `then` is called and the outcome is recorded under
         `name`."""
         assert name not in self.outcomes
         self.outcomes[name] = []
@@ -72,8 +72,8 @@ class Ends:
         return CopyJob(plans, on_done, gate)
 
     def wait(self, *names: str) -> None:
-        """Waits until the jobs with these names have ended; without names, all jobs. Raises
-        AssertionError if a job has not ended after WAIT_S."""
+        """Waits until the jobs with these names have ended; without names, until all jobs have
+        ended. Raises AssertionError if a job has not ended after WAIT_S."""
         with self._changed:
             wanted = names or tuple(self.outcomes)
             ended = self._changed.wait_for(
@@ -103,11 +103,11 @@ def random_bytes(rng: np.random.Generator, region: Region) -> Bytes:
 def random_runs(
     rng: np.random.Generator, spaces: tuple[int, ...], num_runs: int, page_bytes: int
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Returns random byte ranges (runs) that don't overlap: for each space (memory) the offset of
-    each run, int64 [runs]; and the size of each run, int64 [runs].
+    """Makes random runs (byte ranges) that don't overlap. Returns for each space (memory) the
+    offset of each run, int64 [runs]; then the size of each run, int64 [runs].
 
     spaces: sizes of the spaces in bytes.
-    page_bytes: size of all runs, at aligned offsets; 0: sizes and offsets are random.
+    page_bytes: size of all runs, which then have aligned offsets; 0: sizes and offsets are random.
     """
     room = min(spaces)
     if page_bytes:
@@ -172,7 +172,7 @@ def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
 
 
 def check_nothing_to_do(make_rig: MakeRig) -> None:
-    """Checks that jobs without plans, without runs (byte ranges) or without bytes end as done."""
+    """Checks that jobs without plans, without runs (byte ranges) or without bytes end as DONE."""
     with make_rig() as rig:
         nothing, zero = np.empty(0, np.int64), np.zeros(3, np.int64)
         ends = Ends()
@@ -194,15 +194,15 @@ def check_nothing_to_do(make_rig: MakeRig) -> None:
 
 
 def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
-    """Returns a plan for all bytes that both sides have, in pages in reversed order, so that no two
-    byte ranges are merged."""
+    """Makes a plan that copies all bytes that both sides have. It copies pages in reversed order,
+    so that no two byte ranges are merged."""
     pages = np.arange(min(dst.num_bytes, src.num_bytes) // page_bytes, dtype=np.int64) * page_bytes
     return CopyPlan(dst, src, pages, pages[::-1].copy(), np.full(len(pages), page_bytes, np.int64))
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that a job that is cancelled before it begins moves no bytes; and that jobs cancelled
-    later end once and leave memory alone after their end."""
+    """Checks that a job that is cancelled before it begins moves no bytes. Also checks that a job
+    that is cancelled later ends once, and does not touch memory after its end."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         ends = Ends()
@@ -214,8 +214,8 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
         rig.engine.submit(job)
         ends.wait()
         assert ends["never begun"] is Outcome.CANCELLED and np.array_equal(rig.read(memory), before)
-        # Bytes that are written over the target at a job's end must still be there when all others,
-        # which only read it, have ended.
+        # At the end of a job the test overwrites the job's target. These bytes must still be there
+        # when all other jobs, which only read them, have ended.
         share = memory.num_bytes // 8
         marks: list[tuple[Region, Bytes]] = []
         jobs = []
@@ -246,7 +246,7 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_failure(make_rig: MakeRig) -> None:
-    """Checks that a failed copy fails only its job, with a message."""
+    """Checks that a failed copy fails only its own job, with a message."""
     with make_rig() as rig:
         ends = Ends()
         memory = rig.memories[0]
@@ -262,7 +262,7 @@ def check_failure(make_rig: MakeRig) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Checks that closing waits for all jobs."""
+    """Checks that `close` waits for all jobs."""
     with make_rig() as rig:
         ends = Ends()
         for number in range(20):
@@ -287,8 +287,8 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_times(make_rig: MakeRig) -> None:
-    """Checks that jobs report their wait, except jobs that never began, and that an engine counts
-    as busy only while it copies."""
+    """Checks that jobs report how long they waited, except jobs that never began. Also checks that
+    an engine counts as busy only while it copies."""
     with make_rig() as rig:
         ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
         assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1

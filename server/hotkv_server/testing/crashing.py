@@ -4,12 +4,12 @@ after a kill). Each server starts within milliseconds.
 `python -m hotkv_server.testing.crashing` loads the server's modules once. For each line of standard
 input it forks a child that runs a server. A line is a JSON object `{"flags": [...], "point":
 "publish", "when": "during", "pass": 3, "delay_us": 120, "log": "/path"}`; if `point` is null, the
-child does not kill itself. The program writes `started PID`, and `ended PID STATUS` when a child
-has ended. If the program dies, the kernel kills its children.
+child does not kill itself. The program writes `started PID`, and when a child has ended, `ended PID
+STATUS`. If the program dies, the kernel kills its children.
 
 A point is a function of the server (`POINTS`). The child kills itself (SIGKILL) before or after the
-function's n-th call (`pass`), or `delay_us` microseconds after this call began. The kill may come
-in the middle of a compiled kernel, because kernels release the GIL.
+n-th call of the function (`pass`), or `delay_us` microseconds after this call has begun. The kill
+may hit the middle of a compiled kernel, because kernels release the GIL.
 """
 
 import contextlib
@@ -52,15 +52,18 @@ POINTS = {
     "use": "hotkv_server.memory.arena:NodeMemory.save_use",
     "verify": "hotkv_server.integrity.verifier:Verifier.settle",
 }
-"""Functions at which a server may be killed, by name of the point: in stores, loads, evictions,
-rebalancing and restarts."""
+"""Functions at which a server may kill itself, by name of the point. They belong to stores, loads,
+evictions, rebalancing and restarts."""
 MOMENTS = ("before", "during", "after")
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """When a server kills itself: `before` or `after` the `nth` call of a point, or `during` it,
-    which is `delay_us` microseconds after the call began."""
+    """The time at which a server kills itself.
+
+    when: `before` or `after` the `nth` call of the point, or `during` it.
+    delay_us: with `during`, microseconds after the call has begun.
+    """
 
     point: str
     when: str
@@ -83,8 +86,8 @@ def _die_later(delay_us: int) -> None:
 
 
 def arm(crash: Crash) -> None:
-    """Patches the point's function so that the process kills itself as `crash` says. Raises
-    KeyError for an unknown point."""
+    """Patches the function of a point so that the process kills itself at the time that `crash`
+    gives. Raises KeyError for an unknown point."""
     module_name, _, path = POINTS[crash.point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -148,7 +151,7 @@ def _preload() -> None:
 
 
 def main() -> int:
-    """Reads orders until standard input ends, then kills its children."""
+    """Executes the orders from standard input until it ends, then kills the children."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     _preload()
     children: set[int] = set()

@@ -6,10 +6,10 @@ different streams has no order. The host can't access device memory. A call that
 raises DeviceError. If CUDA would crash at an access, the device is lost: every later call on it
 raises.
 
-A seed determines the order of streams, their delays, and the parts in which copies move bytes. A
-thread runs the streams; in a runtime without a thread, the test runs them by calling `run`. In such
-a runtime, a call that waits for the device also runs the streams if it is made on the thread that
-made the runtime; on other threads the call waits for that thread.
+A seed determines the order of streams, their delays, and the parts in which copies move bytes.
+Usually a thread runs the streams. In a runtime without a thread, the test runs the streams by
+calling `run`. If a call then waits for the device, it runs the streams itself, provided that it is
+made on the thread that made the runtime; on other threads it waits for that thread.
 """
 
 import contextlib
@@ -44,29 +44,30 @@ from hotkv_server.testing.device_memory import (
 )
 
 # ------------------------------------------------------------------------------------------- Copies
-# Checks copies when they are submitted, and executes them in steps when the stream reaches them.
+# Copies of the simulated devices. A copy is checked when it is submitted, and is executed in steps
+# when its stream reaches it.
 #
 # Always true: a copy looks up its address ranges again when it runs. If a memory was freed in the
 # meantime, the device is lost, as with CUDA.
 
 Work = Iterator[bool]
-"""Work of a stream, as an iterator that executes it in steps. It yields True after a step, and
-False if it can't continue yet (it waits for an event)."""
+"""The work of a stream, as an iterator that executes it in steps. It yields True after a step, and
+False if it can't continue yet because it waits for an event."""
 Copy = tuple[int, int, int]
 """A copy: address of the destination, address of the source, number of bytes."""
 
 
 class DeviceCopies:
     """Checks and executes copies of the simulated devices. The caller must hold the runtime's lock,
-    also while the returned work runs."""
+    also when it runs the returned work."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
         self._ranges = ranges
         self._dice = dice
 
     def check(self, device: int, copies: list[Copy], what: str, *, may_be_pageable: bool) -> bool:
-        """Returns True if any of the copies' ranges is in host memory that is not registered.
-        Raises DeviceError if CUDA's call would fail."""
+        """Checks the copies of a call. Raises DeviceError if CUDA's call would fail. Returns True
+        if a range of a copy is in host memory that is not registered."""
         pageable = False
         for dst, src, count in copies:
             (_, to), (_, from_) = (
@@ -113,7 +114,7 @@ class DeviceCopies:
                 yield True
 
     def move_by_table(self, device: int, table: int, num_copies: int, max_bytes: int) -> Work:
-        """Returns work that copies as the copy kernel does: the work reads the copies from int64
+        """Returns work that copies as the copy kernel does. The work reads the copies from int64
         [3, num_copies] at the address `table`, and makes them in any order."""
         real = self._ranges.kernel_range(device, table, 24 * num_copies, writes=False)
         rows = bytes_at(real, 24 * num_copies).view(np.int64).reshape(3, num_copies).copy()
@@ -134,7 +135,7 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Returns the copy with the addresses at which its bytes really are in this process."""
+        """Returns the copy with the addresses in this process at which its bytes are."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),
@@ -146,15 +147,15 @@ class DeviceCopies:
 
 
 # ------------------------------------------------------------------------------- Streams and events
-# Runs streams late and in a random order, and makes calls fail on demand.
+# Streams of the simulated devices. They run late and in a random order, and calls fail on demand.
 #
-# Always true: the work of different streams has no order. A lost device does no more work, and
-# every later call on it raises. `changed` is the runtime's only lock, and is notified at every
+# Always true: the work of different streams has no order. A lost device does no further work, and
+# every later call on it raises. `changed` is the only lock of the runtime, and is notified at every
 # change.
 
 POLL_S = 50e-6
 COPIES = "copies"
-"""As the argument `method` of `fail_call`, stands for all methods that copy."""
+"""A value for the argument `method` of `fail_call`: all methods that copy."""
 
 
 class FakeStream:
@@ -174,11 +175,11 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Implements `Event`. The counters of an event that another process made (`opened`) are in
-    shared memory.
+    """Implements `Event`. If another process made the event (`opened`), its counters are in shared
+    memory.
 
-    counters: how often the event was recorded, and the number of the latest record that the device
-        has passed.
+    counters: how many times the event was recorded, and the number of the latest record that the
+        device has passed.
     """
 
     def __init__(self, device: int, address: int = 0) -> None:
@@ -209,8 +210,8 @@ def fake(event: Event) -> FakeEvent:
 
 
 class Streams:
-    """Holds the streams of all devices. A thread runs their work; without a thread, the test runs
-    it by calling `run`."""
+    """The streams of all devices. A thread runs their work; without a thread, the test runs it by
+    calling `run`."""
 
     def __init__(
         self, dice: random.Random, num_devices: int, *, threaded: bool, max_delay_s: float
@@ -243,19 +244,21 @@ class Streams:
         return self._streams[-1]
 
     def give(self, stream: Stream, work: Work) -> None:
-        """Puts work at the end of a stream."""
+        """Appends work to a stream."""
         assert isinstance(stream, FakeStream)
         stream.work.append(work)
         self.changed.notify_all()
 
     def is_idle(self, device: int) -> bool:
-        """Returns True if the device's streams are empty."""
+        """Returns True if no stream of the device has work."""
         return not any(stream.work for stream in self._streams if stream.device == device)
 
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
-        """Waits until `reached`, or until the device is lost. In a runtime without a thread, the
-        thread that made the runtime runs the streams while it waits; other threads wait for that
-        thread."""
+        """Waits until `reached` returns True, or until the device is lost.
+
+        In a runtime without a thread, the thread that made the runtime runs the streams while it
+        waits. Other threads wait for that thread.
+        """
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:
             while not reached() and device not in self.lost and not self._closed:
@@ -275,7 +278,7 @@ class Streams:
     # Running
 
     def run(self, num_steps: int) -> int:
-        """Does up to `num_steps` steps. Returns how many could be done."""
+        """Executes up to `num_steps` steps of the streams. Returns the number of executed steps."""
         done = 0
         with self.changed:
             while done < num_steps and self._step():
@@ -296,7 +299,7 @@ class Streams:
                 time.sleep(self._dice.random() * self._max_delay_s)
 
     def _step(self) -> bool:
-        """Does a step of a random stream. Returns False if no stream can go on."""
+        """Executes a step of a random stream. Returns False if no stream can continue."""
         return any(
             stream.work and self._advance(stream)
             for stream in self._dice.sample(self._streams, len(self._streams))
@@ -326,7 +329,8 @@ class Streams:
     # Faults on demand
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Loses the device: the work of its streams stops."""
+        """Makes the device lost: the work of its streams stops, and every later call on it
+        raises."""
         with self.changed:
             self.lost.setdefault(device, why)
             for stream in self._streams:
@@ -335,17 +339,21 @@ class Streams:
             self.changed.notify_all()
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Loses the device in the middle of the `num_steps`-th following step of its streams."""
+        """Makes the device lost in the middle of the `num_steps`-th following step of its
+        streams."""
         with self.changed:
             self._steps_to_loss[device] = num_steps
 
     def fail_call(self, method: str, nth: int) -> None:
-        """Makes the nth following call of the method fail. COPIES: of all methods that copy."""
+        """Makes the nth following call of a method fail.
+
+        method: name of the method; COPIES: all methods that copy.
+        """
         with self.changed:
             self._failing.setdefault(method, []).append(nth)
 
     def enter(self, method: str, device: int) -> None:
-        """Counts a call. Raises DeviceError if it must fail."""
+        """Counts a call of a method. Raises DeviceError if the call must fail."""
         if device != HOST and not 0 <= device < self._num_devices:
             raise DeviceError(f"fake device: {method}: invalid device ordinal {device}")
         if device in self.lost:
@@ -364,8 +372,10 @@ __all__ = ["COPIES", "FakeEvent", "FakeRuntime", "FakeStream"]
 
 
 class FakeRuntime:
-    """Implements `DeviceRuntime` (see the module). `max_delay_s`: longest pause of the thread
-    between two steps."""
+    """Implements `DeviceRuntime` (see the module).
+
+    max_delay_s: longest pause of the thread between two steps.
+    """
 
     def __init__(
         self,
@@ -389,21 +399,26 @@ class FakeRuntime:
     # For tests
 
     def run(self, num_steps: int) -> int:
-        """Does up to `num_steps` steps of random streams. Returns how many could be done. For
-        runtimes without a thread."""
+        """Executes up to `num_steps` steps of random streams. Returns the number of executed steps.
+        For runtimes without a thread."""
         return self._streams.run(num_steps)
 
     def lose(self, device: int, why: str = "an illegal memory access was encountered") -> None:
-        """Loses the device: the work of its streams stops."""
+        """Makes the device lost: the work of its streams stops, and every later call on it
+        raises."""
         self._streams.lose(device, why)
 
     def lose_after(self, device: int, num_steps: int) -> None:
-        """Loses the device in the middle of the `num_steps`-th following step of its streams."""
+        """Makes the device lost in the middle of the `num_steps`-th following step of its
+        streams."""
         self._streams.lose_after(device, num_steps)
 
     def fail_call(self, method: str, nth: int = 1) -> None:
-        """Makes the nth following call of the method fail without losing the device. COPIES: of all
-        methods that copy. A batch that fails has copied some of its bytes."""
+        """Makes the nth following call of a method fail; the device is not lost. A batch of copies
+        that fails has copied some of its bytes.
+
+        method: name of the method; COPIES: all methods that copy.
+        """
         self._streams.fail_call(method, nth)
 
     def peek(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -412,13 +427,14 @@ class FakeRuntime:
             return bytes_at(self._ranges.shadow_of(address, num_bytes), num_bytes).copy()
 
     def poke(self, address: int, data: NDArray[np.uint8]) -> None:
-        """Writes device memory at once."""
+        """Writes to device memory at once, without waiting for streams."""
         with self._changed:
             target = bytes_at(self._ranges.shadow_of(address, data.nbytes), data.nbytes)
             target[:] = data.reshape(-1).view(np.uint8)
 
     def held(self) -> dict[str, int]:
-        """Returns how many allocated, pinned, registered and opened memories are not freed."""
+        """Returns the number of memories that are not freed, by kind: allocated, pinned, registered
+        or opened."""
         with self._changed:
             return self._ranges.held()
 
@@ -430,7 +446,7 @@ class FakeRuntime:
 
     @contextlib.contextmanager
     def _call(self, method: str, device: int = HOST) -> Iterator[None]:
-        """Makes a call under the lock. Raises DeviceError if the call must fail."""
+        """Holds the lock during a call of the runtime. Raises DeviceError if the call must fail."""
         with self._changed:
             self._streams.enter(method, device)
             yield

@@ -17,9 +17,9 @@ from hotkv_server.device.runtime import HOST, DeviceError, Extent
 
 # -------------------------------------------------------------------------------- Between processes
 # An allocation is a memfd. Its handle has 64 bytes, as in CUDA; a process with the handle maps the
-# memfd through /proc/<pid>/fd. So a dead engine's memory is visible as `memfd:hotkv-device` in
-# /proc/<pid>/maps of the processes that still map it. An event is a memfd with two counters: how
-# often it was recorded, and the last record that the device has passed.
+# memfd through /proc/<pid>/fd. So a test can see whether a process still maps the memory of a dead
+# engine: as `memfd:hotkv-device` in /proc/<pid>/maps. An event is a memfd with two counters: how
+# many times it was recorded, and the last record that the device has passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
 EVENT_BYTES = 16
@@ -47,13 +47,15 @@ def uuid_of(device: int) -> bytes:
 
 
 def map_pages(num_bytes: int, fd: int = -1) -> int:
-    """Returns the address of a new mapping: of the file, or of zeros. Raises DeviceError."""
+    """Makes a mapping of a file, or of zeros without a file, and returns its address. Raises
+    DeviceError."""
     flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return _map(num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def reserve_pages(num_bytes: int) -> int:
-    """Reserves an address range that is used only here and that the host can't touch."""
+    """Reserves a range of addresses that is used nowhere else and that the host can't access.
+    Returns its start."""
     return _map(num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
 
 
@@ -80,9 +82,9 @@ def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class FakeHandle:
-    """The content of a handle (64 bytes), by which another process opens an allocation or event.
+    """The content of a handle (64 bytes), by which another process opens an allocation or an event.
 
-    kind: name of the memfd, which tells an allocation from an event.
+    kind: name of the memfd, which distinguishes allocations from events.
     pid, fd: process that owns the memfd, and its descriptor there.
     inode: inode of the memfd, to detect that the descriptor was closed and reused.
     """
@@ -102,8 +104,8 @@ class FakeHandle:
 
     @staticmethod
     def parse(raw: bytes, kind: str) -> "FakeHandle":
-        """Parses the bytes of a handle. Raises DeviceError unless they are a valid handle of the
-        kind `kind` (memory or event)."""
+        """Parses the bytes of a handle. Raises DeviceError unless they are a valid handle of this
+        kind (memory or event)."""
         if (
             len(raw) != _FORMAT.size
             or zlib.crc32(raw[:-4]) != int.from_bytes(raw[-4:], "little")
@@ -142,7 +144,8 @@ class _Shared:
         ).pack()
 
     def close(self) -> None:
-        """Unmaps and closes the memfd. Other processes that have mapped it keep its bytes."""
+        """Unmaps and closes the memfd. Other processes that have mapped it can still read its
+        bytes."""
         if self._fd >= 0:
             unmap_pages(self.address, self.num_bytes)
             os.close(self._fd)
@@ -150,8 +153,10 @@ class _Shared:
 
 
 class FakeAllocation:
-    """Simulates device memory of an engine. handle, device_uuid: the engine sends both to the
-    server, which opens the memory with them."""
+    """Simulates device memory of an engine.
+
+    handle, device_uuid: the engine sends both to the server, which opens the memory by them.
+    """
 
     def __init__(self, num_bytes: int, device: int = 0) -> None:
         self.num_bytes, self.device, self.device_uuid = num_bytes, device, uuid_of(device)
@@ -167,7 +172,7 @@ class FakeAllocation:
         return bytes_at(self._memory.address, self.num_bytes)
 
     def words(self) -> NDArray[np.uint32]:
-        """Returns the allocation's bytes as flag words."""
+        """Returns the allocation's bytes as flag words, uint32."""
         return self.array()[: self.num_bytes // 4 * 4].view(np.uint32)
 
     def close(self) -> None:
@@ -197,12 +202,13 @@ class FakeIpcEvent:
 
 
 # -------------------------------------------------------------------------------- What streams know
-# Records the address ranges that streams may copy, and where the bytes of each range really are.
+# The address ranges that streams may copy, and the places in this process where their bytes are.
 #
-# Always true: device memory has addresses without pages, so the host can't touch it. A range is
-# refused as CUDA refuses it, or loses the device as a kernel would, if it leaves its allocation,
-# crosses registrations, was freed or closed, or belongs to another device. Freed addresses stay
-# reserved. The caller holds the runtime's lock.
+# Always true: the addresses of device memory have no pages, so the host can't access it. A range is
+# invalid if it leaves its allocation, crosses registrations, was freed or closed, or belongs to
+# another device. A call with an invalid range raises as CUDA's call would; a kernel that accesses
+# an invalid range loses the device. Freed addresses stay reserved. The caller holds the runtime's
+# lock.
 
 
 @dataclass(slots=True, eq=False)
@@ -210,8 +216,8 @@ class KnownMemory:
     """A memory that streams may copy.
 
     start, end: the memory's range of addresses.
-    shadow: address in this process at which the bytes of the range really are. For device memory
-        the shadow differs from `start`, which has no pages.
+    shadow: address in this process at which the bytes of the range are. For device memory it
+        differs from `start`, because the addresses from `start` on have no pages.
     device: number of the memory's device; HOST for registered host memory.
     """
 
@@ -226,14 +232,14 @@ class KnownMemory:
 
     @property
     def kind(self) -> str:
-        """How the memory was made: allocated, opened, pinned or registered."""
+        """Returns how the memory was made: allocated, opened, pinned or registered."""
         if self.device != HOST:
             return "opened" if self.handle else "allocated"
         return "pinned" if self.mapped_bytes else "registered"
 
 
 class Ranges:
-    """All memories that streams know. `version` increases with every change."""
+    """All memories that streams may copy. `version` increases with every change."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -255,19 +261,19 @@ class Ranges:
     # Allocating and freeing
 
     def allocate(self, device: int, num_bytes: int) -> int:
-        """Returns the address of new device memory."""
+        """Allocates device memory and returns its address."""
         return self._keep_device(device, num_bytes, map_pages(num_bytes), b"")
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Returns the address of new registered host memory."""
+        """Allocates registered host memory and returns its address."""
         start = map_pages(num_bytes)
         return self._keep(
             KnownMemory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes)
         )
 
     def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
-        """Registers host memory. Raises DeviceError unless the memory is whole pages that are not
-        registered yet."""
+        """Registers host memory. Raises DeviceError if the memory is not whole pages, or if a part
+        of it is already registered."""
         if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
             raise DeviceError(
                 f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are "
@@ -280,8 +286,8 @@ class Ranges:
         self._keep(KnownMemory(address, address + num_bytes, address, HOST, read_only))
 
     def open(self, device: int, handle: bytes) -> int:
-        """Returns the address of another process's allocation. Opening again returns the same
-        address."""
+        """Opens an allocation of another process and returns its address. Opening it again returns
+        the same address."""
         for memory in self._memories:
             if memory.handle == handle and memory.device == device:
                 memory.num_opened += 1
@@ -295,14 +301,16 @@ class Ranges:
         return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
 
     def close(self, device: int, address: int) -> None:
-        """Closes an opened allocation once."""
+        """Closes an opened allocation. The memory is dropped once it was closed as many times as it
+        was opened."""
         memory = self.find("close_memory", address, device, "opened")
         memory.num_opened -= 1
         if not memory.num_opened:
             self.drop(memory)
 
     def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
-        """Returns the memory of this kind that begins there. Raises DeviceError."""
+        """Returns the memory of this kind that begins at `address`. Raises DeviceError if there is
+        none."""
         for memory in self._memories:
             if (memory.start, memory.device, memory.kind) == (address, device, kind):
                 return memory
@@ -316,7 +324,7 @@ class Ranges:
         self._memories.remove(memory)
         if memory.device != HOST:
             unmap_pages(memory.shadow, memory.mapped_bytes)
-            # Its addresses stay reserved, so that they are not reused.
+            # The addresses stay reserved, so that they are not reused.
             self._graves.append((memory.start, memory.end))
         elif memory.mapped_bytes:
             unmap_pages(memory.shadow, memory.mapped_bytes)
@@ -348,7 +356,8 @@ class Ranges:
     # Resolving addresses
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the device allocation in which the address lies. Raises DeviceError."""
+        """Returns the device allocation that contains `address`. Raises DeviceError if there is
+        none."""
         for memory in self._memories:
             if memory.device != HOST and memory.start <= address < memory.end:
                 return Extent(memory.start, memory.end - memory.start, memory.device)
@@ -357,8 +366,8 @@ class Ranges:
         )
 
     def shadow_of(self, address: int, num_bytes: int) -> int:
-        """Returns the address at which the bytes of a range really lie. Raises ValueError unless a
-        single memory covers the range."""
+        """Returns the address in this process at which the bytes of a range are. Raises ValueError
+        unless a single memory contains the range."""
         found = self._overlapping(address, address + num_bytes)
         if not found or not (found[0].start <= address and address + num_bytes <= found[0].end):
             raise ValueError(f"no memory of a device at {address:#x}")
@@ -367,8 +376,9 @@ class Ranges:
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
     ) -> tuple[int, KnownMemory | None]:
-        """Returns the address at which the bytes of a range really lie, and their memory; None for
-        memory that is not registered. Raises DeviceError as a copy would."""
+        """Returns the address in this process at which the bytes of a range are, and their memory;
+        None for memory that is not registered. Raises DeviceError if a copy of the range would
+        fail."""
         end = start + num_bytes
         found = self._overlapping(start, end)
         problem = ""
@@ -390,10 +400,11 @@ class Ranges:
         return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
 
     def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
-        """Returns the address at which the bytes of a range really lie. If a kernel could not
-        access the range, loses the device and raises DeviceError."""
+        """Returns the address in this process at which the bytes of a range are. If a kernel could
+        not access the range, loses the device and raises DeviceError."""
         found, end = self._overlapping(start, start + num_bytes), start + num_bytes
-        # A kernel sees adjoining registrations as a single range: they have the host's addresses.
+        # A kernel sees adjoining registrations as a single range, because they have the host's
+        # addresses.
         covered = (
             found
             and found[0].start <= start

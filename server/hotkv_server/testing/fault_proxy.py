@@ -1,8 +1,8 @@
-"""Runs a proxy between a client and a server that delays, holds, cuts off or changes bytes.
+"""Runs a proxy between a client and a server. The proxy delays, holds, cuts off or changes bytes.
 
-Always true: bytes pass in order: from the client through `on_command`, from the server through
-`on_reply`. A test may replace these two functions at any time. If a function raises OSError, the
-connection ends.
+Always true: bytes pass in order. Bytes from the client pass through `on_command`, bytes from the
+server through `on_reply`. A test may replace these two functions at any time. If a function raises
+OSError, the connection ends.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator
 
 PIECE_BYTES = 1 << 16
 Fault = Callable[[bytes], Iterator[bytes]]
-"""Function that receives bytes and yields the bytes to pass on; it may wait before it yields. It
+"""A function that receives bytes and yields the bytes to forward. It may wait before it yields, and
 raises OSError to end the connection."""
 
 
 def nothing(piece: bytes) -> Iterator[bytes]:
-    """Passes bytes unchanged (no fault)."""
+    """Forwards bytes unchanged (no fault)."""
     yield piece
 
 
 def delayed(delay_s: float) -> Fault:
-    """Returns a fault that passes each piece `delay_s` later."""
+    """Returns a fault that forwards each piece `delay_s` later."""
 
     def fault(piece: bytes) -> Iterator[bytes]:
         time.sleep(delay_s)
@@ -35,7 +35,7 @@ def delayed(delay_s: float) -> Fault:
 
 
 def throttled(bytes_per_s: float) -> Fault:
-    """Returns a fault that limits the rate of all connections that share it."""
+    """Returns a fault that limits the rate of bytes. All connections that use it share the rate."""
     lock = threading.Lock()
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -50,7 +50,7 @@ def throttled(bytes_per_s: float) -> Fault:
 
 
 def cut_after(num_bytes: int) -> Fault:
-    """Returns a fault that passes `num_bytes` and then ends the connection."""
+    """Returns a fault that forwards `num_bytes` and then ends the connection."""
     left = num_bytes
 
     def fault(piece: bytes) -> Iterator[bytes]:
@@ -80,8 +80,8 @@ def changed_at(at: int, garbage: bytes) -> Fault:
 
 
 class Dam:
-    """A fault that holds all bytes after the first `num_bytes` until `opened` is set. Sets
-    `is_full` once it holds bytes."""
+    """A fault that forwards the first `num_bytes`, and holds all later bytes until `opened` is set.
+    Sets `is_full` once it holds bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()
@@ -120,12 +120,12 @@ class FaultProxy:
 
     @property
     def num_connections(self) -> int:
-        """Number of accepted connections."""
+        """Returns the number of accepted connections."""
         return len(self._pairs)
 
     def close(self) -> None:
         """Stops listening and ends all connections."""
-        # Closing it alone would not wake the thread that accepts.
+        # `close` alone would not wake the thread that accepts connections.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -161,7 +161,7 @@ class FaultProxy:
             if end.family == socket.AF_INET:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pairs.append((client, server))
-        # One thread at a time may be in an SSL object.
+        # Only one thread at a time may use an SSL object.
         lock = threading.Lock()
         commands = threading.Thread(
             target=self._pump,

@@ -1,6 +1,6 @@
 """Runs the real server with one fault, for tests in other processes.
 
-`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` calls the function
+`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` first calls the function
 `KINDS[KIND]` with the arguments, which patches the server's code. Then it does the same as
 `hotkv-server run FLAGS...`. Most faults begin when a file appears, so that the test chooses the
 time.
@@ -99,11 +99,12 @@ CALLS = {
 
 def hang_disk(folder: str, signs: str) -> None:
     """Makes file calls hang: while a file `signs`/CALL exists, each call of this kind (a name in
-    CALLS) on a file below `folder` hangs, on any thread. When a call hangs, the file
-    `signs`/CALL.met is made.
+    CALLS) on a file below `folder` hangs, on any thread. When a call begins to hang, the file
+    `signs`/CALL.met is created.
 
-    So that tests take only seconds, the server's timer also saves times of use every second, Health
-    reports a part as stuck after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
+    To keep tests short, this function also changes some times: the server's timer saves times of
+    use every second, `Health` reports a part as stuck after STALLED_S, and a stop waits
+    CLOSE_WAIT_S for the disk.
     """
     persistence.USE_PARTS = 5
     lower.CLOSE_WAIT_S = CLOSE_WAIT_S
@@ -136,7 +137,8 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a kernel that moves blocks: kernels call the C library, not `os`."""
+        """Wraps a function that moves blocks by kernels. Kernels call the C library, so patching
+        `os` does not affect them."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)
@@ -157,8 +159,8 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def slow_down(file: str, times: str, wait_s: str) -> None:
-    """While the file exists, makes each copy take `times` as long, and each lookup and lease
-    `wait_s` longer."""
+    """Slows the server down while `file` exists: each copy takes `times` as long, and each lookup
+    and lease takes `wait_s` longer."""
     trigger, copy = Path(file), HostCopyEngine._copy
 
     def slow_copy(self: HostCopyEngine, *arguments: Any, **named: Any) -> None:

@@ -1,8 +1,8 @@
-"""Simulates disk faults for tests: wraps the block I/O of the disk tier and makes chosen blocks
-fail, hang or move only in part.
+"""Simulates disk faults for tests. Wraps the block I/O of the disk tier, and makes chosen blocks
+fail, hang, or move only in part.
 
-Always true: a block without a fault is moved by the wrapped block I/O, so the tested tier uses its
-real file.
+Always true: the wrapped block I/O moves a block that has no fault, so the tested tier uses its real
+file.
 """
 
 import threading
@@ -14,7 +14,7 @@ from hotkv_server.tiers.disk.slab_file import BlockIO
 from hotkv_server.tiers.protocol import Int64s
 
 EVERYWHERE = -1
-"""Key of `reads` and `writes` for the fault of all blocks that have no other fault."""
+"""Key in `reads` and `writes` of the fault for all blocks that have no fault of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Fault:
     """The fault of a block.
 
     code: errno with which the read or write fails; 0: it does not fail.
-    moved_bytes: number of bytes to move, without an error; None: all.
-    hangs: if True, the call first waits for `FaultyDisk.release`.
+    moved_bytes: number of bytes to move, without an error; None: all bytes.
+    hangs: True: the call first waits for `FaultyDisk.release`.
     """
 
     code: int = 0
@@ -65,7 +65,7 @@ class FaultyDisk:
         self.release()
 
     def release(self) -> None:
-        """Lets the blocks that hang now continue. Blocks with a fault that come later hang
+        """Lets the blocks that hang now continue. Later blocks with a fault that hangs will hang
         again."""
         with self._changed:
             self._num_released += 1

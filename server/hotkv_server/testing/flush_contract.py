@@ -1,10 +1,9 @@
-"""The tests about flushes that every tier which nodes share (`SharedTier`) must pass: after the
-answer to a flush, no node finds a block that was stored before the flush.
+"""The checks of flushes that every tier that nodes share (`SharedTier`) must pass: after the answer
+to a flush, no node finds a block that was stored before the flush.
 
 A `Store` makes nodes that share a store. Checks use the key space NAME, which must have no epoch
-(number that each flush raises) at first. Flushes that come during a read are not checked here,
-because they depend on the protocol of the tier's store; the tests of each tier check them with
-`FaultProxy`.
+(number that each flush raises) at first. Flushes during a read are not checked here, because they
+depend on the protocol of the tier's store. The tests of each tier check them with `FaultProxy`.
 """
 
 import contextlib
@@ -23,12 +22,12 @@ T = TypeVar("T")
 NAME = "00ff" * 8
 SPOILED = (b"x", b"-4", b"1.5", b"9" * 30)
 READ_AT = 32
-"""Number of the first slot of the arena that reads fill."""
+"""Number of the first arena slot into which `read` reads blocks."""
 
 Node = Callable[..., "contextlib.AbstractContextManager[Bench]"]
-"""Returns a context manager that makes a node (a tier over the store). Its argument `on_epoch` is
-called with (fingerprint, epoch) if the store has another epoch (number that each flush raises) than
-a call expected."""
+"""A function that returns a context manager, which makes a node (a tier over the store). Its
+argument `on_epoch` is called with (fingerprint, epoch) if a call expects another epoch (number that
+each flush raises) than the store has."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Store:
 
 
 def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """Makes a call that answers by callback, waits, and returns the answer."""
+    """Makes a call that answers by a callback. Waits for the answer and returns it."""
     done, is_done = list[T](), threading.Event()
 
     def on_done(value: T) -> None:
@@ -62,15 +61,15 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
 
 
 def epoch(tier: Any, name: str = NAME) -> int | None:
-    """Returns the epoch (number that each flush raises) of a key space that the tier reads from its
-    store; None if the store does not answer."""
+    """Reads the epoch (number that each flush raises) of a key space from the tier's store. Returns
+    None if the store does not answer."""
     shown: Any = answer(lambda done: tier.epochs([name], time.monotonic() + WAIT_S, done))
     return None if shown is None else shown.epochs.get(name)
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0) -> int | None:
-    """Flushes a key space in the store and returns the new epoch; None if the store does not
-    answer."""
+    """Flushes a key space in the store and returns the new epoch. Returns None if the store does
+    not answer."""
     return answer(lambda done: tier.raise_epoch(name, floor, done))
 
 
@@ -87,20 +86,20 @@ def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:
-    """Writes blocks with the contents number 0, 1, … under these keys."""
+    """Writes blocks under these keys. Their contents are the contents number 0, 1, …."""
     bench.fill(range(len(keys)), range(len(keys)))
     codes, _ = bench.answer(blocks_of(keys, 0, {}))
     assert (codes == Write.STORED).all(), codes.tolist()
 
 
 def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Reads into the slots from READ_AT on. Returns the codes."""
+    """Reads blocks into the slots from READ_AT on. Returns the `Read` code of each block."""
     blocks, until_s = blocks_of(keys, READ_AT, epochs), time.monotonic() + WAIT_S
     return answer(lambda done: tier.read(blocks, until_s, lambda codes: done(codes.tolist())))
 
 
 def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Asks for blocks. Returns the codes."""
+    """Asks the tier whether it has these blocks. Returns the `Read` code of each block."""
     until_s = time.monotonic() + WAIT_S
     return answer(
         lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), epochs)
@@ -111,7 +110,7 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that all nodes get the same first epoch of a key space, which comes from the clock,
+    """Checks that all nodes get the same first epoch of a key space, that the clock determines it,
     and that each flush raises it."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
@@ -123,15 +122,15 @@ def check_epochs(store: Store) -> None:
         known = third + (1 << 40)
         above = flush(one.tier, floor=known)
         assert above and above > known and epoch(other.tier) == above
-        # A flush also makes an epoch if the key space has none.
+        # If the key space has no epoch, a flush makes one.
         store.lose()
         raised = flush(one.tier)
         assert raised and raised > third and epoch(other.tier) == raised
 
 
 def check_races(store: Store) -> None:
-    """Checks that nodes which make the first epoch at the same time get the same epoch, and that
-    each of several simultaneous flushes raises the epoch."""
+    """Checks that nodes that make the first epoch at the same time get the same epoch. Also checks
+    that each of several simultaneous flushes raises the epoch."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -141,14 +140,14 @@ def check_races(store: Store) -> None:
         with _many() as (begin, raised):
             for tier in tiers * 4:
                 tier.raise_epoch(NAME, 0, begin())
-        # Each flush made another epoch, so all epochs differ.
+        # Each flush made a new epoch, so all epochs differ.
         assert len({first, *raised}) == 9
         assert epoch(one.tier) == epoch(other.tier) == max(raised)
 
 
 def check_reads(store: Store) -> None:
-    """Checks that blocks are found only in their epoch, and that a node learns of a flush with its
-    next call."""
+    """Checks that blocks are found only in their epoch, and that a node notices a flush at its next
+    call."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -163,7 +162,7 @@ def check_reads(store: Store) -> None:
         for at in range(3):
             assert np.array_equal(other.slot(READ_AT + at), content(at))
         assert probe(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
-        # Epochs of other key spaces do not count.
+        # A flush of another key space has no effect.
         assert flush(one.tier, "ee" * 16)
         assert read(other.tier, keys, {NAME: now}) == [Read.FOUND] * 3
         assert read(other.tier, keys, {NAME: now, "ee" * 16: now}) == [Read.ABSENT] * 3
@@ -201,7 +200,7 @@ def check_lost(store: Store) -> None:
             store.spoil(value)  # type: ignore[misc]
             assert read(other.tier, keys, {NAME: now}) == [Read.FAILED] * 2, value
             assert epoch(one.tier) is None, value
-            # Other key spaces go on.
+            # Other key spaces are not affected.
             assert read(other.tier, keys, {}) == [Read.FOUND] * 2, value
         store.lose()
 
@@ -222,8 +221,8 @@ def check_flushes(store: Store) -> None:
 
 @contextlib.contextmanager
 def _many() -> "Any":
-    """Yields a function that makes callbacks, and the list of their arguments. Ends when all
-    callbacks have been called."""
+    """Yields a function that makes callbacks, and the list of the callbacks' arguments. At its end
+    waits until all callbacks have been called."""
     changed, answers, num_begun = threading.Condition(), list[Any](), [0]
 
     def on_done(value: Any) -> None:

@@ -1,8 +1,8 @@
-"""Implements a tier in the memory of the test's process, with chosen faults: it can fail, hang,
+"""Implements a tier in the memory of the test's process, with faults on demand: it can fail, hang,
 refuse writes, and lose or damage blocks.
 
 The blocks are in a `MemoryStore`, which stays after the tier is closed, as a disk stays after a
-server has ended. Several tiers with the same store act as the nodes that share it.
+server has ended. Several tiers with the same store act as nodes that share the store.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from hotkv_server.tiers.seals import seal
 
 @dataclass
 class Faults:
-    """The faults of a tier; a test changes them at any time.
+    """The faults of a tier. A test may change them at any time.
 
     problem: text that `Tier.problem` returns; empty: no problem.
     is_hung: True: calls are accepted but don't end.
@@ -62,15 +62,14 @@ class Faults:
 
 @dataclass
 class MemoryStore:
-    """The stored blocks and epochs (numbers that flushes raise), which tiers over the same store
-    share.
+    """The stored blocks and epochs (numbers that flushes raise). Several tiers may share them.
 
-    places: if True, the cache core chooses the storage offset (place) of each block, as for the
-        disk tier.
+    places: True: the cache core chooses the storage offset (place) of each block, as for the disk
+        tier.
     content: bytes and seal (check value) of each block, by key; by place if `places` is set.
     epochs: epoch of each key space, by fingerprint.
-    restored_below: epochs below this number may date from before a flush, because the store has
-        just restarted; 0: no such restart.
+    restored_below: if the store has just restarted, epochs below this number may be from before a
+        flush; 0: no such restart.
     """
 
     places: bool
@@ -81,12 +80,15 @@ class MemoryStore:
 
     @property
     def used_bytes(self) -> int:
-        """Sum of the bytes of all stored blocks."""
+        """Returns the sum of the bytes of all stored blocks."""
         return sum(len(content) for content, _ in self.content.values())
 
     def damage(self, name: bytes | int, at: int = 0) -> None:
-        """Flips a bit of a stored block. name: the block's key, or its place. at: offset of the
-        byte."""
+        """Flips a bit of a stored block.
+
+        name: the block's key, or its place.
+        at: offset of the byte.
+        """
         content, value = self.content[name]
         changed = bytearray(content)
         changed[at] ^= 1
@@ -94,7 +96,7 @@ class MemoryStore:
 
 
 class MemoryTier:
-    """A tier over a `MemoryStore` (see the module). A thread executes the calls in order; with
+    """A tier over a `MemoryStore` (see the module). A thread executes the calls in order. With
     `is_manual`, the test executes them by calling `step`."""
 
     def __init__(
@@ -235,7 +237,7 @@ class MemoryTier:
     def _work(self) -> None:
         while True:
             with self._changed:
-                # A hung tier polls, because healing it sends no notice.
+                # A hung tier polls, because a test that ends the fault does not notify it.
                 while not self._is_closed and (not self._calls or self.faults.is_hung):
                     self._changed.wait(0.01 if self._calls else None)
                 if self._is_closed and (not self._calls or self.faults.is_hung):
@@ -260,7 +262,7 @@ class MemoryTier:
             return Read.FAILED
         found = self._store.content.get(self._name(blocks, at))
         if found is None:
-            # If the core chooses places, it expects a block here.
+            # If the core chooses the places, it expects a block at this place.
             return Read.CORRUPT if self._store.places else Read.ABSENT
         content, sealed = found
         expected = int(blocks.seals[at]) if self._store.places else sealed
@@ -306,14 +308,17 @@ def _all(code: int, count: int) -> Codes:
 
 
 # ----------------------------------------------------------------------------- One that nodes share
-# Several tiers over the same `MemoryStore` act as several nodes.
+# Several tiers over the same `MemoryStore` act as nodes that share the store.
 
 _fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):
     """Implements `SharedTier` (a tier that nodes share, with epochs) over a `MemoryStore`.
-    `on_epoch`: as in `RemoteTier`."""
+
+    on_epoch: called with (fingerprint, epoch) if the store has another epoch than a call expected,
+        as by `RemoteTier`.
+    """
 
     def __init__(
         self,
@@ -370,7 +375,7 @@ class SharedMemoryTier(MemoryTier):
         self._add(do, lambda: on_done(None), 0)
 
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
-        """Wraps `on_done` to check the epochs once all blocks have been read."""
+        """Wraps `on_done` so that the epochs are checked after all blocks have been read."""
 
         def done(codes: Codes) -> None:
             stored = self._store.epochs

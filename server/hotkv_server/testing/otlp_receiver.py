@@ -1,7 +1,7 @@
 """Receives traces in tests: an OTLP collector over HTTP on a free port, with faults on demand.
 
-Always true: `spans` has exactly the spans that were acknowledged with 200, in the order in which
-they came.
+Always true: `spans` has exactly the spans that were acknowledged with status 200, in the order in
+which they arrived.
 """
 
 import gzip
@@ -37,16 +37,16 @@ class ReceivedSpan:
     error: str
 
     def encloses(self, other: "ReceivedSpan") -> bool:
-        """Returns True if the other span begins and ends within this span's time."""
+        """Returns True if the other span begins and ends within the time of this span."""
         return self.began_ns <= other.began_ns and other.ended_ns <= self.ended_ns
 
 
 class OtlpReceiver:
-    """Receives spans (see the module). Use in a `with` block.
+    """Receives spans (see the module). Use it in a `with` block.
 
     status: HTTP status of answers; spans are recorded only if it is 200.
     delay_s: wait before each answer.
-    headers: headers of the last request, with names in small letters.
+    headers: headers of the last request, with names in lower case.
     answer, answer_headers: body and headers of each answer.
     """
 
@@ -85,7 +85,7 @@ class OtlpReceiver:
 
     @property
     def url(self) -> str:
-        """The URL of the endpoint, without a path."""
+        """Returns the URL of the endpoint, without a path."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "OtlpReceiver":
@@ -105,7 +105,8 @@ class OtlpReceiver:
     def wait_for(
         self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
     ) -> list[ReceivedSpan]:
-        """Waits until enough spans have come, and returns them. Raises TimeoutError."""
+        """Waits until `is_enough` returns True for the received spans, and returns these spans.
+        Raises TimeoutError."""
         until_s = time.monotonic() + timeout_s
         while not is_enough(spans := list(self.spans)):
             if time.monotonic() > until_s:

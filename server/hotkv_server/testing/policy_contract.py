@@ -1,7 +1,7 @@
 """The checks that every eviction policy must pass.
 
-`PolicyWorld` is a small simulated cache around a policy. It assigns entry numbers as the block
-index does, knows which entries are ready and pinned, and checks each answer of the policy. Call its
+`PolicyWorld` is a small simulated cache with a policy. It assigns entry numbers as the block index
+does, knows which entries are ready and pinned, and checks each answer of the policy. Call its
 methods from a property test, or at random with `check_policy`.
 """
 
@@ -15,12 +15,12 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.protocol import Entries, Keys, Policy
 
 MakePolicy = Callable[[int], Policy]
-"""Makes a policy for entry numbers 1 to the given capacity."""
+"""A function that makes a policy for entry numbers from 1 to the given capacity."""
 
 
 class PolicyWorld:
-    """A simulated cache whose entries arrive, are used and leave. This object passes every event to
-    two policies of the same kind, and checks that both keep the rules and give the same answers."""
+    """A simulated cache whose entries arrive, are used and leave. It notifies two policies of the
+    same kind of every event, and checks that both keep the rules and give the same answers."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -36,7 +36,7 @@ class PolicyWorld:
         self._gone: list[int] = []
 
     def free_numbers(self) -> list[int]:
-        """Returns the unused entry numbers. A freed number may be used again at once."""
+        """Returns the unused entry numbers. They may include numbers that were freed just now."""
         return [number for number in range(1, self.capacity + 1) if number not in self.size_of]
 
     def arrive(
@@ -48,8 +48,11 @@ class PolicyWorld:
         come_back: bool = False,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Makes blocks ready that follow each other in a prompt. `come_back`: uses the keys of the
-        blocks that were removed last, if there are any."""
+        """Makes consecutive blocks of a prompt ready.
+
+        come_back: True: the blocks have the keys of the blocks that were removed last, if there are
+            any.
+        """
         assert not set(numbers) & set(self.size_of)
         self.size_of |= dict.fromkeys(numbers, slot_bytes)
         for number in numbers:
@@ -59,11 +62,11 @@ class PolicyWorld:
         self._tell("admit", numbers, now_s, retention)
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Tells the policies that a request used these blocks, in the order of its prompt."""
+        """Notifies the policies that a request used these blocks, in the order of its prompt."""
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Tells the policies that blocks arrived which follow these blocks in a prompt."""
+        """Notifies the policies that blocks arrived that follow these blocks in a prompt."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -71,7 +74,8 @@ class PolicyWorld:
             policy.refresh(_entries(numbers), now_s)
 
     def decline(self, count: int, now_s: float) -> None:
-        """Tells the policies that `count` blocks of a prompt found no room and were not stored."""
+        """Notifies the policies that `count` blocks of a prompt found no room and were not
+        stored."""
         assert now_s >= self.now_s
         self.now_s = now_s
         keys = np.array([self._fresh_key() for _ in range(count)], np.uint64)
@@ -87,12 +91,12 @@ class PolicyWorld:
             policy.allow_keeping(allowed)
 
     def hold(self, numbers: list[int], until_s: float) -> None:
-        """Tells the policies that these blocks are expected to be used before `until_s`."""
+        """Notifies the policies that these blocks will probably be used before `until_s`."""
         for policy in (self.policy, self._reference):
             policy.hold(_entries(numbers), until_s)
 
     def demote(self, numbers: list[int]) -> None:
-        """Demotes blocks, in the order of their prompt: until they are used again, they are evicted
+        """Demotes blocks, in the order of their prompt. Until they are used again, they are evicted
         before all other blocks."""
         self.demoted |= set(numbers)
         for policy in (self.policy, self._reference):
@@ -110,7 +114,7 @@ class PolicyWorld:
             )
 
     def leave(self, numbers: list[int], *, evicted: bool = False) -> None:
-        """Removes blocks."""
+        """Removes blocks. `evicted` says whether the policy chose them."""
         for policy in (self.policy, self._reference):
             policy.forget(_entries(numbers), self._keys(numbers), evicted=evicted)
         for number in numbers:
@@ -126,8 +130,11 @@ class PolicyWorld:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
     def evict(self, slot_bytes: int, count: int, *, keep_at_s: float | None = None) -> list[int]:
-        """Asks for victims of a slot size (0: of any size), coldest first. Checks and removes
-        them."""
+        """Asks the policy for victims, checks them and removes them. Returns them, the coldest
+        first.
+
+        slot_bytes: slot size of the victims; 0: any size.
+        """
         answers = []
         for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
@@ -152,7 +159,8 @@ class PolicyWorld:
         return victims
 
     def check(self) -> None:
-        """Raises AssertionError if heat can't order entries, or a policy breaks an invariant."""
+        """Raises AssertionError if the policy's heat can't order entries, or if a policy breaks an
+        invariant."""
         entries = _entries(sorted(self.size_of))
         if self.demoted and len(self.demoted) < len(entries):
             rest = _entries(sorted(set(self.size_of) - self.demoted))
@@ -238,8 +246,8 @@ def check_policy(
 
 
 def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Checks that the blocks of a prompt that were always used together are evicted from the last
-    block to the first."""
+    """Checks that blocks of a prompt that were always used together are evicted in order from the
+    last block to the first."""
     world = PolicyWorld(make_policy, num_blocks)
     chain = list(range(1, num_blocks + 1))
     world.arrive(chain, 4096, 1.0)
@@ -251,8 +259,8 @@ def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None
 
 
 def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Checks that the blocks of a demoted prompt are evicted before all others, from the last block
-    to the first, unless they are used again."""
+    """Checks that the blocks of a demoted prompt are evicted before all other blocks, in order from
+    the last block to the first, unless they are used again."""
     world = PolicyWorld(make_policy, 3 * num_blocks + 1)
     ended = list(range(1, num_blocks + 1))
     used = list(range(num_blocks + 1, 2 * num_blocks + 1))
@@ -261,7 +269,7 @@ def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> Non
         world.arrive(chain, 4096, 2.0, retention=Retention(8, 8e4))
     for chain in (ended, used):
         world.use(chain, 1000.0)
-    # A policy may already have queued the entries that were coldest.
+    # A policy may already have queued the entries that were the coldest before.
     gone = world.evict(4096, 1)
     ended, used = ([n for n in chain if n not in gone] for chain in (ended, used))
     world.demote(used)

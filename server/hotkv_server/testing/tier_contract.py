@@ -24,23 +24,23 @@ SLOT_BYTES = 4 * SLOT_ALIGN
 SLOTS = 64
 ARENA_BYTES = SLOTS * SLOT_BYTES
 WAIT_S = 60.0
-"""Longest wait for the end of a call; then a check fails."""
+"""Longest wait for the end of a call, in seconds. After it the check fails."""
 
 
 def key(number: int) -> bytes:
-    """Returns the key of the block with this number. The last 32 bytes of the key are the block's
-    hash, which may contain any bytes."""
+    """Returns the key of the block with this number. Its last 32 bytes are the block's hash, which
+    may contain any bytes."""
     return b"hotkv/1/%032x/0/3/" % (number % 3) + hash_of(number)
 
 
 def hash_of(number: int) -> bytes:
-    """Returns the hash of the block with this number: 32 bytes. Some of the bytes break code that
-    takes a hash for text or for a file name (a zero, a line end, a slash)."""
+    """Returns the hash of the block with this number, 32 bytes. It contains a zero, a line end and
+    a slash, because these bytes break code that treats a hash as text or as a file name."""
     return b"\0/\r\n \xff" + hashlib.sha256(b"%d" % number).digest()[6:]
 
 
 def content(number: int) -> NDArray[np.uint8]:
-    """Returns the SLOT_BYTES bytes of the block with this number."""
+    """Returns the content of the block with this number, SLOT_BYTES bytes."""
     return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
 
 
@@ -51,10 +51,11 @@ class Rig:
     arena: SLOTS slots of `slot_bytes`.
     damage: changes stored bytes of a block, given its key and its offset in the tier; None if the
         tier's stored bytes can't be changed.
-    breaks: makes the tier's store unusable while the context is open; None if that is impossible.
+    breaks: returns a context manager during which the tier's store can't be used; None if that is
+        impossible.
     content: returns the bytes of a block, given its number.
-    encoded_bytes: function from a block's size to the bytes reserved in the tier for the encoded
-        block. Used only for a tier whose storage offsets (places) the cache core chooses.
+    encoded_bytes: returns the bytes to reserve in the tier for an encoded block, given the block's
+        size. Used only for a tier whose storage offsets (places) the cache core chooses.
     """
 
     tier: Tier
@@ -67,8 +68,8 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns the blocks of these rows of a call, for a tier whose storage offsets (places) the
-    cache core chooses."""
+    """Returns a part of the blocks of a call: the blocks in these rows. For a tier whose storage
+    offsets (places) the cache core chooses."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -80,19 +81,20 @@ def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
-"""Returns a context manager that makes a rig over an empty store with room for SLOTS blocks, and
-closes its tier at the end, even if the check has closed the tier already."""
+"""A function that returns a context manager. The context manager makes a rig over an empty store
+with room for SLOTS blocks, and closes the rig's tier at the end, even if the check has already
+closed it."""
 
 
 @dataclass
 class Bench:
-    """Calls a rig's tier as the node does, and waits for the answers. Blocks are given by number,
-    and places in the arena by number of the slot. A block that the tier can't encode (UNFIT) is
-    written again without encoding.
+    """Calls a rig's tier as the node does, and waits for the answers. Blocks are named by their
+    number, and places in the arena by the number of the slot. A block that the tier can't encode
+    (UNFIT) is written again without encoding.
 
-    seals: by block, the check value that the tier returned for it (used only for a tier whose
-        storage offsets the cache core chooses).
-    stored_bytes: by block, its bytes in the tier (used only for such a tier).
+    seals: by block, the check value that the tier returned for it. Used only for a tier whose
+        storage offsets the cache core chooses.
+    stored_bytes: by block, its bytes in the tier. Used only for such a tier.
     found_bytes: sum of the stored bytes of all blocks that reads found.
     """
 
@@ -104,19 +106,21 @@ class Bench:
 
     @property
     def tier(self) -> Tier:
-        """The tier of the rig."""
+        """Returns the tier of the rig."""
         return self.rig.tier
 
     @property
     def arena(self) -> NDArray[np.uint8]:
-        """The bytes of the arena."""
+        """Returns the bytes of the arena."""
         return self.rig.arena.array()
 
     def blocks(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Blocks:
-        """Returns the argument of a call about the blocks with these numbers, in these slots.
-        sizes: sizes of the blocks in bytes; empty: whole slots."""
+        """Makes the argument of a call about the blocks with these numbers, in these slots.
+
+        sizes: sizes of the blocks in bytes; empty: whole slots.
+        """
         num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
         at = np.array(slots, np.int64) * self.rig.slot_bytes
         blocks = Blocks([key(number) for number in numbers], at, num_bytes)
@@ -146,7 +150,8 @@ class Bench:
     def write(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Codes:
-        """Writes blocks from slots of the arena to the tier. Returns a `Write` code for each."""
+        """Writes blocks from slots of the arena to the tier. Returns the `Write` code of each
+        block."""
         blocks = self.blocks(numbers, slots, sizes)
         codes, seals = self.answer(blocks)
         is_unfit, stored = codes == Write.UNFIT, blocks.place_bytes.copy()
@@ -163,8 +168,8 @@ class Bench:
         return codes
 
     def answer(self, blocks: Blocks) -> tuple[Codes, Seals]:
-        """Calls `Tier.write` once and waits. Returns a code and a seal (check value) for each
-        block."""
+        """Calls `Tier.write` once and waits for the answer. Returns the code and the seal (check
+        value) of each block."""
         ended: list[tuple[Codes, Seals]] = []
         self.tier.write(blocks, lambda *answer: self._end(ended, answer))
         return self._wait(ended)[0]
@@ -176,7 +181,8 @@ class Bench:
         sizes: Sequence[int] = (),
         within_s: float = WAIT_S,
     ) -> Codes:
-        """Reads blocks from the tier into slots of the arena. Returns a `Read` code for each."""
+        """Reads blocks from the tier into slots of the arena. Returns the `Read` code of each
+        block."""
         ended: list[Codes] = []
         deadline_s, blocks = time.monotonic() + within_s, self.blocks(numbers, slots, sizes)
         self.tier.read(blocks, deadline_s, lambda codes: self._end(ended, codes))
@@ -186,15 +192,15 @@ class Bench:
         return codes
 
     def probe(self, numbers: Sequence[int]) -> Codes:
-        """Asks the tier whether it has these blocks. Returns a `Read` code for each."""
+        """Asks the tier whether it has these blocks. Returns the `Read` code of each block."""
         ended: list[Codes] = []
         keys = [key(number) for number in numbers]
         self.tier.probe(keys, time.monotonic() + WAIT_S, lambda codes: self._end(ended, codes))
         return self._wait(ended)[0]
 
     def check_read(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Reads blocks into slots. Raises AssertionError unless all are found with the right bytes,
-        and other slots are unchanged."""
+        """Reads blocks into slots. Raises AssertionError unless all blocks are found with the right
+        bytes, and all other slots are unchanged."""
         before = self.arena.copy()
         codes = self.read(numbers, slots)
         assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
@@ -217,8 +223,8 @@ class Bench:
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that written blocks come back bit for bit, from and into any slots, in batches of any
-    size."""
+    """Checks that written blocks are read back bit for bit, from and into any slots, in batches of
+    any size."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench, stored = Bench(rig), list[int]()
@@ -229,7 +235,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
             slots = rng.permutation(SLOTS)[: len(numbers)].tolist()
             bench.fill(numbers, slots)
             assert (bench.write(numbers, slots) == Write.STORED).all()
-            # The written memory may change now.
+            # The blocks are written, so the memory of their slots may change now.
             bench.arena[:] = 0
             stored += numbers
             some = rng.permutation(stored)[: int(rng.integers(1, 9))].tolist()
@@ -244,7 +250,7 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 def check_sizes(make_rig: MakeRig) -> None:
     """Checks that blocks of each size (multiples of SLOT_ALIGN up to a slot) are written and read
-    with their size only, and that calls without blocks end."""
+    with exactly their size. Also checks that calls without blocks end."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
@@ -260,9 +266,9 @@ def check_sizes(make_rig: MakeRig) -> None:
 
 
 def check_keys(make_rig: MakeRig) -> None:
-    """Checks keys, for a tier that finds blocks by key: a missing block is ABSENT, an existing
-    block is not overwritten, and a forgotten block is no longer found. Skips a tier whose storage
-    offsets the cache core chooses."""
+    """Checks a tier that finds blocks by key: a missing block is ABSENT, an existing block is not
+    overwritten, and a forgotten block is not found again. Skips a tier whose storage offsets the
+    cache core chooses."""
     with make_rig() as rig:
         bench = Bench(rig)
         if rig.tier.facts().places:
@@ -283,8 +289,8 @@ def check_keys(make_rig: MakeRig) -> None:
 
 
 def check_places(make_rig: MakeRig) -> None:
-    """Checks that after a storage offset (place) was reused, its old block is CORRUPT. Skips a tier
-    that chooses its storage offsets itself."""
+    """Checks that the old block of a storage offset (place) is CORRUPT after the offset was reused.
+    Skips a tier that chooses its storage offsets itself."""
     with make_rig() as rig:
         bench = Bench(rig)
         if not rig.tier.facts().places:
@@ -294,14 +300,15 @@ def check_places(make_rig: MakeRig) -> None:
         assert (bench.write([1 + SLOTS], [1]) == Write.STORED).all()
         bench.check_read([1 + SLOTS], [2])
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
-        # The bytes belong to another key: even with their seal they are not this block's.
+        # The bytes belong to another key. So even their own seal must not make them valid for this
+        # block.
         bench.seals[1] = bench.seals[1 + SLOTS]
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
 
 
 def check_damage(make_rig: MakeRig) -> None:
-    """Checks that a read of a damaged block returns CORRUPT, and that neighbouring blocks are still
-    found."""
+    """Checks that a read of a damaged block returns CORRUPT, and that its neighbouring blocks are
+    still found."""
     with make_rig() as rig:
         if rig.damage is None:
             return
@@ -345,7 +352,7 @@ def check_breaks(make_rig: MakeRig) -> None:
 
 
 def check_many(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that simultaneous reads from several threads each get the right blocks."""
+    """Checks that simultaneous reads from several threads all get the right blocks."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench = Bench(rig)

@@ -1,11 +1,11 @@
 """Runs the real server with simulated GPUs:
 `python -m hotkv_server.testing.with_devices ORDER run FLAGS...`.
 
-`ORDER` is a JSON object with the fields of `FakeDevices`. Its `control` is the path of a Unix
-datagram socket, on which the running server receives orders: `{"lose": 0}` makes device 0 fail for
-ever, `{"lose_after": [0, 20]}` does so after 20 steps of its streams, and
-`{"fail": ["open_memory", 1]}` makes the first following call of `open_memory` fail. Tests simulate
-engines in other processes with `FakeAllocation` and `FakeIpcEvent`.
+`ORDER` is a JSON object with the fields of `FakeDevices`. Its field `control` is the path of a Unix
+datagram socket, on which the running server receives orders: `{"lose": 0}` makes device 0 lost, so
+that every later call on it fails. `{"lose_after": [0, 20]}` does so after 20 steps of its streams.
+`{"fail": ["open_memory", 1]}` makes the next call of `open_memory` fail. Tests simulate engines in
+other processes with `FakeAllocation` and `FakeIpcEvent`.
 """
 
 import json
@@ -28,11 +28,12 @@ MAX_ORDER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FakeDevices:
-    """The simulated devices of a server. The fields that are not listed here are the arguments of
+    """The simulated devices of a server. The fields that are not listed here are arguments of
     `FakeRuntime`.
 
     register_s: time to register a piece of the arena with the device.
-    register_fails: number of the piece whose registration fails; 0: all succeed.
+    register_fails: number of the piece whose registration fails; 0: all pieces succeed.
+    control: path of the socket for orders (see the module).
     """
 
     num_devices: int = 1

@@ -1,5 +1,5 @@
-"""Reads counters and gauges of a running node, for metrics and the admin service. Use on the event
-loop only."""
+"""Reads the counters and gauges of a running node, for metrics and the admin service. Use on the
+event loop only."""
 
 import asyncio
 from dataclasses import asdict
@@ -9,15 +9,15 @@ from hotkv_server.cache.inspect import Census
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8
-"""A census (count of all entries) with at most this many parts counts as short. That is about a
-million entries, which take some 20 ms."""
+"""Most parts of a census (count of all entries) that counts as short: about a million entries,
+which take some 20 ms."""
 
 
 class RecentCensus:
-    """Returns a census (count of all entries) to a caller that asks repeatedly.
+    """Provides a census (count of all entries) to a caller that asks repeatedly.
 
     If counting is short (see FRESH_PARTS), each call counts anew. Otherwise a call returns the last
-    finished census and starts the next, so that callers don't wait for it.
+    finished census and starts the next census, so that callers don't wait for it.
     """
 
     def __init__(self, node: Node) -> None:
@@ -26,8 +26,8 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Starts the first census in the background if counting takes long. Call this method on the
-        event loop."""
+        """Starts the first census in the background, unless counting is short. Call this method on
+        the event loop."""
         if not self._is_short:
             self._count()
 
@@ -39,8 +39,8 @@ class RecentCensus:
         self._counting = asyncio.create_task(census(self._node), name="census")
 
     async def read(self) -> Census:
-        """Returns a census. Waits for a count only if counting is short, or if the count is the
-        first."""
+        """Returns a census. Waits for the count only if counting is short, or if no census has
+        finished yet."""
         if self._counting is not None and (self._counting.done() or self._last is None):
             self._last, self._counting = await self._counting, None
         if self._last is None or self._is_short:

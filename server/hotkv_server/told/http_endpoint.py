@@ -3,7 +3,7 @@
 Runs on a separate thread with its own event loop, and asks the node's event loop for figures. So an
 answer also proves that the node's event loop runs. /livez fails if a part of the server has a
 problem that only a restart solves; /readyz also fails while the server drains. The text of both
-names the problem. `pages.routes` makes the answer for each path.
+answers names the problem. `pages.routes` makes the answer for each path.
 
 Always true: a request is answered, however many connections other clients hold open.
 """
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
-"""Longest time that a connection may last."""
+"""Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5
-"""Interval at which the thread's loop notes that it is running."""
+"""Interval at which the thread's event loop records that it is running, in seconds."""
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
 MAX_BODY_BYTES = 4 << 20
 OPEN_HERE = PageAccess()
-"""Default access to the pages: no token is set."""
+"""The default access to the pages, without a token."""
 
 
 def _request(event: h11.Request) -> Request:
-    """Returns the parts of a request that the pages use."""
+    """Returns the parts of a request on which the answer depends."""
     path, _, query = event.target.decode("ascii", "replace").partition("?")
     named = {name: value.decode("latin-1") for name, value in event.headers}
     return Request(
@@ -51,7 +51,7 @@ def _request(event: h11.Request) -> Request:
 
 
 class _Connection(asyncio.Protocol):
-    """Serves one connection: reads one request, sends one answer, and closes."""
+    """Serves a connection: reads one request, sends one answer, and closes the connection."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -77,18 +77,18 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_being_answered(self) -> bool:
-        """Returns True from the end of the request until its whole answer has been passed to the
+        """Returns True from the end of the request until the whole answer has been handed to the
         transport."""
         return self._answering is not None and not self._answering.done()
 
     def drop(self) -> None:
-        """Closes the connection at once, without sending buffered data."""
+        """Closes the connection at once. Data that is not sent yet is lost."""
         if self._transport is not None:
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._answering is not None:
-            # Bytes after the request are ignored.
+            # Ignores bytes after the request.
             return
         try:
             self._http.receive_data(data)
@@ -102,8 +102,8 @@ class _Connection(asyncio.Protocol):
 
     def _heard(self, event: object) -> None:
         """Processes a part of the request. Begins to answer a GET or HEAD at once, and a POST (a
-        router's question about blocks) once its body is complete. Keeps no body of a client that
-        may not ask."""
+        router's question about blocks) once its body is complete. Does not store the body of a
+        client that may not ask."""
         if isinstance(event, h11.Request):
             request, self._is_head = _request(event), event.method == b"HEAD"
             if event.method == b"POST" and request.path == CHECK_PATH:
@@ -141,10 +141,10 @@ class _Connection(asyncio.Protocol):
             answer = self._server.routes.answer(request)
             self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
         except asyncio.TimeoutError:
-            # If the node's loop does not answer, the probe must fail.
+            # The node's event loop does not answer, so the probe must fail.
             self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
         except Exception as error:
-            # The edge of HTTP: every failure is an answer.
+            # Every failure gets an answer. No other code handles the exceptions of this task.
             log.exception("no answer to a request of HTTP")
             text = f"{type(error).__name__}: a defect; the server's log says more"
             self._send(Reply.text(500, text, {}))
@@ -168,7 +168,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _give_up() -> None:
-    """Cancels all other tasks of the running loop, which may wait for the node, and waits for
+    """Cancels all other tasks of the running loop, which may be waiting for the node, and waits for
     their end."""
     waiting = asyncio.all_tasks() - {asyncio.current_task()}
     for task in waiting:
@@ -183,15 +183,15 @@ class HttpServer:
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
         """Binds the address and starts the thread. Call this constructor on the node's event loop.
 
-        access: who may read the pages. Its fields `is_local` and `own_name` are replaced here, by
-            the bound address and by `host`.
+        access: who may read the pages. Its fields `is_local` and `own_name` are replaced, by the
+            bound address and by `host`.
         """
         self._connections: dict[_Connection, None] = {}
         self._last_turn_s = time.monotonic()
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # `::` means every address, IPv4 included.
+        # `::` means every address, including IPv4 addresses.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
             address[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
@@ -219,7 +219,7 @@ class HttpServer:
     def _end(self) -> None:
         for connection in list(self._connections):
             connection.drop()
-        # `call_soon` runs this after the callbacks of the dropped connections.
+        # `call_soon` stops the loop after the callbacks of the dropped connections have run.
         self._loop.call_soon(self._loop.stop)
 
     def _turn(self) -> None:
@@ -227,13 +227,16 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """Registers a new connection. If there are more than MAX_CONNECTIONS, drops the oldest
-        connection that is not being answered; if all are being answered, drops the new one."""
+        """Registers a new connection.
+
+        If there are then more than MAX_CONNECTIONS, drops the oldest connection that is not being
+        answered. If all others are being answered, drops the new connection.
+        """
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             idle = (one for one in self._connections if not one.is_being_answered)
             going = next(idle, connection)
-            # Remove it now: more connections may open before `closed` is called.
+            # Removes it now, because more connections may open before `closed` is called.
             del self._connections[going]
             going.drop()
 
@@ -246,7 +249,7 @@ class HttpServer:
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how many seconds ago the thread's loop last noted that it is running."""
+        """Returns how many seconds ago the thread's event loop last recorded that it is running."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:

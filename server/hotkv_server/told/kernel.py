@@ -1,7 +1,7 @@
 """Makes the figures of the cache and the node for operators, by topic: the server (with its GPUs),
 tiers, key spaces, sessions, blocks.
 
-The command `hotkv`, its `--json`, the status page and its API all show these rows. Use on the event
+The command `hotkv`, its `--json`, the status page and its API show these figures. Use on the event
 loop only.
 """
 
@@ -33,12 +33,12 @@ from hotkv_server.told.verdicts import verdicts
 # ------------------------------------------------------------------------------------------- Topics
 
 MAX_ROWS = 256
-"""Most sessions, and most key spaces, in a list unless the caller asks for more."""
+"""Most sessions, or key spaces, in a list, unless the caller asks for more."""
 MAX_KEY_SPACES = 4096
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
 SERVED_BLOCKS = 2000
-"""Most blocks in a page of an answer, even if more are asked for, because the event loop makes each
-block's row."""
+"""Most blocks in a page of an answer, even if the caller asks for more, because the event loop
+makes the row of each block."""
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
@@ -50,7 +50,7 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 
 def _topics(node: Node) -> dict[str, Topic]:
-    """Returns the topics of the cache and the node; capabilities add further topics."""
+    """Returns the topics of the cache and of the node. Capabilities add further topics."""
 
     async def server(filters: Filters) -> Figures:
         counted, now_s = await census(node), time.monotonic()
@@ -116,9 +116,9 @@ def _topics(node: Node) -> dict[str, Topic]:
 def server_figures(node: Node, now_s: float) -> Figures:
     """Returns the server's identity and state.
 
-    `state`: `ready`, `draining` or `unhealthy`.
-    `problems`: a sentence for each problem.
-    `progress`: the work of the start that still runs (filling the arena); empty after it.
+    state: `ready`, `draining` or `unhealthy`.
+    problems: a sentence for each problem.
+    progress: work of the start that is not finished (filling the arena); empty after it.
     """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {
@@ -145,8 +145,8 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
 
 def tier_rows(node: Node, counted: Census) -> list[Figures]:
-    """Returns a row for host memory, then a row for each tier below it in lookup order, with the
-    tier's activity."""
+    """Returns a row for host memory, then a row for each tier below it, in the order in which
+    lookups search them. The rows of tiers also have the tier's activity."""
     rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))
@@ -160,8 +160,7 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """Returns the row about a tier whose slots the cache core manages (host memory, the disk
-    tier)."""
+    """Returns the row of a tier whose slots the cache core manages (host memory, the disk tier)."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,
@@ -188,7 +187,7 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
 
 
 def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns a short description of a key space, without anything secret."""
+    """Returns a short description of a key space, without secrets."""
     return {
         "key_space_id": one.number,
         "fingerprint": one.key_space.fingerprint.hex(),
@@ -235,16 +234,17 @@ def _key_space(value: KeySpace) -> Figures:
 
 
 def busiest(node: Node) -> list[LiveSession]:
-    """Returns the MAX_ROWS sessions that have moved the most bytes."""
+    """Returns the sessions that have moved the most bytes, at most MAX_ROWS."""
     return heapq.nlargest(MAX_ROWS, node.sessions, lambda one: one.loaded_bytes + one.stored_bytes)
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""The door (connector that the engine uses, docs/doors.md) by the name that the client sends."""
+"""The door (connector that the engine uses, docs/doors.md), by the client name that a session
+sends."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
-    """Returns a row for each of these sessions, in the order of opening."""
+    """Returns a row for each of these sessions, in the order in which they were opened."""
     held = inspect.leases_of_engines(node.core)
     more = [one.session_figures() for one in node.capabilities]
     rows = []
@@ -280,7 +280,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
 
 
 async def _blocks(node: Node, filters: Filters) -> Figures:
-    """Returns a page of blocks, in no particular order."""
+    """Returns a page of the list of blocks. The list has no particular order."""
     token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
     if token and not (token.isascii() and token.isdecimal()):
         raise HotKVError(
@@ -304,7 +304,7 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
 
 
 def _prefix(digits: str) -> inspect.HashPrefix | None:
-    """Returns the prefix of block hashes given by a filter's hexadecimal digits; None if there are
+    """Parses a filter's hexadecimal digits as the prefix of block hashes. Returns None if there are
     no digits. Raises INVALID_FIELD."""
     try:
         return inspect.HashPrefix(digits) if digits else None
@@ -340,12 +340,12 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
 
 
 def device_figures(devices: Devices) -> Figures:
-    """Returns figures of the GPUs, and of the part of the arena that they reach.
+    """Returns figures of the GPUs, and of the part of the arena that they can access.
 
-    `why_none`: why the server uses no GPU; empty if it uses a GPU.
-    `registered_byte_count`: bytes of the arena that are registered with CUDA (page-locked).
-    `registering_error`: why registration of the arena stopped; empty while it runs and when it is
-        complete.
+    why_none: why the server uses no GPU; empty if it uses a GPU.
+    registered_byte_count: bytes of the arena that are registered with CUDA (page-locked).
+    registering_error: why the registration of the arena stopped; empty while it runs and after it
+        is complete.
     """
     pinner = devices.pinner
     return {

@@ -1,7 +1,8 @@
-"""The HELP text of every metric: what it counts, and when it matters to an operator.
+"""The HELP text of every metric. It says what the metric counts, and when it matters to an
+operator.
 
 Always true: each counter, gauge and histogram of a node has a text here, under its name without the
-prefix `hotkv_`; a test compares both. Labels have few values, and clients can't add any.
+prefix `hotkv_`; a test checks this. Labels have few values, and clients can't add values.
 """
 
 HELP_BY_TOPIC: dict[str, dict[str, str]] = {
@@ -323,7 +324,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "sparse_sequence_blocks": "Blocks of those sequences.",
     },
 }
-"""HELP texts by topic and metric; topics are in the order in which an operator asks."""
+"""HELP texts by topic and metric. The topics are questions of an operator, in a usual order."""
 HELP: dict[str, str] = {
     name: text for texts in HELP_BY_TOPIC.values() for name, text in texts.items()
 }
@@ -344,7 +345,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "device_pieces_in_flight": ("device",),
     "device_usable": ("device",),
 }
-"""Labels of metrics that have labels. Metrics of `SPARSE_LAYER_HELP` have `layer`."""
+"""The labels of each metric that has labels. The metrics of `SPARSE_LAYER_HELP` have the label
+`layer`."""
 LABEL_HELP: dict[str, str] = {
     "component": "a part of the server that is watched, or `tier NAME`; some 15",
     "device": "number of a GPU of the node",
@@ -358,7 +360,7 @@ LABEL_HELP: dict[str, str] = {
     "tier": "`host`, `disk` or the name of a shared tier; for hits also `device`",
     "version": "version of hotkv",
 }
-"""The meaning of each label. Each has few values."""
+"""The meaning of each label. A label has few values."""
 
 SPARSE_LAYER_HELP: dict[str, str] = {
     "selects": "Selections, one for each sequence and step.",

@@ -1,6 +1,6 @@
 """Makes a node's metrics for Prometheus.
 
-Always true: the node is read on its event loop, and Prometheus' registry only receives the latest
+Always true: the node is read on its event loop. Prometheus' registry only receives the latest
 reading. Names and units follow Prometheus' rules. Counters start at 0 when the server starts, and
 never fall. `metric_help` has the HELP texts and the labels.
 """
@@ -31,12 +31,13 @@ from hotkv_server.told.counts import RecentCensus, counters, gauges
 from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 
 REFUSED = "refused_total"
-"""Counter of refused calls. It is exported only with the label `reason`: with a sum in the same
-metric, each refusal would be counted twice."""
+"""Counter of refused calls. It is exported only with the label `reason`. If the metric also
+contained the sum over all reasons, each refusal would be counted twice."""
 
 
 def in_seconds(name: str) -> str:
-    """Returns the name with its unit as Prometheus writes it: `build_seconds` for `build_s`."""
+    """Replaces the ending `_s` of a name by the unit as Prometheus writes it: `build_seconds` for
+    `build_s`."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
@@ -44,7 +45,8 @@ LAYER_HELP = {f"sparse_layer_{in_seconds(name)}": text for name, text in SPARSE_
 
 
 class NodeCollector(Collector):
-    """Reads the node, and gives the latest reading to Prometheus' registry (`collect`)."""
+    """Reads the node's metrics (`read`), and returns the latest reading to Prometheus' registry
+    (`collect`)."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -52,8 +54,8 @@ class NodeCollector(Collector):
         self._metrics: list[Metric] = []
 
     def prepare(self) -> None:
-        """Starts the count of all entries in the background, so that the first reading need not
-        wait for the count. Call this method on the node's event loop."""
+        """Starts to count all entries in the background, so that the first reading does not wait
+        for the count. Call this method on the node's event loop."""
         self._census.begin()
 
     async def read(self) -> None:
@@ -88,17 +90,19 @@ def _labels(name: str) -> tuple[str, ...] | None:
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
-    """Makes a counter with this value, or a labelled counter without samples."""
+    """Makes a counter with this value. Without a value, makes a counter with labels and no
+    samples."""
     return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """Makes a gauge with this value, or a labelled gauge without samples."""
+    """Makes a gauge with this value. Without a value, makes a gauge with labels and no samples."""
     return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
-    """Makes a histogram with these counts, or a labelled histogram without samples."""
+    """Makes a histogram with these counts. Without counts, makes a histogram with labels and no
+    samples."""
     family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=_labels(name))
     if counted is not None:
         family.add_metric([], counted.cumulative(), counted.sum)
@@ -106,15 +110,15 @@ def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFa
 
 
 def _health(node: Node, now_s: float) -> Iterator[Metric]:
-    """Yields three metrics: the versions, whether the server is ready, and for each part and tier
-    whether it has a problem."""
+    """Yields three metrics: the versions, whether the server is ready, and whether each part and
+    tier has a problem."""
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
     ready = not node.core.draining and not any(found.values())
     problem = _gauge("problem")
     for name, said in found.items():
-        # The label is a noun phrase: drop the article.
+        # The label is a noun phrase without its article.
         problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
     for tier in (tier for one in node.capabilities for tier in one.tiers()):
         problem.add_metric([f"tier {tier['name']}"], float(not tier["activity"]["is_up"]))
@@ -138,7 +142,7 @@ def _timings(timings: Timings) -> Iterator[Metric]:
 
 
 def _refusals(node: Node) -> Metric:
-    """Returns a counter with the number of refused calls for each `Reason`."""
+    """Returns the counter of refused calls, with a sample for each `Reason`."""
     family = _counter(REFUSED)
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
@@ -146,7 +150,7 @@ def _refusals(node: Node) -> Metric:
 
 
 def _device_metrics(devices: Devices) -> list[Metric]:
-    """Returns metrics of the devices' copy engines, by device."""
+    """Returns the metrics of the devices' copy engines. Each metric has a sample per device."""
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
     busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
     queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")
@@ -167,7 +171,7 @@ def _device_metrics(devices: Devices) -> list[Metric]:
 
 
 def _of(samples: Samples) -> Metric:
-    """Makes a Prometheus metric from the samples that a capability returned."""
+    """Converts the samples of a capability to a Prometheus metric."""
     name = in_seconds(samples.name)
     if samples.kind == "histogram":
         family = _histogram(name)

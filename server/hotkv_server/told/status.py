@@ -35,18 +35,17 @@ OF_CENSUS = {
     "representation_byte_count",
     "representation_count",
 }
-"""Fields of host memory and of key spaces whose values come from a census (count of all entries);
-they are None before the first survey."""
+"""Fields of host memory and of key spaces that come from a census (count of all entries). They are
+None before the first survey."""
 DIGITS = 3
 NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in range(2)))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A reading of a node, made on its event loop. `as_json_values` converts the reading on any
-    thread.
+    """A reading of a node, made on its event loop. `as_json_values` converts it on any thread.
 
-    figures: values for JSON; a callable is called to get its value.
+    figures: values for JSON. A callable stands for the value that it returns.
     arena: the map of the arena; None before the first survey.
     """
 
@@ -55,8 +54,10 @@ class NodeStatus:
 
 
 def read_status(node: Node, *, has_names: bool) -> NodeStatus:
-    """Reads the status, on the node's event loop. `has_names`: if False, the names of tenants,
-    models and engines are left out."""
+    """Reads the status of a node, on the node's event loop.
+
+    has_names: False leaves out the names of tenants, models and engines.
+    """
     now_s = time.monotonic()
     survey = node.survey.latest(now_s)
     figures: Figures = {
@@ -77,7 +78,7 @@ def read_status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def as_json_values(status: NodeStatus) -> Figures:
-    """Returns the whole status as values that can be written as JSON, with the verdicts."""
+    """Converts a reading to values that can be written as JSON, and adds the verdicts."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["verdicts"], figures["checks"] = verdicts(figures), checks(figures)
     figures["miss_texts"] = MISSES
@@ -96,8 +97,8 @@ def _live(node: Node) -> Figures:
 
 
 def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
-    """Returns the tiers, and the key spaces with the most blocks, sorted by number. Without
-    `has_names` the list of key spaces is empty."""
+    """Returns the tiers, and the key spaces that have the most blocks, sorted by number. Without
+    `has_names`, the list of key spaces is empty."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
     rows = {
@@ -111,10 +112,10 @@ def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
 
 
 def _arena(drawn: ArenaMap) -> Figures:
-    """Returns the map of the arena, a list of values per cell (a run of slabs).
+    """Returns the map of the arena: lists with a value for each cell (a run of slabs).
 
-    slot_size_indexes: for each cell, the index of its slot size in `slot_byte_counts`. A negative
-        value is copied from `ArenaMap.slot_bytes`, for cells without a slot size.
+    slot_size_indexes: for each cell, the index of its slot size in `slot_byte_counts`. For a cell
+        without a slot size, a negative value, which is copied from `ArenaMap.slot_bytes`.
     """
     sizes = np.unique(drawn.slot_bytes[drawn.slot_bytes >= 0])
     at = np.where(drawn.slot_bytes < 0, drawn.slot_bytes, np.searchsorted(sizes, drawn.slot_bytes))

@@ -1,6 +1,6 @@
 """Judges a node in three sentences: is it working, does it pay, and what limits it.
 
-The status page and `hotkv status` show these sentences. They are derived only from the figures of
+The status page and `hotkv status` show these sentences. They are computed only from the figures of
 `/api/v1/status`.
 """
 
@@ -9,12 +9,13 @@ from typing import Any
 from hotkv_server.node.capability import Figures
 
 LATE_S, VERY_LATE_S = 0.02, 0.1
-"""Delays of the event loop (99th percentile) above which the level is "look", and "bad"."""
+"""Delays of the event loop (99th percentile), in seconds. Above LATE_S the level is "look", above
+VERY_LATE_S it is "bad"."""
 WORTH_POINTS = 0.01
-"""If more memory would raise the hit rate by at least this share, memory is named as the limit."""
+"""Least gain of the hit rate by more memory at which the verdict names memory as the limit."""
 NEAR_CEILING = 0.03
-"""If the hit rate is within this share of an endless cache's, the prompts are named as the
-limit."""
+"""Largest distance between the hit rate and the hit rate of an endless cache at which the verdict
+names the prompts as the limit."""
 MISSES = {
     "never_stored": "New text, or evicted long ago: nothing to gain but by more memory.",
     "evicted": "Made room for others: more memory or a tier helps.",
@@ -29,13 +30,13 @@ MISSES = {
     "partial_block": "Behind the last full block: no cache of blocks can have it.",
     "unknown": "Reported by an engine of an older version.",
 }
-"""Explanation of each miss reason, for the status page."""
+"""Explanations of the miss reasons, for the status page."""
 GOOD, LOOK, BAD = "good", "look", "bad"
 
 
 def checks(figures: Figures) -> list[Figures]:
     """Returns the result of each check: its `name`, its `level` (good, look or bad), and a `text`
-    about the problem, empty if the level is good."""
+    about the problem. The text is empty if the level is good."""
     lag_s, down = figures["loop"]["lag_p99_s"], _down(figures)
     failed = _hour(figures).get("failed_load_count", 0)
     state, progress = figures["state"], figures["progress"]
@@ -55,7 +56,7 @@ def checks(figures: Figures) -> list[Figures]:
 
 
 def verdicts(figures: Figures) -> list[Figures]:
-    """Returns the three judgements, each as a `question`, a `word` (the short answer) and a `text`
+    """Returns the three verdicts. Each has a `question`, a `word` (the short answer) and a `text`
     (the rest of the sentence)."""
     return [
         _verdict("Is it working?", *_works(figures)),
@@ -143,7 +144,7 @@ def _limits(figures: Figures) -> tuple[str, str]:
 
 
 def _own_hits(total: dict[str, Any]) -> int:
-    # A failed load takes its hit back later, so a sum may be below 0.
+    # If a load fails, its hit is subtracted later. So a sum over a window may be below 0.
     return max(0, sum(map(int, total["hits"].values())))
 
 

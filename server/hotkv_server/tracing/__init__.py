@@ -1,1 +1,1 @@
-"""Records spans of the server's work, if traces are asked for."""
+"""Records spans of the server's work, if the settings ask for traces."""

@@ -27,7 +27,7 @@ Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseRespo
 
 
 class TracedCalls:
-    """Makes calls as the module `calls` does, each in a span."""
+    """Makes the same calls as the module `calls`, each in a span."""
 
     def __init__(self, tracing: Tracing, calls: Calls) -> None:
         self._tracing = tracing
@@ -60,7 +60,7 @@ class TracedCalls:
         session: LiveSession | None,
         call: "Callable[[], Answer | asyncio.Task[Answer]]",
     ) -> "Answer | asyncio.Task[Answer]":
-        """Makes the call. If the call is traced, makes it in a span that ends with the answer."""
+        """Makes a call. If the call is traced, makes it in a span that ends with the answer."""
         span = self._tracing.begin(name, traceparent)
         if span is None:
             return call()
@@ -115,7 +115,7 @@ def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]
 
 
 def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
-    # Computed from the answer: reading the hashes would copy them.
+    # Counts the blocks in the answer, because reading the hashes of the request would copy them.
     flags = b"".join(one.flags for one in groups)
     span.attributes["hotkv.blocks"] = len(flags)
     span.attributes["hotkv.found_blocks"] = flags.count(1)
@@ -123,8 +123,10 @@ def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
 
 
 def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
-    """Ends the span of a call whose answer came from a task (`done`), or whose task was
-    cancelled."""
+    """Ends the span of a call whose answer came from a task.
+
+    done: the task, which has ended or was cancelled.
+    """
     if done.cancelled():
         span.end("CANCELLED")
     elif (error := done.exception()) is not None:
@@ -134,7 +136,7 @@ def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
 
 
 def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
-    """Ends the span of a transfer, and adds spans below it for the wait and for the copying."""
+    """Ends the span of a transfer. Adds child spans for the wait and for the copying."""
     if done.cancelled():
         span.end("CANCELLED")
         return

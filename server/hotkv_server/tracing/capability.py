@@ -1,5 +1,5 @@
-"""Tracing, as a capability of the node. OpenTelemetry is imported only if the settings ask for
-it."""
+"""Registers tracing as a capability of the node. OpenTelemetry is imported only if the settings ask
+for traces."""
 
 import importlib
 import logging
@@ -19,11 +19,12 @@ from hotkv_server.wire.edge import Calls
 log = logging.getLogger("hotkv_server.tracing")
 
 GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
-"""Needed if the environment names the protocol grpc. No extra installs it."""
+"""The package that is needed if the environment names the protocol grpc. No extra of hotkv installs
+it."""
 
 
 def check(settings: Settings) -> None:
-    """Raises StartError if the settings ask for traces and this server can't export traces."""
+    """Raises StartError if the settings ask for traces and this server can't export them."""
     tracing = settings.tracing
     if not tracing.endpoint:
         return
@@ -37,12 +38,13 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
-    """Returns the tracing of this node. Raises StartError."""
+    """Returns the tracing capability of this node. Raises StartError."""
     return TracingCapability(_open(settings.tracing))
 
 
 def _open(settings: TracingSettings) -> Tracing | None:
-    """Begins to record spans; None if the settings name no collector. Raises StartError."""
+    """Makes the object that records spans. Returns None if the settings name no collector. Raises
+    StartError."""
     if not settings.endpoint:
         return None
     try:
@@ -74,7 +76,8 @@ def _not_installed(error: ImportError) -> StartError:
 
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
-    """Returns the headers of the file, by name. Raises StartError."""
+    """Reads the HTTP headers for the collector from the settings' file. Returns them by name.
+    Raises StartError."""
     path, headers = settings.headers_file, dict[str, str]()
     if path is None:
         return headers
@@ -94,8 +97,11 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
 
 
 class TracingCapability(Capability):
-    """Connects tracing to the node; see the folder's README. `tracing`: None if the settings name
-    no collector. Then calls are not traced and all metrics are 0."""
+    """Connects tracing to the node (see the folder's README).
+
+    tracing: None if the settings name no collector. Then calls are not traced and all metrics are
+        0.
+    """
 
     def __init__(self, tracing: Tracing | None) -> None:
         self.tracing = tracing

@@ -1,8 +1,8 @@
-"""Spans of the server's work: spans of calls, and below them spans of waits, copies and tiers.
+"""Records spans of the server's work: spans of calls, with child spans of waits, copies and tiers.
 
 Always true: without tracing a node has no such object, and this module is not called. The memory
-for later spans is bounded in number and time. Spans contain the server's numbers and names, never
-hashes, token ids or bytes. On the event loop only.
+for later spans (writes to tiers) is bounded in number and time. Spans contain the server's numbers
+and names, never hashes, token ids or bytes. On the event loop only.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span, Traces
 
 MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
-"""Most blocks of traced stores whose writes to tiers are traced: of all stores, and of a single
-store."""
+"""Most blocks whose later writes to tiers are traced: of all traced stores together, and of a
+single traced store."""
 STORED_S = 60.0
-"""The write of a block to a tier is traced for this time after the block's store."""
+"""Time after the store of a block for which its write to a tier is traced, in seconds."""
 MAX_WRITE_SPANS = 16
 """Most spans for one write to a tier, which may contain blocks of many traced stores."""
 PREFIX = "hotkv."
 
 _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
-"""The span of the call that is served. Tasks that the call starts inherit it."""
+"""The span of the call that the server is serving. Tasks that the call starts inherit it."""
 
 
 class Tracing:
-    """Begins the spans of a node, and remembers which stored blocks belong to which span."""
+    """Begins the spans of a node, and remembers the traced stores by their blocks."""
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
-        # By name of a block: the store that brought it, and when it is forgotten. Ordered, because
-        # removing the first key of a plain dict becomes slower and slower.
+        # By name of a block (`_names`): the span of its store, and when it is forgotten. An
+        # OrderedDict, because removing the first key of a plain dict becomes slower and slower.
         self._stored: OrderedDict[int, tuple[Span, float]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -53,8 +53,8 @@ class Tracing:
 
     @contextlib.contextmanager
     def serving(self, span: "Span") -> Iterator[None]:
-        """Makes all spans inside the context children of this span, also in tasks. Ends the span if
-        the context fails."""
+        """Makes all spans that begin in the `with` block children of this span, also in tasks. If
+        the block raises, ends the span."""
         before = _current.set(span)
         try:
             yield
@@ -65,21 +65,24 @@ class Tracing:
             _current.reset(before)
 
     def child(self, name: str) -> "Span | None":
-        """Begins a span below the span of the present call; None if the call is not traced."""
+        """Begins a child span of the current call's span. Returns None if the call is not
+        traced."""
         span = _current.get()
         return None if span is None else span.child(PREFIX + name)
 
     # Writes to tiers
 
     def stored(self, span: "Span", runs: Iterable[Words]) -> None:
-        """Remembers the first blocks of a traced store, by the hashes [n, words] of its runs
-        (consecutive blocks of a group)."""
+        """Remembers the first blocks of a traced store, so that `begin_writes` finds the store.
+
+        runs: for each run (consecutive blocks of a group), the hashes [n, words].
+        """
         stored, value = self._stored, (span, time.monotonic() + STORED_S)
         room = MAX_BLOCKS_OF_STORE
         for hashes in runs:
             for name in _names(hashes[:room]):
                 stored[name] = value
-                # Move it behind the others: it is forgotten last.
+                # Moves it to the end, so that it is forgotten last.
                 stored.move_to_end(name)
             room -= len(hashes)
             if room <= 0:
@@ -88,8 +91,8 @@ class Tracing:
             stored.popitem(last=False)
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins a span for each traced store with some of these blocks, which are about to be
-        written to a tier."""
+        """Begins a span for each traced store that has stored some of these blocks. The blocks are
+        about to be written to a tier."""
         if not self._stored:
             return []
         now_s, counts = time.monotonic(), Counter["Span"]()
@@ -106,17 +109,19 @@ class Tracing:
 
 
 def _names(hashes: Words) -> list[int]:
-    """Returns 64 bits of each hash. If groups share a hash, they belong to the same prompt."""
+    """Returns a name for each block: the first 64 bits of its hash. Blocks of several groups may
+    have the same name; they belong to the same prompt."""
     first = np.ascontiguousarray(hashes[:, :2])
     names: list[int] = first.view(np.uint64)[:, 0].tolist()
     return names
 
 
 def reason(error: BaseException) -> str:
-    """Returns the description of an error for a span: its reason, without any data of clients."""
+    """Returns the description of an error for a span: its reason or type, without any data of
+    clients."""
     return error.reason.name if isinstance(error, HotKVError) else type(error).__name__
 
 
 def wall_ns(monotonic_s: float) -> int:
-    """Returns a time of the monotonic clock as nanoseconds since 1970."""
+    """Converts a time of the monotonic clock to nanoseconds since 1970."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

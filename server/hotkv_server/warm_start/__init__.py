@@ -1,1 +1,1 @@
-"""Names the most useful blocks of a node, so that another node can fetch them."""
+"""Lists the hashes of a node's most useful blocks, so that another node can fetch these blocks."""

@@ -1,7 +1,8 @@
-"""Names the most useful blocks of a key space, so that another node can fetch them.
+"""Finds the most useful blocks of a key space, so that another node can fetch them.
 
-Always true: a question changes nothing, and looks at all entries in parts. Blocks that the policy
-would evict last come first; the head of a chain comes before its tail.
+Always true: nothing here changes the cache; all entries are examined in parts. The hottest blocks
+are the blocks that the policy would evict last. The first blocks of a prompt are hotter than its
+last blocks.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from hotkv_server.cache.values import Entries, HashList, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """A snapshot of ready blocks [n]: entries, their generations, heat and slot sizes in bytes."""
+    """A snapshot of ready blocks [n]: their entries, generations, heat, and slot sizes in bytes. A
+    block with more heat is evicted later."""
 
     entries: Entries
     generations: NDArray[np.uint32]
@@ -27,15 +29,15 @@ class Warmth:
     num_bytes: Int64s
 
     def hottest(self, byte_count: int) -> "Warmth":
-        """Returns the hottest blocks that take at most `byte_count` bytes together, hottest first.
-        0: returns all. Does not use the core. Thread-safe."""
+        """Returns the hottest blocks that together take at most `byte_count` bytes, the hottest
+        block first; 0: all blocks. Does not use the core. Thread-safe."""
         order = np.argsort(-self.heat, kind="stable")
         if byte_count:
             order = order[np.cumsum(self.num_bytes[order]) <= byte_count]
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns the snapshot of only the blocks at these positions."""
+        """Returns a snapshot of only the blocks at these positions."""
         return Warmth(
             self.entries[places],
             self.generations[places],
@@ -45,7 +47,7 @@ class Warmth:
 
 
 def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
-    """Yields all ready blocks of a key space, in parts."""
+    """Yields snapshots of all ready blocks of a key space, in parts."""
     index, policy = core.space.index, core.space.policy
     start = 0
     while start < index.num_numbers:
@@ -68,7 +70,7 @@ def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
 
 
 def joined(parts: list[Warmth]) -> Warmth:
-    """Returns one snapshot of the blocks of all parts, in their order."""
+    """Joins the snapshots of several parts into one snapshot, in their order."""
     return Warmth(
         np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
         np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),
@@ -78,7 +80,7 @@ def joined(parts: list[Warmth]) -> Warmth:
 
 
 def names(core: CacheCore, some: Warmth) -> list[HashList]:
-    """Returns the hashes, by group, of blocks that still exist, in order."""
+    """Returns the hashes of those blocks of a snapshot that still exist, by group and in order."""
     index = core.space.index
     records = index.table.records[some.entries]
     is_same = (records[:, table.W_GENERATION] == some.generations) & index.is_ready(some.entries)

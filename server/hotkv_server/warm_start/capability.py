@@ -1,4 +1,4 @@
-"""Warm start, as a capability of the node."""
+"""Registers warm start as a capability of the node."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "WarmStartCapability":
-    """Returns the warm start for this node."""
+    """Returns the warm start capability of this node."""
     return WarmStartCapability(node)
 
 
 class WarmStartCapability(Capability):
-    """Connects warm start to the node; see the folder's README."""
+    """Connects warm start to the node (see the folder's README)."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,5 +1,6 @@
-"""Copies the most useful blocks of a node to another node: names its hottest blocks, and loads
-named blocks from lower tiers. On the event loop only."""
+"""Copies the most useful blocks of a node to another node. One node lists the hashes of its hottest
+blocks; the other node promotes these blocks from tiers that both nodes share. On the event loop
+only."""
 
 import asyncio
 import time
@@ -17,13 +18,18 @@ from hotkv_server.node.event_loop import slices
 from hotkv_server.warm_start import book as hottest
 
 PART_BLOCKS = 2_000
-"""Blocks in a part of an answer."""
+"""Most blocks in a part of the answer of `export`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Numbers of named blocks that were in host memory before, were loaded, are still in a tier, or
-    were not found."""
+    """The number of named blocks by outcome.
+
+    num_present: blocks that were already in host memory.
+    num_fetched: blocks that were promoted to host memory.
+    num_lower: blocks that are still only in a tier.
+    num_absent: blocks that were not found.
+    """
 
     num_present: int
     num_fetched: int
@@ -32,7 +38,10 @@ class Fetched:
 
 
 class WarmStart:
-    """The warm start of a node; see the module. `below`: None without tiers."""
+    """The warm start of a node (see the module).
+
+    below: the tiers below host memory; None without tiers.
+    """
 
     def __init__(self, core: CacheCore, below: BlocksBelow | None) -> None:
         self._core = core
@@ -42,8 +51,8 @@ class WarmStart:
         return f"WarmStart({self._core!r})"
 
     async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
-        """Yields the names of the hottest blocks that take at most `byte_count` bytes, in parts. 0:
-        yields all. Raises UNKNOWN_KEY_SPACE."""
+        """Yields the hashes of the hottest blocks in parts. The blocks together take at most
+        `byte_count` bytes; 0: all blocks. Raises UNKNOWN_KEY_SPACE."""
         self._core.key_space(key_space_id)
         parts: list[hottest.Warmth] = []
         async for some, _ in slices(hottest.warmth(self._core, key_space_id)):
@@ -53,8 +62,12 @@ class WarmStart:
             yield hottest.names(self._core, chosen.at(slice(start, start + PART_BLOCKS)))
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
-        """Loads named blocks from tiers, as far as there is room and time. A block that is named
-        twice counts once. Raises HotKVError."""
+        """Promotes named blocks from tiers, as far as there is room and time. A block that is named
+        twice counts once. Raises HotKVError.
+
+        groups: the blocks, by group.
+        wait_s: longest wait.
+        """
         self._core.sessions.check_takes_new("fetches nothing")
         groups = _joined(groups)
         num_blocks = sum(len(one.hashes) for one in groups)
@@ -76,7 +89,7 @@ class WarmStart:
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Returns a list for each group, with every hash at its first place."""
+    """Returns a list for each group, with each hash once, at the place where it first occurs."""
     of_group: dict[int, list[Words]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one.hashes)

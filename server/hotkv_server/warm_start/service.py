@@ -1,5 +1,5 @@
-"""WarmStartService: lists the blocks that a node would keep longest (export), and loads blocks that
-a client names from the tiers into host memory (import)."""
+"""Serves the gRPC service WarmStartService. Export lists the blocks that the node would keep
+longest. Prefetch promotes blocks that a client names from the tiers to host memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -80,7 +80,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
-        """Returns all named blocks. Raises HotKVError."""
+        """Returns the blocks that a request names, by group. Raises HotKVError."""
         space = self._node.core.key_space(number)
         named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
         lists = [HashList(*one) for one in named]

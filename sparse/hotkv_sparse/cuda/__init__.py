@@ -1,4 +1,4 @@
-"""Sparse decode on CUDA: kernels (`*.cu`), their launch (`device`), and a layer's step
+"""Sparse decode on CUDA: kernels (`*.cu`), code that launches them (`device`), and a layer's step
 (`selector`).
 
 The kernels compute the same as `hotkv_sparse` on a CPU, and tests compare the two. Representations

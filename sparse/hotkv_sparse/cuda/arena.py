@@ -1,16 +1,17 @@
-"""Makes the server's arena, host memory that this process maps, readable for CUDA kernels.
+"""Makes the server's arena readable for CUDA kernels. The arena is host memory that this process
+has mapped.
 
-This module never writes the arena. Always true: `MappedArena.addresses` returns an address for a
+This module never writes to the arena. Always true: `MappedArena.addresses` returns an address for a
 block only if the device may read the whole block. Memory is registered with CUDA piece by piece
 from the arena's start, and `close` unregisters it before the mapping is dropped. There are three
 ways in which a device can read the arena:
 
-- The memory is registered with CUDA, if the mapping is writable. The server provides writable
-    mappings to the users in its setting `security.arena_writers`.
-- The memory is registered with CUDA as read-only, if the device supports this. Many devices do not,
-    and CUDA refuses to register a read-only mapping in any other way.
-- The memory is not registered, if the device can read pageable memory (HMM, or a page table shared
-    with the host, as on Grace).
+- If the mapping is writable: the memory is registered with CUDA. The server provides writable
+  mappings to the users in its setting `security.arena_writers`.
+- If the device supports read-only registration: the memory is registered with CUDA as read-only.
+  Many devices do not support this, and without it CUDA refuses to register a read-only mapping.
+- If the device can read pageable memory (HMM, or a page table shared with the host, as on Grace):
+  the memory is not registered.
 """
 
 import enum
@@ -32,7 +33,7 @@ DEFAULT_PIECE_BYTES = 1 << 30
 WRITABLE_FLAGS = 1 | 2
 """Flags of cudaHostRegister for a writable mapping: Portable and Mapped."""
 REGISTER_FLAGS = WRITABLE_FLAGS | 8
-"""Flags of cudaHostRegister for a read-only mapping: also ReadOnly."""
+"""Flags of cudaHostRegister for a read-only mapping: WRITABLE_FLAGS and ReadOnly."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
 """CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
 cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
@@ -48,9 +49,9 @@ class Access(enum.Enum):
 class MappedArena:
     """The server's arena, mapped into this process and made readable for a device.
 
-    `start` registers the memory with CUDA in the background, `wait` waits until all is registered.
-    Call `wait` before a CUDA graph is captured, because CUDA may forbid registration during a
-    capture.
+    `start` registers the memory with CUDA in the background; `wait` waits until all memory is
+    registered. Call `wait` before a CUDA graph is captured, because CUDA may forbid registration
+    during a capture.
 
     memory: uint8 [bytes], the mapping (`hotkv_client`'s `Session.arena().memory`). This object
         keeps a reference to it until `close`.
@@ -63,10 +64,10 @@ class MappedArena:
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         is_writable: bool = False,
     ) -> None:
-        """Chooses how the device will read the memory (see the module). Raises HotKVError, with the
-        reason NOT_ALLOWED if the device supports none of the ways.
+        """Chooses the way in which the device will read the memory (see the module). Raises
+        HotKVError; its reason is NOT_ALLOWED if the device supports none of the ways.
 
-        is_writable: whether the mapping behind `memory` is writable.
+        is_writable: whether the mapping of `memory` is writable.
         """
         self._cupy = cupy_module()
         self._memory: npt.NDArray[np.uint8] | None = memory
@@ -86,7 +87,8 @@ class MappedArena:
         self._flags = WRITABLE_FLAGS if is_writable else REGISTER_FLAGS
         self.access = self._find_access(is_writable)
         self.error = ""
-        """Why the device can't read the arena beyond `readable_bytes`; empty without an error."""
+        """Why the device can't read the arena beyond `readable_bytes`; empty if no error
+        occurred."""
         self.readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
         """Bytes that the device may read, from the arena's start; it only grows until `close`."""
         self._stop = threading.Event()
@@ -100,14 +102,14 @@ class MappedArena:
         )
 
     def start(self) -> None:
-        """Starts to register in the background. Does nothing if the device reads pageable
-        memory."""
+        """Starts to register the memory in the background. Does nothing if the device reads
+        pageable memory."""
         if self.access is Access.REGISTERED:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until the device can read the whole arena, the registration has failed (`error`),
-        or `timeout_s` has passed.
+        """Waits until the device can read the whole arena, or the registration has failed
+        (`error`), or `timeout_s` has passed.
 
         Returns whether the device can read the whole arena.
         """
@@ -116,13 +118,14 @@ class MappedArena:
         return self._memory is not None and self.readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
-        """Returns the device addresses of slots, given their offsets in the arena
-        (`LeaseGrant.offsets`), for `Workspace.set_blocks`.
+        """Returns the device addresses of slots, for `Workspace.set_blocks`.
 
-        An address is 0, which `set_blocks` reads as "no copy", if the offset is negative or the
+        An address is 0, which means "no copy" to `set_blocks`, if the offset is negative or the
         device can't read the slot yet. Raises HotKVError for slots outside the arena. The server
         reuses a slot after the block's lease has ended, so replace the addresses before the lease
         ends.
+
+        offsets: offsets of the slots in the arena (`LeaseGrant.offsets`).
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):
             why = f"slots of {slot_bytes} bytes at offsets up to {int(offsets.max(initial=0))}"

@@ -1,9 +1,9 @@
-"""Allocates device arrays and launches the CUDA kernels of this folder: the protocol `Device`, and
-its implementation with CuPy.
+"""Allocates device arrays and launches the CUDA kernels of this folder. `Device` is the protocol,
+`CupyDevice` its implementation with CuPy.
 
-A launch is queued on a stream and returns at once. A kernel is compiled by NVRTC at its first
-launch, and CuPy caches it on disk. `CupyDevice.compile` compiles all kernels in advance, because a
-CUDA graph can't be captured during a compilation.
+A launch is queued on a stream and returns at once. NVRTC compiles a kernel at its first launch, and
+CuPy caches the result on disk. `CupyDevice.compile` compiles all kernels in advance, because a CUDA
+graph can't be captured during a compilation.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +42,7 @@ Host = npt.NDArray[np.generic]
 
 class Array(Protocol):
     """Device memory that another object owns, such as an array of CuPy or a tensor of torch. In
-    tests without a GPU the memory is an array of numpy.
-    """
+    tests without a GPU it is an array of numpy."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -68,7 +67,8 @@ class Device(Protocol):
         """
 
     def read(self, source: Array) -> Host:
-        """Blocks until the stream's work is done, and returns a copy in host memory."""
+        """Waits until the stream's work is done, then returns a copy of the array in host
+        memory."""
 
     def launch(
         self,
@@ -94,23 +94,24 @@ def source_of(kernel: str) -> str:
 
 
 def source_text(source: str) -> str:
-    """Returns the text of a source file, with the text of its header in place of the include.
+    """Returns the text of a source file. The text of its header replaces the include.
 
-    CuPy's cache finds compiled code by the source text, so the cache would not notice changes of an
-    included file.
+    CuPy's cache finds compiled code by the source text. It would not notice a change of an included
+    file.
     """
     header = (FOLDER / "common.cuh").read_text().replace("#pragma once\n", "")
     return (FOLDER / source).read_text().replace('#include "common.cuh"\n', header)
 
 
 def address_of(argument: Argument) -> int:
-    """Returns the address of a CUDA tensor, or of any array with CUDA's array interface."""
+    """Returns the device address of an argument: a CUDA tensor, any array with CUDA's array
+    interface, or a plain address."""
     if argument is None:
         return 0
     if isinstance(argument, int):
         return argument
-    # A torch tensor returns its address for every float type. Its array interface does not support
-    # bfloat16 in all versions.
+    # A torch tensor returns its address for every float type. In some versions its array interface
+    # does not support bfloat16.
     if getattr(argument, "is_cuda", False):
         return int(argument.data_ptr())  # type: ignore[attr-defined]
     interface = getattr(argument, "__cuda_array_interface__", None)
@@ -131,7 +132,7 @@ class _Module(Protocol):
 
 
 def cupy_module() -> ModuleType:
-    """Returns CuPy. Raises an ImportError that names the package to install."""
+    """Imports and returns CuPy. Raises an ImportError that names the package to install."""
     try:
         import cupy
     except ImportError as error:
@@ -143,8 +144,9 @@ def cupy_module() -> ModuleType:
 
 
 class CupyDevice:
-    """A CUDA device through CuPy.
+    """A CUDA device, used through CuPy.
 
+    number: CUDA's number of the device.
     stream: CUDA's number of the stream for launches (torch:
         `torch.cuda.current_stream().cuda_stream`).
     """

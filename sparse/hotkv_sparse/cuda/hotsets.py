@@ -1,12 +1,12 @@
 """The hot sets of a layer on CUDA. A sequence's hot set is the blocks in its hot slots (pages of
-device memory for selected blocks), to which a step attends.
+device memory for selected blocks). A step attends only to these blocks.
 
 In each step and layer the engine calls:
     hot_sets.grow()      before the layer writes the step's keys and values to the slots' `pages`
     hot_sets.correct()   after the selection, before attention
 
-Always true: the hot sets are the same as those of `hotkv_sparse.hotset` with the policy `lru` or
-`none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
+Always true: the hot sets are the same as the hot sets of `hotkv_sparse.hotset` with the policy
+`lru` or `none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
 
 Shapes: R rows of a step, Z states (sequences with hot sets), B most blocks of a sequence, K hot
 slots of a sequence, L most blocks that a step loads, S most blocks of a selection.
@@ -53,11 +53,11 @@ class CudaHotSets:
     fragments: the pieces of a block that `correct` copies from the arena to a page of the cache.
     page_bytes: distance between two pages of the layer's cache.
     table: int32 [R, K], the block table for attention: the pages of each row's hot set, with the
-        last block of the context at the end. In a workspace with `Residents`, all layers share
-        their `table` and `lengths`.
+        last block of the context at the end. In a workspace with `Residents`, all layers share one
+        `table` and one `lengths`.
     slots: int32 [R, K], the hot slots of the same blocks, numbered from 0 in each sequence.
     lengths: int32 [R], number of tokens in the blocks of `table`.
-    counts: int32 [R, 8], counts of the last step; LOADED and the names after it are its columns.
+    counts: int32 [R, 8], counts of the last step. The columns are LOADED and the names after it.
     loads: int32 [R, 2, L], the blocks that the last step loaded, and their slots.
     victims: int32 [R, K], the blocks that the last step evicted.
     prefetch: int32 [R, max_prefetch], selected blocks that the last step did not load, heaviest
@@ -111,6 +111,7 @@ class CudaHotSets:
 
         sequence: the state (index in the tables) of the sequence.
         blocks: the blocks that the slots 0, 1, … already contain, most recently used first.
+        capacity_blocks: most blocks of the hot set.
         num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
         """
         shape = self._workspace.shape
@@ -152,8 +153,8 @@ class CudaHotSets:
             self._device.write(target, (sequence,), np.array([value], np.int32))
 
     def _has_copy(self) -> Array | None:
-        """Returns the array of the blocks that have a copy in the arena; None in a workspace with
-        `Residents`, where every complete block has a copy."""
+        """Returns the array that marks the blocks with a copy in the arena. Returns None in a
+        workspace with `Residents`, because there every complete block has a copy."""
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:
@@ -178,8 +179,8 @@ class CudaHotSets:
 
     def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
         """Queues the step of the hot sets (the blocks on the device to which a step attends): adds
-        selected blocks, evicts others, copies the added blocks from the arena to the cache, and
-        writes `table`.
+        selected blocks, evicts other blocks, copies the added blocks from the arena to the cache,
+        and writes `table`.
 
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 

@@ -1,9 +1,11 @@
-"""A layer's representations (compact forms of blocks' keys, by which sparse attention selects
-blocks) in device memory: a pool with a row per block, which a kernel builds from the engine's keys.
+"""A layer's representations in device memory: a pool with a row per block, which a kernel builds
+from the engine's keys. Representations are compact forms of blocks' keys, by which sparse attention
+selects blocks.
 
-`CudaSelector` scores the rows. The bytes are those of `hotkv_sparse.representations`, so the server
-may store rows with their blocks, and any engine may load them. Because of float rounding the code
-of a channel halfway between two levels, and the last bit of a sigma, may differ from the CPU's.
+`CudaSelector` scores the rows. The bytes are the same as in `hotkv_sparse.representations`, so the
+server may store rows with their blocks, and any engine may load them. Because of float rounding,
+two things may differ from the CPU's result: the code of a channel halfway between two levels, and
+the last bit of a sigma.
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
 """
@@ -22,14 +24,15 @@ from hotkv_sparse.formats import Format
 from hotkv_sparse.rotation import factors
 
 FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""By name of a float type: the number by which kernels identify it."""
+"""The number by which kernels identify a float type, by the type's name."""
 MAX_HEAD_SIZE = 256
 _LINE_CHANNELS = {2: 16, 3: 32}
 _BUILD_THREADS = 512
 
 
 def float_kind(dtype: str) -> int:
-    """Returns the kernels' number of a float type. Raises INVALID_FIELD."""
+    """Returns the number by which kernels identify a float type. Raises INVALID_FIELD for other
+    types."""
     if dtype not in FLOAT_KINDS:
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -60,8 +63,8 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """Sizes of the rows (representations of blocks) of a pool. Raises INVALID_FIELD if the kernels
-    don't support them."""
+    """Sizes of the rows of a pool; a row is the representation of a block. Raises INVALID_FIELD if
+    the kernels don't support them."""
 
     name: str
     kv_heads: int
@@ -102,14 +105,14 @@ class IndexShape:
 
     @property
     def head_bytes(self) -> int:
-        """Returns the bytes of the representation (compact form of the keys) of a block and head,
-        N."""
+        """Returns N, the bytes of the representation (compact form of the keys) of a block and
+        head."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of a row (the representation of a block, a compact form of its keys): H
-        * N rounded up to a multiple of 32, the size of a sector of device memory."""
+        """Returns the bytes of a row: H * N rounded up to a multiple of 32, the size of a sector of
+        device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
@@ -125,12 +128,13 @@ class IndexShape:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the bytes of the prepared queries of 8 heads, in the order of `score_tokens`."""
+        """Returns the bytes of a tile: the prepared queries of 8 heads, in the order that
+        `score_tokens` reads."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:
-        """Returns two words for kernels: the levels of the codes 0 to 3 and of the codes 4 to 7, as
-        a signed byte each."""
+        """Returns two words for kernels: the levels of the codes 0 to 3, and the levels of the
+        codes 4 to 7. Each level is a signed byte."""
         levels = np.zeros(8, np.int8)
         levels[: len(self.form.levels)] = self.form.levels
         low, high = levels.view(np.uint32)
@@ -171,8 +175,8 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Returns in one array the levels, then the thresholds halfway between adjacent levels, in
-        units of the key's rms."""
+        """Returns an array with the levels, followed by the thresholds halfway between adjacent
+        levels in units of the key's rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))
@@ -190,12 +194,12 @@ class Index:
         engine's cache.
 
         The work is queued on the stream; the keys must not change until it is done. Raises
-        INVALID_FIELD for formats without a code per token (summary formats): there are no kernels
-        for them here, so build them with `hotkv_sparse.representations`.
+        INVALID_FIELD for summary formats, for which there are no kernels here; build these with
+        `hotkv_sparse.representations`.
 
         pages: int32 [num_blocks], page of each block; not used if `addresses` is given.
         rows: int32 [num_blocks], row of the pool for each block; a negative row skips the block.
-        num_tokens: int32 [num_blocks], valid tokens of each block; None: all.
+        num_tokens: int32 [num_blocks], valid tokens of each block; None: all tokens are valid.
         addresses: int64 [num_blocks], address of each block's page; 0 skips the block. None: use
             `pages`.
         """

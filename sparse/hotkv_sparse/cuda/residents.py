@@ -1,22 +1,22 @@
-"""Tables on the device for contexts beyond device memory: their old blocks are in host memory only.
-All layers of a step share the tables.
+"""Tables on the device for contexts beyond device memory. The old blocks of such contexts are only
+in host memory. All layers of a step share the tables.
 
-A block in host memory only is called *away*. The engine (vLLM) owns the pages and the block tables.
-It calls:
+A block that is only in host memory is called *away*. The engine (vLLM) owns the pages and the block
+tables. It calls:
 
     residents.name_rows({block: row})   on the host, between two steps
     residents.find(batch, …)            once a step, before the forward pass
 
 Always true:
 - The host identifies a request by its *state*, an index in the tables. A kernel finds the batch row
-    of each state by the block that the row writes last. The host never waits for results of the
-    device, so it may plan further steps in the meantime.
-- A row attends sparsely only if the host says so (`NamedRow`); kernels never decide it.
+  of each state by the block that the row writes last. The host never waits for results of the
+  device, so it may plan further steps before they arrive.
+- A row attends sparsely only if the host says so (`NamedRow`); kernels never decide this.
 - Blocks [sinks, `freed`) of a state are away and have an address in the arena. All other blocks are
-    in the pages that the engine's block table names. `freed` is raised only after the addresses
-    are written.
-- `epochs` has a number for each state. When the number changes, the state's hot sets in all layers
-  are made again from the start.
+  in the pages that the engine's block table names. `freed` is raised only after the addresses are
+  written.
+- `epochs` has a number for each state. When the number changes, all layers build the state's hot
+  sets again from the start.
 
 Shapes: R rows of a batch, S states, B most blocks of a sequence, K hot slots of a sequence, P pages
 of the engine's pool.
@@ -60,8 +60,8 @@ class NamedRow(NamedTuple):
     """The host's decision about a row (sequence) of the next step.
 
     state: index of the request in the tables.
-    is_sparse: True if the row attends to its hot set (blocks on the device) only; False: to its
-        whole context.
+    is_sparse: True: the row attends only to its hot set (blocks on the device). False: it attends
+        to its whole context.
     """
 
     state: int
@@ -69,14 +69,14 @@ class NamedRow(NamedTuple):
 
     @property
     def word(self) -> np.int32:
-        """Returns the number by which kernels on the device read this value: 2 * state + is_sparse.
-        (NO_ROW means that the host has named no row.)"""
+        """Returns the number that stands for this value in device memory: 2 * state + is_sparse.
+        (NO_ROW stands for a row that the host has not named.)"""
         return np.int32(2 * self.state + self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """Where the pages of a layer are, in the engine's cache and in the arena.
+    """The places of a layer's pages in the engine's cache and in the arena.
 
     cache: device address of page 0.
     page_bytes: bytes of a page.
@@ -93,8 +93,8 @@ class Residents:
 
     Methods queue work on the device's stream.
 
-    table: int32 [R, B], contiguous, the block table for attention. Each layer replaces the rows
-        that attend sparsely; the other rows are the engine's.
+    table: int32 [R, B], contiguous, the block table for attention. In each layer, rows that attend
+        sparsely are replaced; the other rows are copies of the engine's rows.
     lengths: int32 [R], number of tokens in the blocks of each row of `table`.
     """
 
@@ -138,36 +138,35 @@ class Residents:
         return f"Residents({self.num_states} states, {len(self._named)} in the step)"
 
     def num_complete(self, num_rows: int, num_tokens: int) -> int:
-        """Returns an upper bound of the blocks that become full in a step with this many rows and
-        tokens."""
+        """Returns an upper bound of the number of blocks that become full in a step with `num_rows`
+        rows and `num_tokens` tokens."""
         return num_tokens // self.block_tokens + num_rows
 
     # ------------------------------------------------------------------------- between two steps
 
     def begin_anew(self, state: int) -> None:
-        """Makes the next step build the hot sets (blocks on the device) of this state again, in all
-        layers, with no block away (in host memory only). Call this method when another request gets
-        the state."""
+        """Resets a state for another request: no block of the state is away (only in host memory),
+        and the next step builds its hot sets (blocks on the device) again in all layers."""
         self._epochs[state] += 1
         self._freed[state] = 0
         self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks the state's blocks [sinks, `num_freed`) as away (in host memory only). The caller
+        """Marks the state's blocks [sinks, `num_freed`) as away (only in host memory). The caller
         must already have written the addresses of these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def name_rows(self, rows: dict[int, NamedRow]) -> None:
-        """Writes to the device which rows of the next step belong to which states (indices of
-        requests in the tables).
+        """Writes to the device which row of the next step belongs to which state (index of a
+        request in the tables).
 
         Raises INVALID_FIELD if a block or state is out of range.
 
-        rows: the named rows, by the id of the block (page) that each row writes last. Other rows
-            attend to the blocks of the engine's table.
+        rows: by the id of the block (page) that a row writes last, the state of the row. Rows that
+            are not named attend to the blocks of the engine's table.
         """
         for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
@@ -186,11 +185,11 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Finds the state of each row of the batch. Writes the state to `own_of`, and, for rows
-        that attend sparsely, to `state_of`.
+        """Finds the state of each row of the batch. Writes the state to `own_of`. For rows that
+        attend sparsely, writes it also to `state_of`.
 
-        rows: int32 [S, B], for each block of a state the row of its representation (compact form of
-            its keys) in the pools.
+        rows: int32 [S, B], for each block of a state, the row of its representation (compact form
+            of its keys) in the pools.
         state_of: int32 [R], output.
         """
         if batch.num_rows > self.num_rows:
@@ -215,12 +214,14 @@ class Residents:
     def locate_keys(
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
-        """Writes, for the state's blocks [0, count), the address of each block's page of a layer to
-        `addresses` (in the cache, or in the arena if the block is away, that is in host memory
-        only), and the row of its representation to `found_rows`.
+        """Finds the keys of the state's blocks [0, count) in a layer. Writes the address of each
+        block's page to `addresses`, and the row of its representation to `found_rows`.
 
-        arena: addresses of the blocks' slots. rows: for each block of a state the row of its
-            representation (compact form of its keys) in the pools.
+        The page is in the cache, or in the arena if the block is away (only in host memory).
+
+        arena: addresses of the blocks' slots in the arena.
+        rows: for each block of a state, the row of its representation (compact form of its keys) in
+            the pools.
         """
         batch = self._batch()
         self.device.launch(
@@ -247,8 +248,8 @@ class Residents:
         table: Array | int,
         faults: Array,
     ) -> None:
-        """Copies a layer's first `count` pages of a batch row, to contiguous memory: from the cache
-        or, if the block is away (in host memory only), from the arena.
+        """Copies the first `count` pages of a batch row, in one layer, to contiguous memory. Copies
+        a page from the cache, or from the arena if its block is away (only in host memory).
 
         target: address of the contiguous memory.
         first_page: page of `target` that receives the first page.

@@ -1,5 +1,5 @@
-"""A layer's sparse decode step on CUDA: scores the blocks, selects the best, updates the hot sets
-and writes the block table for attention. All of it runs on the device.
+"""A layer's sparse decode step on CUDA: scores the blocks, selects the best blocks, updates the hot
+sets and writes the block table for attention. All of this runs on the device.
 
 In each step the engine calls, in this order:
     workspace.begin(context_tokens)   once, before the forward pass
@@ -11,9 +11,9 @@ In each step the engine calls, in this order:
 
 Always true:
 - All work is queued on one stream. Shapes, buffers and grids are fixed when objects are made. A
-    step allocates no memory and never waits, so a CUDA graph may capture and replay it; call
-    `CupyDevice.compile` before the capture.
-- Selections are the same as those of `hotkv_sparse.selection.select_layer`.
+  step allocates no memory and never waits, so a CUDA graph may capture and replay it. Call
+  `CupyDevice.compile` before the capture.
+- Selections are the same as from `hotkv_sparse.selection.select_layer`.
 
 Shapes: R sequences, Q query heads, H KV heads, D channels, B most blocks of a sequence, K hot slots
 of a sequence, S most blocks of a selection.
@@ -50,8 +50,7 @@ class Queries:
 class CudaSelector:
     """The sparse decode of a layer on CUDA (see the module).
 
-    index: the layer's representations (compact forms of blocks' keys, from which blocks are
-        scored).
+    index: the layer's representations (compact forms of blocks' keys, by which blocks are scored).
     keys, values: the layer's cache.
     hot: the layer's hot sets (the blocks on the device to which a step attends).
 
@@ -107,13 +106,14 @@ class CudaSelector:
 
     @property
     def _tiles(self) -> int:
-        """Returns the number of tiles of 8 query heads, for each KV head."""
+        """Returns the number of tiles per KV head. A tile is the prepared queries of 8 query
+        heads."""
         return -(-self._workspace.shape.group // 8)
 
     @property
     def _tile_bytes(self) -> int:
-        """Returns the bytes of a tile of prepared queries. For a summary format a tile holds the
-        parts of 8 heads one after the other."""
+        """Returns the bytes of a tile (the prepared queries of 8 heads). For a summary format a
+        tile has the parts of the 8 heads one after the other."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
@@ -137,7 +137,7 @@ class CudaSelector:
         self.hot.correct(self.blocks, self.chosen, self.numbers)
 
     def score(self, query: Queries, scale: float) -> None:
-        """Computes the scores of the candidate blocks into `Workspace.scores`."""
+        """Computes the scores of the candidate blocks and writes them to `Workspace.scores`."""
         work, shape, index = self._workspace, self._workspace.shape, self.index.shape
         form = index.form
         unit = form.level_unit if form.bits else 1.0
@@ -254,10 +254,10 @@ class CudaSelector:
     ) -> None:
         """Computes attention over the hot set (the blocks on the device), with a simple kernel.
 
-        out: float32 [R, Q, D], output: the attention; None: not needed.
+        out: float32 [R, Q, D], output: the attention; None: not computed.
         scale: scale of attention; None: 1 / sqrt(D).
-        log_mass: float32 [R, Q], output: the log of the attention mass; None: not needed.
-        always: attend only to the always kept blocks (sinks, recent window).
+        log_mass: float32 [R, Q], output: the log of the attention mass; None: not computed.
+        always: True: attend only to the always kept blocks (sinks, recent window).
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale

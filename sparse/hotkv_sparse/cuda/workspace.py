@@ -5,12 +5,12 @@ The engine calls `workspace.begin(context_tokens)` once a step, before the forwa
 
 Always true:
 - Shapes and buffers are fixed when the workspace is made. `begin` allocates no memory and never
-    waits, so a CUDA graph may capture it.
+  waits, so a CUDA graph may capture it.
 - A sequence whose `context_tokens` is 0 is skipped at almost no cost. The caller passes 0 if the
-    row is empty, or if its request attends to its whole context.
+  row is empty, or if its request attends to its whole context.
 
-A *state* is a sequence with hot sets (blocks in device memory to which its steps attend); its
-tables stay for many steps. A *row* is a sequence of the current step. `state_of` maps rows to
+A *row* is a sequence of the current step. A *state* is a sequence with hot sets (blocks in device
+memory to which its steps attend); its tables are kept for many steps. `state_of` maps rows to
 states.
 
 Shapes: R rows of a step, S states, Q query heads, B most blocks of a sequence, K hot slots of a
@@ -39,14 +39,15 @@ _PIECE_BLOCKS = 2048
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a workspace, which are fixed.
+    """The fixed sizes of a workspace.
 
     num_sequences: most sequences (rows) of a step.
     max_blocks: most blocks of a sequence.
     num_slots: hot slots (pages of device memory for selected blocks) of a sequence and layer,
         including spare slots.
     max_prefetch: most blocks that a step names for prefetch.
-    num_states: most sequences with hot sets (blocks on the device); 0: the same as `num_sequences`.
+    num_states: most sequences with hot sets (blocks on the device) at the same time; 0: the same as
+        `num_sequences`.
     """
 
     num_sequences: int
@@ -61,8 +62,8 @@ class StepShape:
 
     @property
     def states(self) -> int:
-        """Returns the most sequences that may have hot sets (blocks on the device) at the same
-        time. At most `num_sequences` of them are in a step."""
+        """Returns the largest number of sequences that have hot sets (blocks on the device) at the
+        same time. At most `num_sequences` of them are in a step."""
         return self.num_states or self.num_sequences
 
     @property
@@ -76,11 +77,13 @@ class Workspace:
 
     pages: int32 [S, K], the page of the engine's cache for each hot slot of a state, in all layers;
         at first the numbers 0, 1, ….
-    state_of: int32 [R], the state of each row, -1 without a state; at first the numbers 0, 1, ….
+    state_of: int32 [R], the state of each row; -1 for a row without a state; at first the numbers
+        0, 1, ….
     residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
-        None, `begin` does.
+        None, `begin` begins it.
     faults: int32 [3], counts that only grow: sequences that had no slot for a new block; blocks
-        that had no copy in the arena; and (not faults) pages that were copied from the arena.
+        that had no copy in the arena; and pages that were copied from the arena, which are no
+        faults.
     """
 
     def __init__(
@@ -129,13 +132,13 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets where the representations (compact forms of keys) and the copies of a sequence's
-        blocks are, for consecutive blocks from position `first` on.
+        """Sets the places of a sequence's representations (compact forms of keys) and of the
+        blocks' copies, for consecutive blocks from position `first` on.
 
         Call this method between two steps. Blocks until the values are copied to the device.
 
-        rows: for each block the row of its representation in the pools.
-        addresses: for each block the device address of its slot in the mapped arena; 0: no copy.
+        rows: for each block, the row of its representation in the pools.
+        addresses: for each block, the device address of its slot in the mapped arena; 0: no copy.
         """
         if (
             not 0 <= first <= first + len(rows) <= self.shape.max_blocks
@@ -162,13 +165,14 @@ class Workspace:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows in the step, which is the size of kernel grids."""
+        """Returns the number of rows in the step, which determines the size of kernel grids."""
         residents = self.residents
         batch = None if residents is None else residents.batch
         return self.shape.num_sequences if batch is None else batch.num_rows
 
     def engine_arguments(self) -> tuple[Argument, ...]:
-        """Returns the engine's block table as kernel arguments: table, stride, `freed`, sinks."""
+        """Returns the kernel arguments about the engine's block table: table, stride, `freed`,
+        number of sinks."""
         residents = self.residents
         if residents is None or residents.batch is None:
             return None, np.int64(0), None, np.int32(0)
@@ -177,12 +181,12 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """Begins a step with an engine's batch, in a workspace with `residents`. The batch uses the
-        first rows."""
+        """Begins a step with an engine's batch, in a workspace with `residents`. The batch takes
+        the first rows."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
-        # Plans all rows, because a graph that was captured with more rows must find the further
-        # rows empty.
+        # Plans all rows: a CUDA graph that was captured with more rows must find the other rows
+        # empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:

@@ -147,7 +147,7 @@ def model_of(chosen: argparse.Namespace) -> Model:
 
 
 def device_of(chosen: argparse.Namespace) -> Device:
-    """Returns the chosen device; a memory size on the command line replaces the device's own.
+    """Returns the chosen device. A memory size on the command line replaces the device's own size.
     Raises INVALID_FIELD."""
     device = device_named(chosen.device)
     if chosen.device_memory is None:
@@ -217,7 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_text(model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]) -> str:
-    """Formats a table of the modes side by side, then each mode's figures with their formulas."""
+    """Formats a table with a column for each mode, followed by the figures of each mode with their
+    formulas."""
     lines = [
         f"{model.name} ({model.parameters / 1e9:.3g}B parameters), {plan.tokens:,} tokens, batch "
         f"{plan.batch}, on {plan.tensor_parallel} x {device.name}",

@@ -1,8 +1,8 @@
-"""Computes the device and host memory of a plan. Each figure has its formula.
+"""Computes the device and host memory of a plan (the case to estimate). Each figure has its
+formula.
 
-A device holds weights, activations and a staging area once, and the keys, values and
-representations of each request. The memory that weights, activations and staging area leave free
-limits the batch.
+A device holds the weights, the activations and a staging area once, and the keys, values and
+representations of each request. The memory that remains for requests limits the batch.
 """
 
 from dataclasses import dataclass, fields
@@ -23,8 +23,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class Figure:
     """A figure of the report.
 
-    unit: "bytes", or the plural noun of the things that are counted, such as "requests".
-    formula: text of the computation of `value`, with its numbers.
+    unit: "bytes", or a plural noun for the things that are counted, such as "requests".
+    formula: text that shows how `value` was computed, with the numbers.
     """
 
     value: float
@@ -57,13 +57,14 @@ def human_bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a plan in one mode. Figures are bytes of a device; `host_request` and `host`
-    are bytes of host memory for all ranks together.
+    """The memory of a plan in one mode. Figures are bytes of a device. Exceptions: `host_request`
+    and `host` are bytes of host memory for all ranks together, and `largest_batch` counts requests.
 
-    staging: area in which a prefill assembles pages of its context (mode RESIDENT).
-    room: device memory that is left for requests.
+    staging: area in which a prefill assembles the pages of its context (mode RESIDENT).
+    room: device memory that remains for requests.
     kv_token: keys and values of a token in all layers.
-    request_kv, request_representations: the parts of `request`, the device memory of a request.
+    request_kv, request_representations: the parts of `request`.
+    request: the device memory of a request.
     device: device memory of the whole batch; the batch fits if `device` is at most `device_limit`.
     largest_batch: number of requests of this context that fit in device and host memory.
     """
@@ -84,7 +85,8 @@ class Memory:
 
 
 def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
-    """Computes the memory of a mode. Raises INVALID_FIELD if the plan does not fit the model."""
+    """Computes the memory of a plan in one mode. Raises INVALID_FIELD if the plan does not fit the
+    model."""
     plan.check(model)
     parallel = plan.tensor_parallel
     weights = Figure(
@@ -155,10 +157,11 @@ def _activations(model: Model, plan: Plan) -> Figure:
 
 
 def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the device memory that a prefill needs in addition to its request's own memory.
+    """Computes the staging memory: device memory that a prefill needs in addition to its request's
+    own memory.
 
-    This memory holds the context of `staging_layers` layers, and the new blocks of a step until
-    these blocks are stored.
+    It holds the context of `staging_layers` layers, and the new blocks of a step until these blocks
+    are stored.
     """
     layer_bytes = plan.layer_token_bytes(model)
     if mode is not Mode.RESIDENT:

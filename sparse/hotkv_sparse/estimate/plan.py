@@ -1,7 +1,7 @@
 """Describes the case to estimate: a plan (context, batch, budget, place of the KV), a model and a
 device.
 
-A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every refusal
+A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every error
 names the field and the fix. This module also counts the blocks that a request has on the device.
 """
 
@@ -37,8 +37,7 @@ MAX_COUNT = 10**18
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raises INVALID_FIELD unless `value` is an integer of at least `least` and at most
-    MAX_COUNT."""
+    """Raises INVALID_FIELD unless `value` is an integer from `least` to MAX_COUNT."""
     if type(value) is not int or not least <= value <= MAX_COUNT:
         raise refuse(name, value, f"use an integer from {least} to {MAX_COUNT}")
 
@@ -64,7 +63,7 @@ def check_number(
 class Device:
     """A kind of device. Raises INVALID_FIELD if its memory is not positive.
 
-    source: text that says where the value of `memory_bytes` is from.
+    source: text that names the source of `memory_bytes`.
     """
 
     name: str
@@ -75,12 +74,12 @@ class Device:
         check_count("device.memory_bytes", self.memory_bytes)
 
     def with_memory(self, memory_bytes: int) -> "Device":
-        """Returns the device with another memory size."""
+        """Returns a copy of the device with another memory size."""
         source = f"{self.source}; memory as given"
         return dataclasses.replace(self, source=source, memory_bytes=memory_bytes)
 
 
-# The memory is the size that nvidia-smi shows, not the decimal gigabytes in the product's name.
+# `memory_bytes` is the size that nvidia-smi shows, not the decimal gigabytes in the product's name.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -98,8 +97,8 @@ DEVICES: dict[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """Returns the device with this name, or this machine's device for HERE. Raises INVALID_FIELD if
-    the name is unknown."""
+    """Returns the device with this name. HERE names this machine. Raises INVALID_FIELD if the name
+    is unknown."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(HERE, "this machine's own memory", memory_bytes)
@@ -159,8 +158,8 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Returns the number of parameters of the embedding. The output matrix has as many
-        parameters."""
+        """Returns the number of parameters of the embedding matrix. The output matrix has the same
+        number."""
         return self.vocab * self.hidden
 
     @property
@@ -175,8 +174,8 @@ class Model:
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
-# From the config.json of each model on Hugging Face. The resulting parameter counts equal the
-# counts of the models' cards (tests/sparse/test_estimate.py).
+# The sizes come from the config.json of each model on Hugging Face. The resulting parameter counts
+# equal the counts in the models' cards (tests/sparse/test_estimate.py).
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
@@ -209,7 +208,7 @@ def model_named(name: str) -> Model:
 
 
 def read_config(path: Path) -> Model:
-    """Returns the model of a Hugging Face config.json, or of the folder that contains it.
+    """Reads a model from a Hugging Face config.json, or from the folder that contains it.
 
     Raises OSError if the file can't be read, INVALID_FIELD if its model can't be estimated.
     """
@@ -230,7 +229,8 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
     for key, why in _REFUSED.items():
         if config.get(key):
             raise refuse(f"config.{key}", config[key], f"{why}; use another model")
-    # Qwen's files have `use_sliding_window` false and a window; Mistral's have no such switch.
+    # Qwen's files have a window, but `use_sliding_window` is false. Mistral's files have no
+    # `use_sliding_window`.
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         raise refuse(
             "config.sliding_window",
@@ -268,7 +268,7 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
 
 
 class Mode(enum.Enum):
-    """How a request is decoded."""
+    """The way in which a request is decoded."""
 
     DENSE = "dense"
     """All KV is on the device, and decode attends to all of it."""
@@ -279,8 +279,8 @@ class Mode(enum.Enum):
 
 
 def default_sparse() -> SparseConfig:
-    """Returns the settings that are estimated by default: all layers are sparse, with a budget of
-    2048 tokens, for contexts of any length."""
+    """Returns the settings that are estimated by default: all layers are sparse for contexts of any
+    length, with a budget of 2048 tokens."""
     return SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0)
 
 
@@ -291,13 +291,12 @@ class Plan:
     tokens: tokens in the context of a request.
     batch: number of requests that decode together.
     sparse: the settings of sparse decode, as operators write them.
-    hot_sets: number of blocks in the hot set (the blocks on the device), divided by the number of
-        blocks in the budget.
+    hot_sets: size of the hot set (the blocks on the device), as a multiple of the budget.
     representations_on_host: whether representations (compact forms of blocks' keys) are in host
         memory and use no device memory.
     chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
-    staging_layers: number of layers whose context a prefill in mode `RESIDENT` has in the staging
-        area at the same time; with 2 the next layer is copied while a layer attends.
+    staging_layers: number of layers whose context is in the staging area at the same time during a
+        prefill in mode `RESIDENT`. With 2, the next layer is copied while a layer attends.
     weight_bits: bits of a weight; 0: as many as `dtype` has.
     memory_ratio: share of the device's memory that vLLM may use (gpu_memory_utilization).
     host_memory_bytes: host memory for requests; None: unlimited.
@@ -354,7 +353,7 @@ class Plan:
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of one number in the keys and values."""
+        """Returns the bytes of a single number in the keys and values."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -369,12 +368,12 @@ class Plan:
 
     @property
     def always_blocks(self) -> int:
-        """Returns the number of blocks of sinks, recent window and partial block."""
+        """Returns the number of always kept blocks: sinks, recent window and partial block."""
         return min(self.sparse.max_always_blocks(self.block_tokens), self.context_blocks)
 
     @property
     def budget_blocks(self) -> int:
-        """Returns the number of blocks that a step chooses, K, including the always kept blocks."""
+        """Returns the number of blocks that a step selects, including the always kept blocks."""
         return self.sparse.budget_blocks(self.tokens, self.block_tokens)
 
     @property
@@ -392,8 +391,8 @@ class Plan:
         return model.layers - len(set(self.sparse.dense_layers))
 
     def rank_kv_heads(self, model: Model) -> int:
-        """Returns the number of KV heads on a device, at least 1: if there are more devices than
-        heads, several devices hold the same head."""
+        """Returns the number of KV heads on a device. It is at least 1: if there are more devices
+        than heads, several devices hold the same head."""
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:

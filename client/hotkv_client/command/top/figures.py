@@ -1,7 +1,7 @@
 """Readings and figures of `hotkv top`.
 
-`read` asks a server. `figures_of` computes the rates between two readings, which every view shows;
-it is pure.
+`read` asks a server for a reading. `figures_of` computes the rates between two readings, which
+`plain` and `screen` show; it is pure.
 """
 
 import time
@@ -18,18 +18,19 @@ from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 
 RECENT_S = 600.0
-"""Length, in seconds, of the period that this module calls "the last minutes"."""
+"""Length of the period that docstrings of this module call "the last minutes", in seconds."""
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The server's answers to `AdminClient` calls, all asked at about the same time.
+    """The server's answers to several calls of `AdminClient`, made at about the same time.
 
     at_s: monotonic time when `info` arrived.
     info, tiers, sessions: answers of the calls of these names.
     layers: counters of sparse decode by engine and layer.
-    ledger: sums of the ledger (what requests hit and missed) since it began.
+    ledger: sums of the server's ledger since it began. The ledger counts which prompt tokens hit
+        and missed.
     recent: sums of the ledger over the requests of the last RECENT_S seconds.
     """
 
@@ -61,16 +62,16 @@ def read(client: AdminClient) -> Reading:
 
 HOST = "host"
 JITTER_S = 1.0
-"""Tolerance for the delay of an answer, when ages of two readings are compared."""
+"""Tolerance for delayed answers when `is_same_server` compares two readings, in seconds."""
 LATE_S = 0.05
-"""If callbacks of the server's event loop run later than this, engines wait noticeably."""
+"""Delay of the server's event loop, in seconds, above which engines wait noticeably."""
 TROUBLES = {
     "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
     "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
     "events_lost_total": "events were lost: a reader is too slow",
     "ledger_lost_reports_total": "reports were not counted: the ledger is behind",
 }
-"""Counters that should not grow, with the warning if they do."""
+"""Counters that should not grow, with the warning for each that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """An engine's figures over the interval between two readings: the sums of its sessions. `name`
+    """An engine's figures over the interval between two readings, summed over its sessions. `name`
     and `model` are the names that the screen shows."""
 
     engine_id: str
@@ -112,12 +113,12 @@ class EngineRates:
     saved_s: float
     waited_s: float
     selects_per_s: float
-    """Selections of sparse decode per second, summed over layers. The two fields after it also
-    belong to sparse decode."""
+    """Selections of sparse decode per second, summed over layers. The next two fields are about
+    sparse decode too."""
     hot_set_hit_ratio: float | None
     swap_bytes_per_s: float
     weights: "Weights"
-    """The denominators of the ratios, by which the means of several engines are weighted."""
+    """The denominators of the ratios. `ModelRates` uses them to weight means of several engines."""
 
     @property
     def key(self) -> str:
@@ -140,7 +141,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelRates:
-    """The sums of the figures of all engines of a model; ratios are weighted means."""
+    """The figures of a model: sums over its engines; ratios are weighted means."""
 
     name: str
     num_engines: int
@@ -161,14 +162,14 @@ class ModelRates:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A server's figures over the interval between two readings. Ratios are shares of prompt
+    """A server's figures over the interval between two readings. A ratio is a share of the prompt
     tokens; None without prompts."""
 
     version: str
     state: str
     uptime_s: float
     has_rates: bool
-    """False for a first reading and after a restart: rates are 0 then."""
+    """False for the first reading and after a restart of the server: all rates are 0 then."""
     hit_ratio: float | None
     recent_hit_ratio: float | None
     ceiling_ratio: float | None
@@ -193,8 +194,8 @@ class Figures:
 class _Between:
     """Computes the growth of counters between two readings.
 
-    The growth is 0 for a first reading, and if the server's process is another than at the reading
-    before, because its counters began at 0 again.
+    The growth is 0 for the first reading. It is also 0 if the server has restarted since the
+    reading before, because its counters began at 0 again.
     """
 
     def __init__(self, before: Reading | None, after: Reading) -> None:
@@ -217,7 +218,7 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """Returns the growth of the ledger for an engine, or for all engines."""
+        """Returns the growth of the ledger for an engine; None: for all engines."""
         now = _of(self.after.ledger, engine)
         then = now if self.before is None else _of(self.before.ledger, engine)
         return {
@@ -233,8 +234,8 @@ class _Between:
 def is_same_server(before: Reading, after: Reading) -> bool:
     """Returns True if both readings come from the same process.
 
-    Compares the process ids and the uptimes, because in a container a restarted server may have the
-    same process id.
+    Compares the process ids and also the uptimes, because in a container a restarted server may
+    have the same process id.
     """
     aged_s = after.info["uptime_s"] - before.info["uptime_s"]
     return bool(
@@ -243,7 +244,7 @@ def is_same_server(before: Reading, after: Reading) -> bool:
 
 
 def figures_of(before: Reading | None, after: Reading) -> Figures:
-    """Returns the figures of `after`, with rates since `before`."""
+    """Returns the figures of the reading `after`, with rates since the reading `before`."""
     between = _Between(before, after)
     grown, recent = between.ledger(), _of(after.recent, None)
     outlook, counters = after.recent["outlook"], after.info["counters"]
@@ -270,7 +271,7 @@ def figures_of(before: Reading | None, after: Reading) -> Figures:
 
 
 def _of(savings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
-    """Returns the sums of the ledger for an engine, or for all engines."""
+    """Returns the sums of the ledger for an engine; None: for all engines."""
     return total(row for row in savings["rows"] if engine in (None, row["engine_id"]))
 
 
@@ -316,7 +317,7 @@ def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
 
 
 def by_model(engines: Iterable[EngineRates]) -> list[ModelRates]:
-    """Returns the sums of the engines of each model, in the order of their first engines."""
+    """Returns the figures of each model, in the order of the models' first engines."""
     groups: dict[str, list[EngineRates]] = {}
     for one in engines:
         groups.setdefault(one.model, []).append(one)
@@ -352,7 +353,8 @@ def _model(name: str, engines: list[EngineRates]) -> ModelRates:
 
 
 def _engines(between: _Between) -> list[EngineRates]:
-    """Returns the engines that have a session, in the order in which they connected."""
+    """Returns the figures of the engines that have a session, in the order in which they
+    connected."""
     found = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
     return [_engine(between, engine_id) for engine_id in found]
 
@@ -362,8 +364,8 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
         return [s for s in reading.sessions if s["engine_id"] == engine_id] if reading else []
 
     def grew(field_name: str) -> float:
-        """Returns the growth of a count, summed over the engine's sessions. A session that began
-        after the first reading adds its whole count."""
+        """Returns the growth of a session's counter, summed over the engine's sessions. A session
+        that began after the first reading adds its whole count."""
         then = {s["session_number"]: s[field_name] for s in sessions(between.before)}
         return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
 
@@ -397,7 +399,7 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
 
 
 def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
-    """Returns the growth of sparse counters, summed over the engine's layers."""
+    """Returns the growth of the counters of sparse decode, summed over the engine's layers."""
 
     def sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         own = [row for row in rows if row["engine_id"] == engine]

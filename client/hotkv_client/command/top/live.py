@@ -33,7 +33,7 @@ NAMES = {
     "k": "up",
     "j": "down",
 }
-"""Names of keys by the bytes that terminals send. Other keys are named by their character."""
+"""Names of keys, by the characters that terminals send. Other keys are named by their character."""
 MAX_BYTES = 64
 
 
@@ -61,8 +61,8 @@ def raw_keys(terminal: int) -> Iterator[None]:
 
 
 def pressed_keys(terminal: int, seconds: float) -> list[str]:
-    """Waits up to `seconds` for keys and returns the names of those that have arrived. Returns `q`
-    if the terminal is closed."""
+    """Waits up to `seconds` for keys. Returns the names of the pressed keys; `q` if the terminal is
+    closed."""
     if not select.select([terminal], [], [], max(0.0, seconds))[0]:
         return []
     sent = os.read(terminal, MAX_BYTES)
@@ -73,12 +73,12 @@ def pressed_keys(terminal: int, seconds: float) -> list[str]:
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05
-"""Interval at which the screen checks whether the server's answer has arrived."""
+"""Interval at which `show_screen` checks whether the server's answer has arrived, in seconds."""
 
 
 def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
-    """Shows a screen on a terminal, or lines if output is a pipe, if the terminal can't move its
-    cursor, or if `count` or `as_json` is set.
+    """Shows a screen on a terminal, or prints lines. Prints lines if the output is a pipe, if the
+    terminal can't move its cursor, or if `count` or `as_json` is set.
 
     Raises HotKVError if the server does not answer, ValueError for invalid options.
     """
@@ -102,7 +102,7 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
 
 
 def _has_cursor() -> bool:
-    """Returns whether the terminal can move its cursor; rich draws nothing on others."""
+    """Returns whether the terminal can move its cursor. On other terminals rich draws nothing."""
     return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
@@ -122,7 +122,7 @@ def show_lines(client: AdminClient, interval_s: float, count: int, *, as_json: b
 
 
 def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Figures]:
-    """Yields figures every `interval_s`, `count` times (0: for ever). Their rates are over the
+    """Yields figures every `interval_s`, `count` times (0: for ever). Their rates cover the last
     interval."""
     before, number = read(client), 0
     while not count or number < count:
@@ -133,10 +133,10 @@ def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Fig
 
 
 def show_screen(client: AdminClient, interval_s: float) -> None:
-    """Draws figures on the terminal until `q`.
+    """Draws figures on the terminal until the user presses `q`.
 
-    A thread asks the server, so that keys also work while the server has not answered. Raises
-    HotKVError if the server does not answer the first time.
+    A thread asks the server, so that keys also work while an answer is missing. Raises HotKVError
+    if the server does not answer the first time.
     """
     from rich.console import Console
 
@@ -183,8 +183,8 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
 class _Asking:
     """Takes readings in a thread, one at a time. The constructor starts the first reading.
 
-    The exit does not wait for a reading in progress, which ends when the client's channel is
-    closed.
+    At the end of the `with` block, a reading in progress is not awaited. It ends when the client's
+    channel is closed.
     """
 
     def __init__(self, client: AdminClient) -> None:
@@ -207,7 +207,7 @@ class _Asking:
         self._asked = self._thread.submit(read, self._client)
 
     def answer(self) -> Reading | None:
-        """Returns the reading that was asked for; None if it has not arrived. Raises HotKVError."""
+        """Returns the reading if it has arrived; otherwise None. Raises HotKVError."""
         if self._asked is None or not self._asked.done():
             return None
         asked, self._asked = self._asked, None

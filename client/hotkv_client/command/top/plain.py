@@ -77,16 +77,17 @@ def sparse_row(engine: EngineRates | ModelRates) -> tuple[str, ...]:
 
 
 def misses(engine: EngineRates) -> str:
-    """Formats the reasons why prompt tokens of the last minutes missed, with their shares."""
+    """Formats the reasons why prompt tokens missed in the last minutes, with the share of each
+    reason."""
     all_missed = sum(engine.misses.values())
     shares = (f"{why.replace('_', ' ')} {n / all_missed:.0%}" for why, n in engine.misses.items())
     return ", ".join(shares) if all_missed else "nothing missed"
 
 
 def text(figures: Figures, engines: Sequence[EngineRates]) -> str:
-    """Formats all figures.
+    """Formats all figures as text.
 
-    engines: the engines, in the order in which they are shown.
+    engines: the engines, in the order in which they are printed.
     """
     deciding = [engine for engine in engines if engine.selects_per_s]
     parts = [

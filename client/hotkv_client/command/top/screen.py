@@ -1,7 +1,7 @@
 """Draws `hotkv top` on a terminal with rich. Needs the extra `cli`.
 
-Always true: every line fits the terminal, from 80 columns on. Names are shortened at their
-beginning, because pods and models differ at their ends.
+Always true: every line fits the terminal, if the terminal has at least 80 columns. A name that is
+too long loses its beginning, because the names of pods and models differ at their ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ FULL, EMPTY = "█", "░"
 BAR_WIDTH, TIER_BAR_WIDTH, HEAD_BAR_WIDTH = 10, 8, 30
 MAX_HISTORY = 60
 WIDE = 110
-"""Width of the terminal, in columns, from which rows show more figures."""
+"""Least width of the terminal, in columns, at which rows show more figures."""
 FIGURES_WIDTH, WIDE_FIGURES_WIDTH = 63, 76
-"""Width of a row's figures, without its name, in columns."""
+"""Width of a row's figures, without the row's name, in columns; the second on a WIDE terminal."""
 ENGINES_WIDTH = 9
 """Width of the column that shows how many engines a model has."""
 MIN_NAME, MAX_NAME = 12, 40
@@ -57,7 +57,7 @@ SORTS = {
     "tokens": lambda one: -one.prompt_tokens_per_s,
     "name": lambda one: one.name,
 }
-"""Sort orders of rows, by the word that the screen shows."""
+"""Sort orders of rows: the sort key, by the name that the screen shows."""
 MODEL, ENGINE = "model", "engine"
 UP = "up"
 RowRates = ModelRates | EngineRates
@@ -65,15 +65,15 @@ RowRates = ModelRates | EngineRates
 
 @dataclass
 class View:
-    """What the user has chosen to see. Keys change it.
+    """The user's choices for the display. Keys change them.
 
     interval_s: time between two readings.
     sort: name of a sort order, a key of `SORTS`.
-    rows: whether a row is a MODEL or an ENGINE.
-    model: the model whose engines are shown; if empty, all engines are shown.
+    rows: MODEL: a row for each model; ENGINE: a row for each engine.
+    model: shows only the engines of this model; empty: all engines.
     chosen: key of the row under the cursor.
     inside: True shows only the chosen engine, with its details.
-    paused: True if the screen keeps the figures of the last reading.
+    paused: True keeps the figures of the last reading on the screen.
     helps: True shows the help of the keys.
     problem: why the last reading failed; empty if it did not fail.
     hit_ratios: hit ratios of the last readings, oldest first.
@@ -91,18 +91,19 @@ class View:
     hit_ratios: list[float | None] = field(default_factory=list)
 
     def remember(self, figures: Figures) -> None:
-        """Adds a hit rate to the history."""
+        """Adds the reading's hit ratio to the history."""
         self.hit_ratios = [*self.hit_ratios, figures.hit_ratio][-MAX_HISTORY:]
 
     def listed(self, engines: Sequence[EngineRates]) -> list[RowRates]:
-        """Returns the rows in the chosen order; equal rows by name."""
+        """Returns the rows in the chosen order. Rows that are equal in this order are sorted by
+        name."""
         rows: list[RowRates] = [one for one in engines if self.model in ("", one.model)]
         if self.rows == MODEL and not self.model:
             rows = list(by_model(engines))
         return sorted(sorted(rows, key=SORTS["name"]), key=SORTS[self.sort])
 
     def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
-        """Applies a key. Returns False to quit."""
+        """Applies a key that the user pressed. Returns False if the program should end."""
         rows = self.listed(engines)
         keys = [one.key for one in rows]
         at = keys.index(self.chosen) if self.chosen in keys else 0
@@ -130,8 +131,8 @@ class View:
         return True
 
     def _enter(self, row: RowRates, engines: Sequence[EngineRates]) -> None:
-        """Shows the engines of a model, or the details of an engine. A model with a single engine
-        shows this engine at once."""
+        """Opens a row: shows the engines of a model, or the details of an engine. For a model with
+        a single engine, shows the details of this engine at once."""
         if isinstance(row, EngineRates):
             self.chosen, self.inside = row.key, True
             return
@@ -150,7 +151,7 @@ class View:
 
 
 def sparkline(ratios: Sequence[float | None]) -> str:
-    """Returns a bar for each ratio, as high as the ratio; a blank if there was no prompt."""
+    """Returns a bar for each ratio, as high as the ratio; a blank for None (no prompt)."""
     return "".join(
         HEIGHTS[0] if ratio is None else HEIGHTS[1 + round(7 * min(1.0, max(0.0, ratio)))]
         for ratio in ratios
@@ -158,14 +159,15 @@ def sparkline(ratios: Sequence[float | None]) -> str:
 
 
 def bar(ratio: float | None, width: int) -> str:
-    """Returns a bar of `width` columns, filled by the ratio to an eighth of a column."""
+    """Returns a horizontal bar of `width` columns. The filled part shows the ratio, to an eighth of
+    a column."""
     eighths = round(8 * width * min(1.0, max(0.0, ratio or 0.0)))
     part = EIGHTHS[eighths % 8] if eighths % 8 else ""
     return (FULL * (eighths // 8) + part).ljust(width, EMPTY)
 
 
 def shortened(text: str, width: int) -> str:
-    """Returns the text in at most `width` columns, without its beginning if it is too long."""
+    """Returns the text in at most `width` columns. If it is too long, cuts off its beginning."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
@@ -173,7 +175,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def draw(figures: Figures, view: View, console: Console) -> RenderableType:
-    """Draws the whole screen. If the rows do not fit, it shows the rows around the chosen row."""
+    """Draws the whole screen. If the rows do not fit, draws only the rows around the chosen row."""
     if view.helps:
         return Group(_help(), Text("any key: back   q quit", style="dim"))
     rows = view.listed(figures.engines)
@@ -200,7 +202,7 @@ def draw(figures: Figures, view: View, console: Console) -> RenderableType:
 
 
 def screen(console: Console) -> Live:
-    """Returns a screen that draws only on request and restores the terminal at its end."""
+    """Returns a screen that draws only on request and restores the terminal when it is closed."""
     return Live(console=console, screen=True, auto_refresh=False)
 
 
@@ -279,7 +281,8 @@ def _table(
 
 
 def _window(rows: Sequence[RowRates], chosen: int, room: int) -> slice:
-    """Returns the range of rows that fit into `room` lines, including the chosen row."""
+    """Returns the range of rows to draw: as many as fit into `room` lines, including the chosen
+    row."""
     for count in range(min(len(rows), room), 1, -1):
         start = max(0, min(chosen - count // 2, len(rows) - count))
         if _height(rows[start : start + count]) <= room:
@@ -288,7 +291,8 @@ def _window(rows: Sequence[RowRates], chosen: int, room: int) -> slice:
 
 
 def _height(rows: Sequence[RowRates]) -> int:
-    """Returns the lines of `_all`: a blank line, headers, and a second table if engines select."""
+    """Returns the number of lines that `_all` draws: a blank line, the headers and the rows. If
+    engines make selections (sparse decode), `_all` draws a second table of these engines."""
     deciding = sum(1 for one in rows if one.selects_per_s)
     return 2 + len(rows) + (2 + deciding if deciding else 0)
 

@@ -1,7 +1,8 @@
-"""Performs the actions of hints on blocks, in parts: each generator does one part per step.
+"""Performs the actions of hints on blocks. Each action is a generator, which performs one part per
+step.
 
 The module has no state. A part takes milliseconds. Between two steps other code may call the cache
-core; blocks that are removed meanwhile are skipped.
+core; blocks that it removes are skipped.
 """
 
 from collections.abc import Generator
@@ -27,8 +28,8 @@ class Done:
     """The result of an action.
 
     num_blocks: number of blocks to which the action applies.
-    num_there: how many of these blocks are ready in host memory.
-    num_done: for how many of these blocks the action was done.
+    num_there: number of these blocks that are ready in host memory.
+    num_done: number of these blocks for which the action was done.
     """
 
     num_blocks: int = 0
@@ -43,8 +44,8 @@ def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[
     """Returns, for each group, the blocks that contain tokens of the range [start, stop) of
     `hashes`.
 
-    hashes: hash for each `hash_block_tokens` tokens of a prompt, uint32 words [n, 8]. A group's
-        block may span several of these hashes; the block's hash is then the last of them.
+    hashes: a hash for each `hash_block_tokens` tokens of a prompt, uint32 words [n, 8]. If a
+        group's block spans several of these hashes, the block's hash is the last of them.
     """
     lists = []
     for index, group in enumerate(key_space.groups):
@@ -72,10 +73,10 @@ def keep(
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks with the priority and time to live of `retention`; if `retention.pin` is
-    set, pins as many as the budget for pinned blocks allows.
+    """Retains the blocks with the priority and time to live of `retention`. If `retention.pin` is
+    set, also pins as many blocks as the budget for pinned blocks allows.
 
-    came_s: when the hint came; the time to live is counted from it.
+    came_s: when the hint arrived; the time to live is counted from then.
     is_use: False if the request's use of the blocks was already recorded with this retention.
     """
     done = Done()
@@ -84,7 +85,8 @@ def keep(
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
-        # The blocks at the beginning come last, so that they are used most recently.
+        # Goes from the end of the prompt to its beginning, so that the first blocks count as the
+        # most recently used blocks.
         for start in reversed(starts) if is_use else ():
             entries, _ = _ready(core, key_space_id, one, start)
             core.space.touch(entries, now_s, use)
@@ -103,13 +105,17 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes blocks, so that they are evicted before other blocks, starting with the last blocks
-    of a prompt. If there is a tier below, evicts at once the blocks that the tier also has, and
-    offers the other blocks to it."""
+    """Demotes blocks, so that they are evicted before other blocks, the last blocks of a prompt
+    first.
+
+    If there is a tier below, evicts at once the blocks that the tier also has, and offers the other
+    blocks to the tier.
+    """
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
-        # The last blocks first: blocks are evicted in the order in which they were demoted.
+        # Begins with the last blocks, because blocks are evicted in the order in which they were
+        # demoted.
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again
@@ -125,8 +131,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
-    """Asks the eviction policy to hold the blocks that are ready until `until_s`, when their
-    session is expected back. The policy may still evict them by its rules."""
+    """Asks the eviction policy to hold the ready blocks until `until_s`, when their session is
+    expected back. The policy may still evict them by its own rules."""
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
@@ -141,7 +147,7 @@ def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: flo
 
 
 def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
-    """Counts the listed blocks, and how many are ready in host memory. Raises
+    """Counts the listed blocks, and the number of them that are ready in host memory. Raises
     UNKNOWN_KEY_SPACE."""
     done = Done()
     core.key_space(key_space_id)
@@ -154,8 +160,9 @@ def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Returns the entries of the BLOCKS blocks from `start` on that are ready in host memory, in
-    order and without repetitions, and the number of repetitions. Raises UNKNOWN_KEY_SPACE."""
+    """Looks up BLOCKS blocks of the list from `start` on. Returns the entries of the blocks that
+    are ready in host memory, in order and each once, and the number of repetitions that were left
+    out. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

@@ -1,7 +1,8 @@
-"""Finds how many leading blocks two prompts have in common, given as chains of block hashes.
+"""Finds how many leading blocks two prompts have in common. A prompt is given as its chain: the
+hashes of its blocks, in order.
 
 A block's hash depends on all tokens up to the block's end. So if two chains have the same hash at a
-position, they are the same before it. A binary search finds the position at which they diverge.
+position, they are equal before it. A binary search finds the position at which they diverge.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ def chain_keys(hashes: Words) -> ChainKeys:
 
 
 def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
-    """Returns how many leading blocks two chains have in common, but at least `least`. If the
-    chains have no more than `least` blocks in common, the call makes a single comparison."""
+    """Returns the number of leading blocks that two chains have in common, but at least `least`. If
+    the chains have no more than `least` blocks in common, one comparison suffices."""
     low, high = least, min(len(one), len(other))
     if low >= high or one[low] != other[low]:
         return least
@@ -37,8 +38,8 @@ def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
 
 
 class KnownChains:
-    """Compares a set of chains with other chains, all at once. Copies the chains into one
-    contiguous array."""
+    """Compares a set of chains with another chain, all at once. Copies the chains into a contiguous
+    array."""
 
     def __init__(self, chains: Sequence[ChainKeys]) -> None:
         self._lengths = np.array([len(chain) for chain in chains], np.int64)
@@ -46,8 +47,8 @@ class KnownChains:
         self._keys = np.concatenate([*chains, np.empty(0, np.uint64)])
 
     def common_blocks(self, keys: ChainKeys) -> Int64s:
-        """Returns how many leading blocks each chain has in common with `keys`, int64 [chains].
-        Chains with another first block take almost no time."""
+        """Returns the number of leading blocks that each chain has in common with `keys`, int64
+        [chains]. A chain whose first block differs takes almost no time."""
         low, high = np.zeros_like(self._lengths), np.minimum(self._lengths, len(keys))
         going = np.flatnonzero(high)
         going = going[self._keys[self._starts[going]] == keys[:1]]

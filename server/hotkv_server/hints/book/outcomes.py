@@ -1,8 +1,8 @@
-"""Records for each tenant its budget of actions, the outcomes of the actions that its hints ask
-for, and how many blocks of each action were reused.
+"""Records for each tenant its budget of actions, the outcomes of the actions that its hints
+request, and how many blocks of each action were reused.
 
 Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't see each other's
-data. An action is done once, even if its message comes again. Each change of an outcome gives the
+data. An action is done once, even if its message arrives again. Each change of an outcome gives the
 outcome a new sequence number, higher than all earlier numbers of this tenant. A block counts as
 reused once a request has hit it in hotkv after the action; an action counts each of its blocks
 once.
@@ -21,7 +21,7 @@ from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 OutcomeKey = tuple[str, str]
-"""Id of the message, and id of the action in it."""
+"""Id of a message, and id of an action in this message."""
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class HintOutcome:
     kind: type of the action, as the router sent it.
     session_id: the router's session to whose blocks the action applies; empty: the blocks of the
         hint's request.
-    came_s: when the hint came, on the monotonic clock.
+    came_s: when the hint arrived, on the monotonic clock.
     reason: explanation of the status, for people.
     num_blocks: number of blocks to which the action applies, over all groups.
     num_done: number of blocks for which the action was done.
-    reused_blocks: number of the action's hash blocks that requests have hit since.
+    reused_blocks: number of the action's hash blocks that requests have hit since the action.
     saved_s: seconds of prefill that these hits saved; 0 if the engine's speed is unknown.
     sequence: sequence number of the outcome's last change.
     """
@@ -56,16 +56,18 @@ class HintOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HintLimits:
-    """Limits of the memory and work for hints. All are for each tenant, except `tenants` and
-    `node_bytes`.
+    """Limits of the memory and work for hints. `tenants` and `node_bytes` apply to the node, the
+    other limits to each tenant.
 
-    sessions, session_bytes: sessions that are remembered, and the bytes of their prompts' hashes.
+    sessions: sessions that are remembered.
+    session_bytes: bytes of the hashes of the sessions' prompts.
     outcomes: outcomes that are remembered.
     actions_per_s: actions accepted per second on average.
     burst_actions: actions accepted at once after a pause.
-    tracked, tracked_bytes: actions for which the reuse of their blocks is tracked, and the bytes of
-        these blocks' keys. A copy of the keys for fast comparison takes as many bytes again.
-    tenants: tenants of the node that are remembered.
+    tracked: actions for which the reuse of their blocks is tracked.
+    tracked_bytes: bytes of the keys of tracked blocks. A copy of the keys for fast comparison takes
+        as many bytes again.
+    tenants: tenants that are remembered.
     node_bytes: bytes of the prompts of all tenants.
     """
 
@@ -111,10 +113,11 @@ class TenantHints:
     filled_s: when `tokens` was last refilled.
     last_sequence: highest sequence number of an outcome.
     tracked: actions for which the reuse of their blocks is tracked.
-    prefetch_bytes: bytes of blocks that running prefetches are fetching.
+    prefetch_bytes: bytes of the blocks that running prefetches are fetching.
     num_prefetches: number of running prefetches.
 
-    `_watched`: tracked actions by key space, in the form that `hit` compares; built on demand.
+    `_watched` has the tracked actions by key space, in the form that `hit` compares; it is built on
+    demand.
     """
 
     limits: HintLimits
@@ -129,8 +132,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget and returns True. If the budget has
-        fewer actions left, subtracts nothing and returns False."""
+        """Subtracts `count` actions from the tenant's budget and returns True. If fewer actions are
+        left, subtracts nothing and returns False."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -141,8 +144,8 @@ class TenantHints:
         return True
 
     def begin(self, outcome: HintOutcome) -> HintOutcome | None:
-        """Adds the outcome of a new action and returns it; None if an action with the same ids came
-        before."""
+        """Adds the outcome of a new action and returns it. Returns None if an action with the same
+        ids arrived before."""
         key = outcome.message_id, outcome.action_id
         if outcome.message_id and key in self.outcomes:
             return None
@@ -166,8 +169,11 @@ class TenantHints:
         self.changed(outcome)
 
     def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
-        """Returns at most `most` outcomes whose sequence number is above `cursor`, oldest change
-        first. message_id: only outcomes of this message; empty: of all messages."""
+        """Returns up to `most` outcomes that have changed after `cursor` (a sequence number), the
+        oldest change first.
+
+        message_id: only outcomes of this message; empty: of all messages.
+        """
         found = [
             one
             for one in self.outcomes.values()
@@ -178,12 +184,15 @@ class TenantHints:
     def track(
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """Starts tracking whether requests hit blocks after an action of a hint (such as pin or
-        prefetch) was done for them: the blocks [start, stop) of a prompt, counted in blocks of the
-        engine's hash block size (hash blocks).
+        """Starts to track whether requests hit blocks of an action (such as pin or prefetch) after
+        it was done: the hash blocks [start, stop) of a prompt.
 
-        If the action is already tracked in this key space from the same `start` on, the hits
-        counted so far are kept. `hashes`: of the prompt's hash blocks, uint32 words [n, 8]."""
+        If the action is already tracked in this key space from the same `start` on, keeps the hits
+        counted so far.
+
+        hashes: hashes of the prompt's hash blocks (blocks of the engine's hash block size), uint32
+            words [n, 8].
+        """
         if start >= stop:
             return
         seen = np.zeros(stop - start, np.bool_)
@@ -211,7 +220,7 @@ class TenantHints:
         """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv.
 
         hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
-        block_s: seconds to compute a block; 0 if unknown.
+        block_s: seconds that the engine needs to compute a block; 0 if unknown.
         """
         if not self.tracked or first >= stop:
             return
@@ -243,10 +252,10 @@ class TenantHints:
 
 
 class HintBook:
-    """Holds the hints of all tenants, and drops the least recently used tenants beyond the limits.
+    """The hints of all tenants. Beyond the limits, drops the least recently used tenants.
 
-    Tenants with running prefetches are not dropped and do not count for the limit of tenants. After
-    the prefetches of such a tenant have ended, the next call of `tenant` may drop the tenant.
+    A tenant with running prefetches is not dropped and does not count for the limit of tenants.
+    After its prefetches have ended, the next call of `tenant` may drop it.
     """
 
     def __init__(self, limits: HintLimits | None = None) -> None:
@@ -260,7 +269,7 @@ class HintBook:
         return f"HintBook({len(self)} tenants)"
 
     def tenant(self, name: str, now_s: float) -> TenantHints:
-        """Returns the hints of a tenant; creates them if the tenant is new."""
+        """Returns the hints of a tenant. Creates them if the tenant is new."""
         known = self._tenants.pop(name, None)
         if known is None:
             limits = self.limits
@@ -280,17 +289,17 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Returns the bytes of the chains of all sessions and of prompts without a session."""
+        """Returns the bytes of the recorded prompts of all tenants, with and without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )
 
     def known(self, name: str) -> TenantHints | None:
-        """Returns the hints of a tenant; None if the tenant has no hints."""
+        """Returns the hints of a tenant; None if the tenant is unknown."""
         return self._tenants.get(name)
 
     def all(self) -> Iterator[tuple[str, TenantHints]]:
-        """Yields names and hints of all tenants, in order of name."""
+        """Yields the name and the hints of each tenant, in order of name."""
         yield from sorted(self._tenants.items())
 
     def check_invariants(self) -> None:

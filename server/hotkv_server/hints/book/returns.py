@@ -1,8 +1,8 @@
-"""Measures how long sessions pause between a request's end and their next request, to predict when
-a session returns.
+"""Measures how long sessions pause between the end of a request and their next request, to predict
+when a session returns.
 
 The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
-at most SHARED_GAPS for all sessions together. If a request comes while another request of its
+at most SHARED_GAPS for all sessions together. If a request arrives while another request of its
 session is running, no pause is recorded.
 """
 
@@ -12,13 +12,14 @@ from statistics import median
 
 OWN_GAPS, SHARED_GAPS = 8, 200
 PRIOR_GAPS = 3
-"""The prediction for a session includes this many pauses of the median over all sessions, so that a
-session with few pauses is predicted by the others."""
+"""Number of artificial pauses that the prediction for a session includes, each as long as the
+median over all sessions. So the other sessions determine the prediction for a session with few
+pauses."""
 HELD_GAPS = 1.5
-"""Blocks are held for this multiple of the expected pause."""
+"""Blocks are held for HELD_GAPS times the expected pause."""
 MAX_HOLD_S = 5.0
-"""If blocks would have to be held for longer, they are not held: in the same room, blocks of
-sessions with short pauses hit more (`bench.agents`)."""
+"""Longest time for which blocks are held. If the time would be longer, they are not held at all:
+blocks of sessions with short pauses hit more often in the same room (`bench.agents`)."""
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class SessionGaps:
 
     gaps_s: lengths of the session's pauses in seconds.
     idle_since_s: when the session's last request ended; None while a request is running, and before
-        the first request has ended.
+        the end of the first request.
     """
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=OWN_GAPS))
@@ -53,15 +54,17 @@ class ReturnTimes:
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
         """Records that a request of the session has ended. Returns for how many seconds to hold its
-        blocks; 0 if no pause is known, or if the session is expected back too late."""
+        blocks; 0 if no pause is known, or if the session is expected to return too late."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0
 
     def expected_s(self, session: SessionGaps) -> float:
-        """Returns the expected pause of the session in seconds: the median of its pauses and of
-        PRIOR_GAPS pauses of the median over all sessions. Returns 0 before any session has
-        returned."""
+        """Returns the expected pause of the session in seconds; 0 before any session has returned.
+
+        It is the median of the session's pauses and of PRIOR_GAPS artificial pauses, each as long
+        as the median over all sessions.
+        """
         if not self._all_s:
             return 0.0
         return median([*session.gaps_s, *[median(self._all_s)] * PRIOR_GAPS])

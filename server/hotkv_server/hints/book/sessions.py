@@ -1,5 +1,6 @@
 """Remembers the sessions that a router has named (for example conversations), each with the block
-hashes of its latest prompt in each key space; and the prompts of requests without a session.
+hashes of its latest prompt in each key space. Also remembers the prompts of requests without a
+session.
 
 The data belongs to one tenant. Always true: there are at most `most_sessions` sessions with
 `most_bytes` of hashes; the least recently used session is dropped first. Prompts without a session
@@ -17,15 +18,15 @@ from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
 from hotkv_server.hints.book.returns import ReturnTimes, SessionGaps
 
 MAX_OTHERS = 128
-"""Most prompts without a session that are remembered. The oldest are dropped first."""
+"""Most prompts without a session that are remembered. The oldest prompt is dropped first."""
 MAX_OTHERS_BYTES = 1 << 20
 RECENT_S = 600.0
-"""How long a prompt without a session counts as likely to be repeated."""
+"""Time for which a prompt without a session counts as likely to be repeated, in seconds."""
 
 
 @dataclass(slots=True)
 class SessionReceipt:
-    """Sums over requests of a session, as the engine reported them when it admitted each request.
+    """Sums over requests of a session, from the engine's reports at the admission of each request.
 
     device_hit_tokens: tokens that hit in the engine's own cache.
     hit_tokens: tokens that hit in the engine's own cache or in hotkv.
@@ -53,7 +54,7 @@ class HintSession:
 
     used_s: when a request last used the session.
     chains: by key space, the block hashes of the session's latest prompt, uint32 words [n, 8].
-    keys: `chain_keys` of these hashes, by key space; views of the same memory.
+    keys: by key space, the `chain_keys` of these hashes; views of the memory of `chains`.
     message_id: id of the hint message that came with the last request; empty without hints.
     before_s: when a request with another hint message last used the session.
     receipt: sums over all requests of the session since this server knows the session.
@@ -73,20 +74,22 @@ class HintSession:
         return sum(chain.nbytes for chain in self.chains.values())
 
     def use(self, message_id: str, now_s: float) -> None:
-        """Records that a request used the session. message_id: id of the request's hint message;
-        empty without hints."""
+        """Records that a request used the session.
+
+        message_id: id of the request's hint message; empty without hints.
+        """
         if not message_id or message_id != self.message_id:
             self.before_s = self.used_s
         self.message_id, self.used_s = message_id, now_s
 
     def used_beside_s(self, message_id: str) -> float:
-        """Returns when the session was last used by a request with another hint message. (Several
-        samples of one request have the same message.)"""
+        """Returns when a request with another hint message last used the session. (If a request has
+        several samples, all of them have the same message.)"""
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
 class HintSessions:
-    """Holds the sessions and prompts of a tenant (see the module).
+    """The sessions and prompts of a tenant (see the module).
 
     num_bytes: bytes of the hashes of the sessions' prompts.
     other_bytes: bytes of the keys of prompts without a session.
@@ -111,7 +114,7 @@ class HintSessions:
         return f"HintSessions({len(self)}, {self.num_bytes} B)"
 
     def get(self, session_id: str) -> HintSession | None:
-        """Returns the session with this name, or None."""
+        """Returns the session with this id, or None."""
         return self._by_id.get(session_id)
 
     def use(
@@ -123,11 +126,12 @@ class HintSessions:
         message_id: str = "",
         receipt: SessionReceipt | None = None,
     ) -> None:
-        """Records the prompt of a request of the session; opens the session if it is new.
+        """Records the prompt of a request of the session. Opens the session if it is new.
 
         A prompt that exceeds the bound of all sessions is truncated.
+
         message_id: id of the request's hint message; empty without hints.
-        receipt: figures of the request when it was scheduled; None at the request's end.
+        receipt: counts of the request when it was scheduled; None at the request's end.
         """
         session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
         if receipt is not None:
@@ -172,13 +176,14 @@ class HintSessions:
             self.num_bytes -= ended.num_bytes
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
-        """Returns how many leading blocks of a prompt other sessions, or recent requests without a
-        session, may use again.
+        """Returns the number of leading blocks of a prompt that other sessions, or recent requests
+        without a session, may use again.
 
-        hashes: hashes of the prompt's blocks. session_id: the session of the prompt; empty if it
-            has no session.
-        If a recorded prompt without a session is a beginning of this prompt, it is not counted: the
-        prompt probably continues it.
+        If a recorded prompt without a session is a beginning of this prompt, it is not counted,
+        because this prompt probably continues it.
+
+        hashes: hashes of the prompt's blocks.
+        session_id: the session of the prompt; empty if it has no session.
         """
         keys, shared = chain_keys(hashes), 0
         for name, one in self._by_id.items():

@@ -2,11 +2,12 @@
 space and an engine.
 
 Always true: there are at most `max_accounts`. Every count is in exactly one account and in `total`.
-If there are too many accounts, the account used longest ago is folded, that is, merged into another
-account: an account of a single engine into the key space's account with the engine OTHERS, and an
-account with the engine OTHERS into one account for the whole node. So memory is fixed, however many
-engine names there are. For each request, the tokens that hit on the device, the tokens that hit in
-each tier, and the tokens that missed for each reason add up to the tokens of its prompt.
+If there are too many accounts, the least recently used account is folded: it is merged into another
+account. An account of a single engine is merged into the key space's account with the engine
+OTHERS. An account with the engine OTHERS is merged into a single account for the whole node. So
+memory is fixed, however many engine names there are. For each request, the tokens that hit on the
+device, the tokens that hit in each tier, and the tokens that missed for each reason add up to the
+tokens of its prompt.
 """
 
 import math
@@ -22,12 +23,13 @@ from hotkv_server.cache.values import HOST_TIER
 
 NUM_MINUTES = 120
 NUM_HOURS = 192
-"""Sums are kept for each of the last NUM_MINUTES (two hours) and NUM_HOURS (eight days)."""
+"""Number of hours (eight days) for which there is a sum per hour. NUM_MINUTES (two hours) is the
+number of minutes for which there is a sum per minute."""
 NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
-"""Rows of `Buckets.cells`: the sum of all time, then minutes, then hours."""
+"""Number of rows of `Buckets.cells`: the sum of all time, then minutes, then hours."""
 FIRST_HOUR = 1 + NUM_MINUTES
 MAX_BACK_MINUTES = 60
-"""If the clock goes back by more, all minutes and hours are cleared."""
+"""If the clock goes back by more minutes than this, all minutes and hours are cleared."""
 Values = NDArray[np.float64]
 # Names of columns, in the order of the fields of Usage.
 FIXED = (
@@ -42,21 +44,23 @@ FIXED = (
 )
 HIT, MISSED = "hit_tokens/", "missed_tokens/"
 REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
-"""Reasons under which missed tokens are counted. ABSENT is replaced by a more exact reason before
-counting (see `outcome`)."""
+"""Reasons under which missed tokens are counted. The module `outcome` replaces ABSENT by a more
+exact reason before counting."""
 MAX_TIERS = 16
 MAX_ACCOUNTS = 64
 """Default limit of accounts. An account takes 75 KB if there are 30 columns."""
 OTHERS = "others"
-"""Engine, tenant and model of accounts into which others were folded."""
+"""Name in place of engine, tenant and model, for an account into which other accounts were
+folded."""
 
 
 # ----------------------------------------------------------------------------------- sums over time
 
 
 def window_s(seconds: float) -> int:
-    """Returns the length in seconds of the window that covers the last `seconds`: whole minutes,
-    rounded up; above two hours whole hours; at most eight days. 0 stands for all time."""
+    """Returns the length of the window that covers the last `seconds`, in seconds. It is rounded up
+    to whole minutes, above two hours to whole hours, and is at most eight days. 0 means all
+    time."""
     if (minutes := math.ceil(seconds / 60)) <= NUM_MINUTES:
         return 60 * minutes
     return 3600 * min(math.ceil(seconds / 3600), NUM_HOURS)
@@ -68,8 +72,8 @@ class Buckets:
     A count is added to the bucket of its minute, to the bucket of its hour, and to the sum of all
     time. Time is wall-clock time in whole minutes since 1970, so that buckets outlive the server.
     If the clock goes back by an hour or less, counts are added to the newest minute. If the clock
-    goes back further, all minutes and hours are cleared, because counts could otherwise not be told
-    from older counts until the clock has caught up.
+    goes back further, all minutes and hours are cleared: until the clock has caught up, new counts
+    could not be distinguished from older counts.
 
     cells: float64 [NUM_CELLS, columns]: the sum of all time, then a ring of minutes, then a ring of
         hours.
@@ -87,7 +91,7 @@ class Buckets:
 
     @property
     def total(self) -> Values:
-        """The sum of all time [columns]; a view, not a copy."""
+        """Returns the sums of all time [columns], as a view."""
         total: Values = self.cells[0]
         return total
 
@@ -100,7 +104,7 @@ class Buckets:
         cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
 
     def advance(self, minute: int) -> None:
-        """Advances time to this minute and empties buckets that are too old."""
+        """Advances the newest minute to `minute` and clears buckets that are too old."""
         passed = minute - self.minute
         if passed < -MAX_BACK_MINUTES:
             self.cells[1:] = 0.0
@@ -115,7 +119,10 @@ class Buckets:
 
     def since(self, seconds: float, minute: int) -> Values:
         """Returns the sums [columns] of the last `window_s(seconds)` seconds, up to and including
-        this minute. `seconds` 0: the sums of all time."""
+        `minute`.
+
+        seconds: 0: all time.
+        """
         self.advance(minute)
         if not (window := window_s(seconds)):
             return self.total.copy()
@@ -128,15 +135,15 @@ class Buckets:
         return sums
 
     def minutes(self, minute: int) -> Values:
-        """Returns the sums of each of the last minutes [NUM_MINUTES, columns], oldest first; this
-        minute is the last row."""
+        """Returns the sums of each of the last minutes [NUM_MINUTES, columns], the oldest minute
+        first. The last row is `minute`."""
         self.advance(minute)
         at = 1 + np.arange(self.minute - NUM_MINUTES + 1, self.minute + 1) % NUM_MINUTES
         newest: Values = self.cells[at]
         return newest
 
     def merge(self, other: "Buckets") -> None:
-        """Adds all counts of `other` to the same minutes and hours of this object."""
+        """Adds all counts of `other` to this object, each to the same minute and hour."""
         latest = max(self.minute, other.minute)
         self.advance(latest)
         other.advance(latest)
@@ -148,9 +155,9 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Amounts to add to an account after an event: an engine has scheduled a request, a load from
-    the cache has ended, or transfers have moved bytes. The amounts of a failed load are negative,
-    so that they cancel the hit that was counted before.
+    """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
+    a load from the cache has ended, or transfers have moved bytes. After a failed load the amounts
+    are negative: they cancel the hit that was counted before.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
@@ -172,8 +179,10 @@ class Usage:
 
 
 class Columns:
-    """The columns of a ledger, and the conversion between `Usage` and rows of columns. `tiers`:
-    names of the tiers, host memory first."""
+    """The columns of a ledger. Converts between `Usage` and rows of columns.
+
+    tiers: names of the tiers, host memory first.
+    """
 
     def __init__(self, tiers: Iterable[str]) -> None:
         self.tiers = tuple(dict.fromkeys((HOST_TIER, *tiers)))[:MAX_TIERS]
@@ -195,7 +204,7 @@ class Columns:
         return self._at[name]
 
     def values(self, usage: Usage) -> Values:
-        """Converts a usage into values [columns]. Hits in an unknown tier are added to host
+        """Converts a usage to values [columns]. Hits in an unknown tier are added to host
         memory."""
         values = np.zeros(len(self))
         values[: len(FIXED)] = (
@@ -216,8 +225,8 @@ class Columns:
         return values
 
     def usage(self, values: Values) -> Usage:
-        """Converts values [columns] into a usage; the inverse of `values`. Counts of requests,
-        tokens and bytes are truncated to whole numbers."""
+        """Converts values [columns] to a usage: the inverse of `values`. Counts of requests, tokens
+        and bytes are truncated to whole numbers."""
         numbers = values.tolist()
         whole = [int(number) for number in numbers]
         first_reason = len(FIXED) + len(self.tiers)
@@ -244,7 +253,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Identity of an account.
+    """The identity of an account.
 
     tenant: name of the tenant; empty if no tenants are configured.
     key_space: first digits of the key space's fingerprint.
@@ -256,8 +265,8 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """Returns the account into which this account is folded; the account itself if it is the
-        account for the whole node."""
+        """Returns the account into which this account is merged if there are too many accounts. For
+        the account of the whole node, returns the same account."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
@@ -266,19 +275,19 @@ class Account:
 MAX_SPEEDS = 1024
 """Most key spaces whose prefill speed is remembered."""
 SLOWEST, FASTEST = 1.0, 1e9
-"""Limits of a prefill speed, in tokens per second. Speeds outside are ignored, so that a report
-can't make the sums infinite."""
+"""Limits of a prefill speed, in tokens per second. A speed outside the limits is ignored, so that a
+report can't make the sums infinite."""
 
 
 class Accounts:
-    """Holds all accounts. Times are in whole minutes since 1970.
+    """All accounts. Times are in whole minutes since 1970.
 
     began_minute: when counting began.
-    num_folded: number of accounts that were folded into others.
+    num_folded: number of accounts that were folded into other accounts.
     total: sums of all accounts together.
-    speeds: prefill speed in tokens per second, by key space, as an engine last reported the speed.
-        The speed is kept after the engine has ended, because a new engine has hits before it has
-        measured its own speed.
+    speeds: prefill speed in tokens per second, by key space, as an engine last reported it. It is
+        kept after the engine has ended, because a new engine has hits before it has measured its
+        own speed.
     """
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
@@ -310,11 +319,10 @@ class Accounts:
     def saved_s(self, key_space: str, hit_tokens: int, said_s: float, speed: float) -> float:
         """Returns the seconds of prefill that a hit saved, and remembers the key space's speed.
 
-        said_s: seconds that the engine reports; they are returned unchanged. If 0 (the engine does
-            not know), the time is computed from the remembered speed; the result is 0 without a
-            speed.
-        speed: the engine's prefill speed in tokens/s. If 0 (the engine does not send it), the speed
-            is computed from `said_s` and `hit_tokens`.
+        said_s: seconds that the engine reports; the result is then `said_s`. 0: the engine does not
+            know; the result is then computed from the remembered speed, and is 0 without a speed.
+        speed: the engine's prefill speed in tokens/s. 0: the engine does not report it; it is then
+            computed from `said_s` and `hit_tokens`.
         """
         if not speed and said_s > 0:
             speed = hit_tokens / said_s
@@ -327,8 +335,8 @@ class Accounts:
         return said_s or (max(0, hit_tokens) / known if known else 0.0)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
-        """Returns the sums of each account over the window of `Buckets.since`, without accounts
-        whose sums are all 0. The most recently used account comes first."""
+        """Returns the sums of each account over the window of `Buckets.since`, the most recently
+        used account first. Leaves out accounts whose sums are all 0."""
         sums = ((account, row.since(seconds, minute)) for account, row in self._rows.items())
         return [(account, values) for account, values in sums if values.any()][::-1]
 
@@ -339,14 +347,15 @@ class Accounts:
         return row
 
     def _fold(self) -> None:
-        """Folds the least recently used account. A call either removes an account or renames it to
-        the account into which it is folded, so repeated calls always reduce the number."""
+        """Folds the least recently used account: merges it into the account that `Account.folded`
+        returns. If that account does not exist yet, only renames the least recently used account; a
+        later call then reduces the number of accounts."""
         oldest = next(one for one in self._rows if one.folded() != one)
         row, target = self._rows.pop(oldest), oldest.folded()
         self.num_folded += 1
         if target in self._rows:
             self._rows[target].merge(row)
-            # An account that engines are folded into counts as used.
+            # The account into which an account is folded counts as used.
             self._rows.move_to_end(target)
         else:
             self._rows[target] = row
@@ -354,12 +363,12 @@ class Accounts:
     # Saving and restoring
 
     def rows(self) -> list[tuple[Account, Buckets]]:
-        """Returns all accounts, least recently used first."""
+        """Returns all accounts, the least recently used account first."""
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:
         """Restores an account of an earlier server. Call this method in order of use: the account
-        counts as used more recently than the accounts restored before it."""
+        counts as used more recently than all accounts that were restored before it."""
         while len(self._rows) >= self._max_accounts:
             self._fold()
         self._rows[account] = row

@@ -1,20 +1,21 @@
-"""Forecasts the hits of larger caches: an endless cache, and a cache with some more memory.
+"""Forecasts the hits of larger caches: of an endless cache, and of a cache with some more memory.
 
-Engines report the block keys of each request. The forecast uses a sample of the keys. It stores
-which sampled keys have been seen, and simulates two shadow caches (`shadow`): a cache of the
-arena's size, and a cache that is a step larger. Both sizes are multiplied by the sample's share of
-all keys. Source of the sampling: Waldspurger et al., "Efficient MRC construction with SHARDS", FAST
-2015, and "Cache modeling and optimization using miniature simulations", USENIX ATC 2017.
+Engines report the block keys of each request. The forecast uses a sample of the keys. It records
+which sampled keys have been seen. It also simulates two shadow caches (`shadow`): a cache of the
+arena's size, and a cache that is a step larger. The sizes of both are multiplied by the sample's
+share of all keys. Source of the sampling: Waldspurger et al., "Efficient MRC construction with
+SHARDS", FAST 2015, and "Cache modeling and optimization using miniature simulations", USENIX ATC
+2017.
 
 The number of missed blocks is estimated as the missed blocks of the sample divided by the sample's
 share. Hits are all tokens of full blocks minus these misses. So the hits of a prompt that many
 requests share hardly depend on whether its blocks are in the sample: the prompt misses only once.
-Blocks are sampled, not requests. A key depends on its block and all blocks before it, and blocks at
-the ends of prompts are evicted first. So if a block of a prompt misses, the sampled blocks after it
-miss too, and the estimate has no bias.
+The sample consists of blocks, not of requests. A key depends on its block and all blocks before it,
+and blocks at the ends of prompts are evicted first. So if a block of a prompt misses, the sampled
+blocks after it miss too, and the estimate has no bias.
 
 Always true: memory is fixed. The sample's shares only fall: a share is halved when its sample grows
-too large. A restart empties the shadow caches, but the seen keys survive.
+too large. A restart empties the shadow caches, but the seen keys survive it.
 """
 
 from dataclasses import dataclass, replace
@@ -28,19 +29,20 @@ from hotkv_server.ledger.book.shadow import MakePolicy, Shadow
 
 GIB = 1 << 30
 STEP_SHARE = 8
-"""The larger cache has 1 / STEP_SHARE more memory than the arena, and at least one GiB more. With a
-large arena, the gain of a smaller step could not be told from the sampling error."""
+"""The larger cache has 1 / STEP_SHARE more memory than the arena, but at least one GiB more. With a
+large arena, the gain of a smaller step could not be distinguished from the sampling error."""
 MAX_SHADOW_KEYS = 4096
 """Most keys in a shadow cache."""
 MAX_SEEN = 1 << 16
-"""Most seen keys that are stored."""
+"""Most seen keys in the sample."""
 SEEN_ROOM = 2
-"""Factor by which the table of seen keys is larger than MAX_SEEN, so that its buckets do not
-overflow."""
+"""Size of the table of seen keys, as a multiple of MAX_SEEN. It is larger so that its buckets do
+not overflow."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
-"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and how many of
-the latter an endless cache, a cache of the arena's size, and a cache a step larger would miss."""
+"""Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and the number
+of the latter that would miss in an endless cache, in a cache of the arena's size, and in a cache
+that is a step larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,9 @@ class Demand:
         same key after a restart.
     block_tokens: tokens of a block.
     block_bytes: bytes of the arena that a block takes.
-    num_hits: number of blocks that did hit. These blocks are not counted as misses of an endless
-        cache, even if their keys have not been seen.
-    may_keep: True if the node's policy may prefer to keep other blocks, and so not store some of
-        these.
+    num_hits: number of blocks that did hit. They do not count as misses of an endless cache, even
+        if their keys have not been seen.
+    may_keep: True if the policy may keep other blocks instead of storing blocks of this request.
     """
 
     keys: Keys
@@ -67,12 +68,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A forecast. The ratios are shares of all tokens of prompts.
+    """A forecast. Ratios are shares of all tokens of prompts.
 
     prompt_tokens: number of tokens from which the forecast was made; if 0, the ratios are 0.
     ceiling_ratio: share of tokens that an endless cache would hit.
     step_bytes: additional memory for which `gain_ratio` is forecast.
-    gain_ratio: by how much the share of hit tokens would rise if the arena had `step_bytes` more.
+    gain_ratio: increase of the share of hit tokens if the arena had `step_bytes` more.
     gib_gain_ratio: `gain_ratio` per GiB of additional memory.
     """
 
@@ -87,8 +88,8 @@ class Forecast:
     """Makes forecasts from observed requests (see the module).
 
     sums: the counted and estimated tokens over time, in the columns NAMES.
-    seen_share, shadow_share: share of all keys in the sample of seen keys, and in the shadow
-        caches.
+    seen_share: share of all keys in the sample of seen keys.
+    shadow_share: share of all keys in the sample of the shadow caches.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Forecast:
         )
 
     def observe(self, demand: Demand, capacity_bytes: int, now_s: float, minute: int) -> None:
-        """Records a request that came while the arena had `capacity_bytes` of memory. Counts a key
-        once, although an engine may report it several times."""
+        """Records a request that arrived while the arena had `capacity_bytes` of memory. A key that
+        the engine reports several times counts once."""
         keys, at = np.unique(demand.keys, return_index=True)
         if len(keys) < len(demand.keys):
             demand = replace(demand, keys=demand.keys[np.sort(at)])
@@ -135,8 +136,8 @@ class Forecast:
         )
 
     def _see(self, demand: Demand, low: Keys) -> float:
-        """Marks the request's blocks as seen. Returns an estimate of how many of its blocks neither
-        hit nor were seen before: the misses of an endless cache."""
+        """Marks the request's blocks as seen. Returns an estimate of the misses of an endless
+        cache: the number of blocks that did not hit and were not seen before."""
         chosen = np.flatnonzero(low < _threshold(self.seen_share))
         keys = demand.keys[chosen]
         was_seen, _ = self._seen.take(keys)
@@ -146,7 +147,8 @@ class Forecast:
         self._num_seen += num_fresh
         while self._num_seen > self._max_seen:
             self.seen_share /= 2
-            # A tag is the low half of the key's mix, except for its last bit.
+            # A tag is the low half of the mixed key, except for its last bit. So tags can be
+            # compared with the threshold.
             self._seen.drop_from(_threshold(self.seen_share))
             self._num_seen = len(self._seen)
         return float(missed)
@@ -154,8 +156,8 @@ class Forecast:
     def _serve(
         self, demand: Demand, low: Keys, capacity_bytes: int, now_s: float
     ) -> tuple[float, float]:
-        """Returns estimates of how many of the request's blocks miss in a cache of the arena's
-        size, and in a cache a step larger."""
+        """Estimates how many of the request's blocks miss in a cache of the arena's size, and in a
+        cache that is a step larger. Returns the two estimates."""
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
         keys = demand.keys[low < _threshold(self.shadow_share)]
         while max(map(len, self._shadows)) + len(keys) > self._max_keys:
@@ -173,8 +175,8 @@ class Forecast:
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
 
     def _thin_out(self) -> None:
-        """Halves the share of keys that the shadow caches receive, and drops the other keys from
-        them."""
+        """Halves the sample of the shadow caches: halves its share, and drops keys that are not in
+        the smaller sample."""
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
@@ -182,8 +184,10 @@ class Forecast:
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
         """Returns the forecast from the requests of the last `seconds`, rounded up to whole minutes
-        (above two hours to whole hours); 0: of all requests. capacity_bytes: present size of the
-        arena."""
+        (above two hours to whole hours); 0: all requests.
+
+        capacity_bytes: present size of the arena.
+        """
         values = self.sums.since(seconds, minute)
         prompt, blocks, endless, now, more = values.tolist()
         step = step_bytes(capacity_bytes)
@@ -196,15 +200,15 @@ class Forecast:
     # Saving and restoring
 
     def seen(self) -> Keys:
-        """Returns the seen keys for the ledger's file, uint64 [n]: the place in the table in the
-        high 32 bits, the tag (a part of the key's hash) in the low 32 bits."""
+        """Returns the seen keys for the ledger's file, uint64 [n]. The high 32 bits are the key's
+        place in the table, the low 32 bits its tag (a part of the key's hash)."""
         flat = self._seen.tags.reshape(-1)
         at = np.flatnonzero(flat)
         return at.astype(np.uint64) << np.uint64(32) | flat[at]
 
     def put_back(self, seen: Keys, seen_share: float) -> None:
-        """Restores an earlier server's seen keys and their share. Ignores keys whose place is not
-        in this table, which happens only if the table's size has changed."""
+        """Restores the seen keys of an earlier server, and their share. Ignores keys whose place is
+        not in this table, which happens only if the size of the table has changed."""
         places = (seen >> np.uint64(32)).astype(np.int64)
         self._seen.put_back(places, (seen & LOW_32).astype(np.uint32))
         self._num_seen, self.seen_share = len(self._seen), seen_share
@@ -220,7 +224,7 @@ class Forecast:
 
 
 def step_bytes(capacity_bytes: int) -> int:
-    """Returns how many bytes more than the arena the larger cache has."""
+    """Returns by how many bytes the larger cache is larger than the arena."""
     return max(GIB, capacity_bytes // STEP_SHARE)
 
 

@@ -1,7 +1,7 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
-It looks at the blocks of a single group (the counted group): the first group in which a hit needs
-all blocks before it, or the first group if there is no such group.
+Only the blocks of a single group are examined, the counted group. It is the first group in which a
+hit needs all blocks before it, or the first group if there is no such group.
 """
 
 from collections import Counter
@@ -22,17 +22,18 @@ ASKS_WHY = {
     Miss.UNKNOWN: Miss.IN_FLIGHT,
     Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
 }
-"""Miss reasons reported by engines that do not explain the miss, so the server looks the blocks up.
-Each maps to the reason that is counted for a missed block that is ready. COMPUTED_SOONER is among
-them because an engine that reports it may not have asked the server for the blocks."""
+"""Reasons of engines that do not explain the miss of each block. For these reasons the server looks
+the blocks up. The value is the reason that is counted if a missed block is ready. COMPUTED_SOONER
+is one of the reasons, because an engine that reports it may not have asked the server for the
+blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutcome:
-    """Outcome of a request in tokens.
+    """The outcome of a request, in tokens.
 
-    hit_tokens: tokens that hit, by number of the tier; 0 is host memory. Hits on the engine's
-        device are not included.
+    hit_tokens: tokens that hit in hotkv, by number of the tier; 0 is host memory. Hits on the
+        engine's device are not included.
     missed_tokens: tokens that missed, by reason.
     """
 
@@ -57,14 +58,14 @@ def note_outcome(
 ) -> PromptOutcome:
     """Returns the outcome of a request that was just scheduled, and credits its hits to tiers.
 
+    A block that was promoted from a tier is credited to that tier once, for the first request that
+    hits it; later hits are credited to host memory. This call looks missed blocks up a moment after
+    the engine asked for them, so a block may have become ready in the meantime.
+
     hashes: hashes of the request's prompt, uint32 words [n, 8], one for each full hash block.
     device_hit_tokens: tokens at the prompt's start that hit on the engine's device.
     hit_tokens: tokens at the prompt's start that hit, on the device or in the cache.
     reason: the miss reason that the engine reports.
-
-    A block that was promoted from a tier is credited to that tier once, for the first request that
-    hits it; later hits are credited to host memory. This call looks missed blocks up a moment after
-    the engine asked for them, so a block may have become ready since.
     """
     key_space = core.key_space(key_space_id)
     group_index = counted_group(key_space)
@@ -78,7 +79,7 @@ def note_outcome(
         hits[tier] = min(count * tokens, left)
         left -= hits[tier]
     hits[0] = left
-    # The last token of a prompt is always computed, and its block with it.
+    # The last token of a prompt is always computed, together with its block.
     full = max(0, prompt_tokens - 1) // tokens
     missed = prompt_tokens - hit_tokens
     partial = min(missed, prompt_tokens - full * tokens)
@@ -87,7 +88,7 @@ def note_outcome(
         counts: Counter[Miss] = Counter()
         if reason in ASKS_WHY:
             counts = _why(core, key_space_id, group_index, blocks[stop:full], ASKS_WHY[reason])
-            # Blocks whose hashes the report does not contain.
+            # Counts the blocks whose hashes the report does not contain.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
             counts[reason] = 1
@@ -105,8 +106,8 @@ def note_outcome(
 def _by_origin(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> list[tuple[int, int]]:
-    """Returns pairs of a tier's number and the number of blocks that were promoted from it and not
-    yet credited to it. Marks these blocks as credited."""
+    """Returns pairs of a tier's number and the number of blocks that were promoted from this tier
+    and are not credited yet. Marks these blocks as credited."""
     origins = core.space.origins
     if not len(hashes):
         return []
@@ -123,14 +124,16 @@ def _by_origin(
 def _why(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words, if_ready: Miss
 ) -> Counter[Miss]:
-    """Returns how many of these missed blocks have each reason. A block that is ready missed only
-    because of a block before it, so it has the reason of the block before it. If no block before it
-    is missing, its reason is `if_ready`."""
+    """Counts the reasons of these missed blocks.
+
+    A block that is ready missed only because a block before it was missing, so it gets the reason
+    of that block. If no block before it was missing, it gets the reason `if_ready`.
+    """
     if not len(hashes):
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
     causes = core.space.removal.causes(key_space_id, group_index, hashes)
-    # Evicted, and demoted because of a hint: with more room these blocks would have stayed.
+    # Evicted for room, or demoted because of a hint: with more room these blocks would have stayed.
     made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
     codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:
@@ -138,7 +141,8 @@ def _why(
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)
     is_ready = table.is_ready(words)
     codes[is_ready] = 0
-    # For each block, the index of the last block up to it that was not ready; -1 if there is none.
+    # For each block, the index of the last block that is not ready, up to and including this block;
+    # -1 if all of them are ready.
     at = np.maximum.accumulate(np.where(is_ready, -1, np.arange(len(codes))))
     codes = np.where(at >= 0, codes[at], int(if_ready))
     counts = np.bincount(codes)

@@ -31,7 +31,7 @@ MAX_BYTES = 64 << 20
 
 
 class PackError(ValueError):
-    """Raised if the bytes are not a ledger of this format; the message says why."""
+    """Raised if the bytes are not a ledger of this format. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,10 @@ class Kept:
     """The ledger of an earlier server, as read from its file.
 
     names: names of the columns of `rows`.
-    rows: accounts with their sums, least recently used first.
+    rows: accounts with their sums, the least recently used account first.
     forecast: the forecast's sums.
-    seen, seen_share: the forecast's seen keys, and the share of all keys that it samples.
+    seen: the forecast's seen keys.
+    seen_share: share of all keys in the sample of seen keys.
     speeds: prefill speed in tokens/s, by key space.
     """
 
@@ -56,15 +57,16 @@ class Kept:
 
     @property
     def tiers(self) -> list[str]:
-        """Names of the tiers that have a column."""
+        """Returns the names of the tiers that have a column."""
         return [name.removeprefix(HIT) for name in self.names if name.startswith(HIT)]
 
 
 def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) -> list[bytes]:
-    """Returns the ledger as pieces of bytes, which are copies. `seal` joins them into the file's
+    """Converts the ledger to pieces of bytes, which are copies. `seal` joins them into the file's
     content, on any thread.
 
-    seen, seen_share: the forecast's seen keys and their share, both read at the same earlier time.
+    seen, seen_share: the forecast's seen keys and their share. Both were read at the same time,
+        which may be earlier.
     """
     tables = [_cells(row) for _, row in accounts.rows()]
     outlook = _cells(forecast.sums)
@@ -143,29 +145,29 @@ def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
 
 
 def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
-    """Returns the columns for a ledger with these tiers and with the tiers of an earlier ledger
-    `kept`, if there is one."""
+    """Returns the columns for a ledger with these tiers. If there is an earlier ledger `kept`, also
+    includes the tiers of that ledger."""
     return Columns([*tiers, *(kept.tiers if kept is not None else ())])
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Returns the row numbers of the cells that are not all 0, int32 [n], and these rows, float64
-    [n, columns]."""
+    """Returns the numbers of the rows of `row.cells` that have a value other than 0, int32 [n], and
+    the values of these rows, float64 [n, columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells
 
 
 class _Reader:
-    """Reads arrays from the file's content one after the other, from offset `at` on. Each read
-    raises ValueError if too few bytes are left."""
+    """Reads arrays from the file's content, one after the other, from offset `at` on. A read raises
+    ValueError if too few bytes are left."""
 
     def __init__(self, content: bytes, at: int) -> None:
         self._content = content
         self._at = at
 
     def buckets(self, count: int, num_columns: int, minute: int) -> Buckets:
-        """Reads a `Buckets` object of which `count` rows are stored; the others are 0."""
+        """Reads a `Buckets` object. The file contains `count` of its rows; the other rows are 0."""
         row = Buckets(num_columns, minute)
         at = np.frombuffer(self._take(4 * count), "<i4")
         if len(at) and not (at.min() >= 0 and at.max() < NUM_CELLS):

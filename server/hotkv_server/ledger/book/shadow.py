@@ -1,10 +1,10 @@
-"""Simulates a cache of a given size under an eviction policy. It tracks only the keys of blocks,
-not their bytes (a shadow cache).
+"""Simulates a cache of a given size under an eviction policy. Such a shadow cache tracks only the
+keys of blocks, not their bytes.
 
 Always true: the bytes that the held blocks would take are within the limit of the last call. A key
 is held once. A request uses the keys that are held and then stores the other keys, as in
-`hotkv_server.simulate`. A request does not evict its own keys; if its keys find no room, they are
-not stored, and the policy is told so (`Policy.decline`).
+`hotkv_server.simulate`. A request does not evict its own keys. If its keys find no room, they are
+not stored, and `Policy.decline` notifies the policy.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 MakePolicy = Callable[[int], Policy]
-"""Makes a policy for entry numbers from 1 to the given capacity."""
+"""A function that makes a policy for entry numbers from 1 to the given capacity."""
 QUEUE = 1
-"""Number of the policy's queue that holds all keys, whatever the size of their blocks."""
+"""Number of the policy's queue for all keys, whatever the size of their blocks."""
 
 
 class Shadow:
@@ -41,17 +41,18 @@ class Shadow:
 
     @property
     def keys(self) -> Keys:
-        """The keys that are held."""
+        """Returns the keys that are held."""
         return np.fromiter(self._entries, np.uint64, len(self._entries))
 
     def serve(
         self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
     ) -> int:
-        """Serves a request for these distinct keys [n], in the order of its blocks. Returns how
-        many keys were held before the first miss.
+        """Serves a request. Returns the number of keys that were held before the first miss.
 
-        key_bytes: bytes of a block. limit_bytes: size of the cache.
-        may_keep: True if the policy may prefer to keep other keys, and so not store some of these.
+        keys: distinct keys of the request's blocks, in order [n].
+        key_bytes: bytes of a block.
+        limit_bytes: size of the cache.
+        may_keep: True if the policy may keep other keys instead of storing keys of this request.
         """
         names = keys.tolist()
         found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
@@ -80,8 +81,10 @@ class Shadow:
         self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
     ) -> None:
         """Evicts keys until `more_bytes` fit into the limit, or no key can be evicted.
-        `keep_at_s`: the current time, if the policy may hold back entries that it expects to be
-            used soon; None if the policy may not hold entries back."""
+
+        keep_at_s: the current time, if the policy may hold back entries that it expects to be used
+            soon; None if the policy must not hold entries back.
+        """
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]
@@ -115,7 +118,7 @@ class Shadow:
         self.used_bytes -= int(self._bytes[entries].sum())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Raises AssertionError if the tables contradict each other."""
         entries = np.array(list(self._entries.values()), np.int64)
         assert len(set(entries.tolist())) == len(entries), "two keys have one entry"
         assert not set(self._free) & set(entries.tolist()), "a free entry is held"

@@ -1,16 +1,20 @@
-"""Bounds the room of residencies: slots promised (reserved, not yet pinned) and slots pinned.
+"""Bounds the room of residencies. The room consists of promised slots (reserved, not yet pinned)
+and pinned slots.
 
 Always true:
 
-- The bytes that a tenant's residencies are promised and pin (each entry counted once) are at most
-  `residency.share` (setting, 0 to 1) of the most bytes that the tenant may hold in the arena. They
-  are also at most that share of the arena less the bytes kept for the other tenants: for each, the
-  share of its guarantee, or what its residencies are promised and pin if that is more.
+- For each tenant, the bytes of its residencies (promised and pinned, each entry counted once) are
+  at most `residency.share` (setting, 0 to 1) of the most bytes that the tenant may hold in the
+  arena.
+- They are also at most `residency.share` of the arena, less the bytes that are kept for the other
+  tenants. For each other tenant these are the share of its guarantee, or the bytes of its
+  residencies if they are more.
 - For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
   can make room for every promise by evicting unpinned blocks.
 - A slot counts with its part of the unused end of its slab.
 
-When room is promised, bytes pinned by requests' holds and by leases also count: see `PinBudget`.
+When room is promised, bytes that leases pin and bytes that requests' hints pin also count: see
+`PinBudget`.
 """
 
 from collections.abc import Mapping
@@ -23,19 +27,26 @@ from hotkv_server.cache.room.slabs import SlabPool, aligned, shortest_run
 from hotkv_server.cache.values import Int64s
 
 MOST_NAMED_BYTES = 1 << 60
-"""Largest size that a refusal names as needed: with a tiny `residency.share` no size is enough."""
+"""Largest arena size that a refusal recommends, in case `residency.share` is so small that no size
+suffices."""
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the bytes of the arena that a slot costs if it lies in the shortest possible run
-    (adjacent slabs that are lent together): its share of a slab, or all slabs that it spans.
-    `SlabPool.floors` reserves runs of this length."""
+    """Returns the bytes of the arena that a slot of this size costs: its share of a slab, or all
+    slabs that it spans.
+
+    Assumes that the slot lies in the shortest possible run (adjacent slabs with slots of one size).
+    `SlabPool.floors` reserves runs of this length.
+    """
     size = aligned(slot_bytes)
     return -(-shortest_run(size, slab_bytes) * slab_bytes // max(1, slab_bytes // size))
 
 
 def slots_of(sizes: Int64s) -> dict[int, int]:
-    """Returns how many slots there are of each size. sizes: size of each slot in bytes [n]."""
+    """Counts slots by their size.
+
+    sizes: size of each slot in bytes [n].
+    """
     if not len(sizes):
         return {}
     if (sizes == sizes[0]).all():
@@ -46,7 +57,7 @@ def slots_of(sizes: Int64s) -> dict[int, int]:
 
 class ResidencyBound:
     """Counts the bytes that residencies are promised (reserved, not yet pinned) and the bytes that
-    they pin, by tenant, and checks the bounds.
+    they pin, by tenant. Checks that they stay within the bounds.
 
     share: the setting `residency.share`.
     """
@@ -73,7 +84,7 @@ class ResidencyBound:
     @property
     def bound_bytes(self) -> int:
         """Returns the most bytes that all residencies together may pin or be promised (reserved,
-        not yet pinned). Counts only the part of the arena that has memory by now."""
+        not yet pinned). Counts only the part of the arena that already has memory."""
         capacity = self._tenants.capacity_bytes
         return min(int(self._share * capacity), most_pinned(capacity))
 
@@ -85,20 +96,28 @@ class ResidencyBound:
         return self._costs[slot_bytes]
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns the bytes of the arena that these slots cost together. slots: number of slots, by
-        size."""
+        """Returns the bytes of the arena that slots cost together.
+
+        slots: number of slots, by size.
+        """
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots as promised (reserved, not yet pinned) to a tenant; with `sign` -1 subtracts
-        the slots. slots: number of slots, by size."""
+        """Counts slots as promised (reserved, not yet pinned) to a tenant.
+
+        slots: number of slots, by size.
+        sign: -1 subtracts the slots instead.
+        """
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots of these sizes [n] as pinned for a tenant; with `sign` -1 subtracts the
-        slots."""
+        """Counts slots as pinned for a tenant.
+
+        sizes: size of each slot in bytes [n].
+        sign: -1 subtracts the slots instead.
+        """
         slots = slots_of(sizes)
         more = sign * self.costs(slots)
         self.pinned_bytes += more
@@ -113,18 +132,18 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """Returns the sum of the bytes that the tenant's residencies pin and that they are promised
+        """Returns the bytes of the tenant's residencies: pinned bytes plus promised bytes
         (reserved, not yet pinned)."""
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes may be promised to (reserved for) the tenant now."""
+        """Returns how many more bytes can be promised to (reserved for) the tenant now."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
     def most_bytes(self, tenant: int) -> int:
-        """Returns the most bytes that could be promised to the tenant if the arena were empty and
-        all of it had memory."""
+        """Returns the most bytes that could ever be promised to the tenant: in an empty arena that
+        has all of its memory."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
@@ -133,7 +152,7 @@ class ResidencyBound:
         return min(bound - others, int(self._share * self._tenants.burst_bytes(tenant)))
 
     def check_ever(self, tenant: int, asked_bytes: int) -> None:
-        """Raises RESIDENCY_TOO_LARGE if this many bytes can never be promised to (reserved for) the
+        """Raises RESIDENCY_TOO_LARGE if `asked_bytes` can never be promised to (reserved for) the
         tenant."""
         most = self.most_bytes(tenant)
         if asked_bytes > most:
@@ -149,8 +168,11 @@ class ResidencyBound:
             )
 
     def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
-        """Raises NO_ROOM_FOR_RESIDENCY unless these slots, counted by size, can be promised to
-        (reserved for) the tenant now."""
+        """Raises NO_ROOM_FOR_RESIDENCY unless slots can be promised to (reserved for) the tenant
+        now.
+
+        slots: number of slots, by size.
+        """
         room, asked_bytes = self.room_bytes(tenant), self.costs(slots)
         if asked_bytes <= room and not self._floors.would_fit(slots):
             raise HotKVError(
@@ -179,9 +201,10 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if the counts differ from these, or exceed a bound.
+        """Raises AssertionError if the counts differ from the arguments, or exceed a bound.
 
-        promised, pinned: bytes by tenant. slots: number of promised and pinned slots, by size.
+        promised, pinned: bytes by tenant.
+        slots: number of promised and pinned slots, by size.
         """
         self._floors.check(slots)
         taken = {

@@ -1,11 +1,11 @@
-"""Pins entries (blocks, and their representations for sparse attention) for residencies, and marks
-entries that clients may read directly in the arena.
+"""Pins entries (blocks, and their representations for sparse attention) for residencies. Also marks
+entries that clients may be reading directly in the arena.
 
 Always true: an entry has one pin for each position at which a residency has it. An entry is marked
-if it is pinned here, or if it is kept for readers of the previous server (`cache.readers.Grace`);
-no other entry is marked. The mark is set before any client learns the entry's offset. If two
-residencies pin the same entry, the promise of each shrinks by a slot, but the pinned bytes count
-the entry once.
+exactly if it is pinned here, or if it is kept for readers of the previous server
+(`cache.readers.Grace`). The mark is set before any client learns the entry's offset. If two
+residencies pin the same entry, the promise (reserved slots) of each shrinks by a slot, but the
+pinned bytes count the entry once.
 """
 
 import numpy as np
@@ -21,11 +21,11 @@ from hotkv_server.residency.book.register import Residency
 class ResidencyPins:
     """Pins entries for residencies (see the module).
 
-    counts: number of pins by residencies, uint32, by entry number.
+    counts: by entry number, how many times residencies pin the entry, uint32.
     """
 
     def __init__(self, space: Space, bound: ResidencyBound, grace: Grace, marks: Marks) -> None:
-        # The operating system allocates a page of this array at the first pin in that page.
+        # The operating system allocates a page of this array only when the page is first written.
         self.counts = np.zeros(space.index.capacity + 1, np.uint32)
         self._space = space
         self._bound = bound
@@ -39,11 +39,11 @@ class ResidencyPins:
     def representation_offsets(
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
-        """Returns the slot offset of the representation (compact form of a block's keys, for sparse
-        attention) that the residency pins for each of `block_count` positions from `first_position`
-        on; -1 if the residency pins no representation there.
+        """Returns the slot offsets of the representations (compact forms of keys, for sparse
+        attention) that the residency pins: one for each of `block_count` positions from
+        `first_position` on; -1 if no representation is pinned there.
 
-        A representation that a restart has restored counts as missing until its bytes have been
+        A representation that a restart has restored counts as not pinned until its bytes have been
         compared with its check value.
         """
         group, index = residency.groups[group_index], self._space.index
@@ -55,11 +55,13 @@ class ResidencyPins:
     def pin(
         self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
     ) -> None:
-        """Pins ready, verified blocks [n] at increasing positions [n], in this order until the
-        group has its most blocks.
+        """Pins blocks, in order, until the group has its most blocks.
 
-        A position that already has a block keeps that block. Does nothing if the residency is
-        closing or lacks the group.
+        Skips a position that already has a block. Does nothing if the residency is closing or lacks
+        the group.
+
+        positions: positions of the blocks in the request, increasing [n].
+        entries: the entries of the blocks, which are ready and verified [n].
         """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not len(positions):
@@ -71,9 +73,12 @@ class ResidencyPins:
         self._pin(residency, entries, group.block_bytes)
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
-        """Pins the representation (compact form of keys, for sparse attention) of each pinned,
-        ready block at `positions`, if the representation's kind is one of the group's `kinds`. A
-        position has at most one pinned representation."""
+        """Pins the representations (compact forms of keys, for sparse attention) of the blocks at
+        `positions`.
+
+        A representation is pinned if its block is pinned and ready, and if its kind is one of the
+        group's `kinds`. A position has at most one pinned representation.
+        """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
             return
@@ -89,10 +94,14 @@ class ResidencyPins:
         self._pin(residency, linked, group.kind_bytes)
 
     def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
-        """Pins entries whose slots have this size, and reduces the residency's promise (the slots
-        that it may still pin) by the same number of slots."""
+        """Pins entries and reduces the residency's promise (reserved slots) by the same number of
+        slots.
+
+        slot_bytes: slot size of all these entries.
+        """
         fresh = entries[self.counts[entries] == 0]
-        # Mark before any client learns the offsets: a killed server then leaves them marked.
+        # Marks the entries before any client learns their offsets. So if the server is killed, the
+        # next server finds the marks.
         self._marks[entries] = 1
         np.add.at(self.counts, entries, np.uint32(1))
         if np.any(self.counts[fresh] > 1):
@@ -102,8 +111,8 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Removes one pin from each of these entries, which a residency of `tenant` pinned. Frees
-        entries that were flushed while they were pinned."""
+        """Removes one pin from each of these entries, which a residency of `tenant` has pinned. An
+        entry that was flushed while it was pinned becomes free with its last pin."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]
@@ -113,22 +122,25 @@ class ResidencyPins:
         self._space.removal.reap(distinct)
 
     def hold(self, entries: Entries) -> Entries:
-        """Pins each entry once, while entries are compared with their check values. Returns
-        `entries`; the caller must pass the same array to `let_go`."""
+        """Pins each entry once, for the time in which entries are compared with their check values.
+        Returns `entries`; the caller must pass the same array to `let_go`."""
         if len(entries):
             self._space.index.pin(entries, 1)
             self._held.append(entries)
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """Releases the pins of a `hold`. `entries`: the array that `hold` returned."""
+        """Releases the pins of `hold`.
+
+        entries: the array that `hold` returned.
+        """
         self._held = [held for held in self._held if held is not entries]
         self._space.index.pin(entries, -1)
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns how often each entry is pinned here [capacity + 1]. Takes time linear in
-        capacity."""
+        """Returns the number of pins that this object has on each entry [capacity + 1]. Takes time
+        linear in capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)
@@ -136,9 +148,9 @@ class ResidencyPins:
 
     def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
         """Raises AssertionError unless the pins equal `counts` (by entry number), and exactly the
-        pinned and the retained entries are marked as read in the arena.
+        pinned entries and the entries of `Grace` are marked.
 
-        Returns the pinned bytes of the arena by tenant, and the pinned slots by size.
+        Returns the pinned bytes of the arena by tenant, and the number of pinned slots by size.
         """
         index = self._space.index
         assert np.array_equal(counts, self.counts), "pins of residencies miscounted"
@@ -158,8 +170,7 @@ class ResidencyPins:
 
 
 class ResidencyStore:
-    """Pins the blocks of a store for the residency that the store names; implements
-    `StorePins`."""
+    """Pins the blocks of a store for the residency that the store names. Implements `StorePins`."""
 
     def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
         self._residency, self._pins = residency, pins

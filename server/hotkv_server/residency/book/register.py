@@ -1,13 +1,15 @@
-"""Records the residencies of all engines: the blocks that each pins, the slots that it may still
-pin (its promise), and refusals for lack of room.
+"""Records the residencies of all engines: the blocks that each residency pins, the slots that it
+may still pin (its promise), and refusals for lack of room.
 
-Always true: an id names a single open residency of its engine; a closing residency has no id. A
-position (index of a block in the request) names a single entry of a residency. A group has at most
-as many positions as the last successful call asked for, and at most one representation per
-position. A group's rows are sorted by position. The number of residencies and the memory of their
-lists are bounded for each owner (`cache.room.shares.FairBound`, `BoundShare`). An engine's latest
-refusal is kept until the refused residency opens, grows or closes, or the engine's last session
-closes.
+Always true:
+- An id names a single open residency of its engine; a closing residency has no id.
+- A position (index of a block in the request) names a single entry of a residency.
+- A group has at most as many positions as the last successful call asked for, and at most one
+  representation per position. A group's rows are sorted by position.
+- The number of residencies and the memory of their lists are bounded for each owner
+  (`cache.room.shares.FairBound`, `BoundShare`).
+- An engine's latest refusal is kept until the refused residency opens, grows or closes, or the
+  engine's last session closes.
 """
 
 from collections import Counter
@@ -23,8 +25,8 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s, SessionRecord
 RESIDENCY_BYTES = 1024
 GROUP_BYTES = 512
 BLOCK_BYTES = 16
-"""Estimated bytes of a residency's lists: RESIDENCY_BYTES for each residency, and GROUP_BYTES for
-each of its groups, and BLOCK_BYTES for each block that it may pin."""
+"""The memory of a residency's lists is estimated as RESIDENCY_BYTES, plus GROUP_BYTES for each of
+its groups, plus BLOCK_BYTES for each block that it may pin."""
 MAX_RESIDENCIES = 1 << 14
 """Most residencies of all owners together."""
 
@@ -38,12 +40,13 @@ class ResidentGroup:
 
     most: most blocks (rows) that the group may have.
     block_bytes: slot size of a block.
-    kinds: kinds of representations (compact forms of keys, for sparse attention) to pin, as group
-        indexes.
+    kinds: group indexes of the kinds of representations (compact forms of keys, for sparse
+        attention) to pin.
     kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
     positions: position of each row's block in the request, int64 [n], increasing.
-    entries: number of each block's entry, uint32 [n].
-    linked: number of the entry of each block's pinned representation, uint32 [n]; 0 for none.
+    entries: entry number of each row's block, uint32 [n].
+    linked: entry number of the representation that is pinned with each row's block, uint32 [n]; 0:
+        none.
     num_linked: number of rows with a pinned representation.
     """
 
@@ -57,12 +60,12 @@ class ResidentGroup:
     num_linked: int = 0
 
     def left(self) -> dict[int, int]:
-        """Returns how many slots of each size the group may still pin."""
+        """Returns the number of slots of each size that the group may still pin."""
         return self._slots(self.most - len(self.positions), self.most - self.num_linked)
 
     def slots(self, num_blocks: int) -> dict[int, int]:
-        """Returns how many slots of each size this many blocks need, with one representation
-        (compact form of keys) per block."""
+        """Returns the number of slots of each size that `num_blocks` blocks need, with a
+        representation (compact form of keys) for each block."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -72,8 +75,9 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Returns for each position [n] its row (if the position has no row, the row where it would
-        be inserted), and whether the position has a row."""
+        """Finds the rows of positions [n]. Returns for each position its row, and whether the row
+        exists. For a position without a row, returns the index at which its row would be
+        inserted."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -81,29 +85,35 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position [n] the representation (compact form of keys) that is pinned
-        with its block; 0 if none is pinned."""
+        """Returns for each position [n] the entry of the representation (compact form of keys) that
+        is pinned with its block; 0 if no representation is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for blocks, without representations (compact forms of keys). `positions` must
-        increase, and the group must not have a row for any of them yet."""
+        """Adds rows for blocks, without representations (compact forms of keys).
+
+        positions: positions of the blocks, increasing; the group must not have rows for them yet.
+        """
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Records the pinned representations (compact forms of keys) [n] of the blocks in these
-        rows [n], which had no representation."""
+        """Records the pinned representations of blocks that had no representation (compact form of
+        keys) yet.
+
+        rows: rows of the blocks [n].
+        linked: entry of each block's representation [n].
+        """
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
-        """Removes the last rows, at most `most` of them. Returns the entries of their blocks and
+        """Removes up to `most` rows, the last rows first. Returns the entries of their blocks and
         representations (compact forms of keys)."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
@@ -117,8 +127,8 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """Returns the entries of all blocks and representations (compact forms of keys) of the
-        group."""
+        """Returns the entries of all blocks and representations (compact forms of keys) that the
+        group pins."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
 
@@ -127,16 +137,16 @@ class ResidentGroup:
 class Residency:
     """A residency of an engine: the room reserved for a request, and the blocks pinned in it.
 
-    owner: the engine's tenant, or the engine if no tenants are configured; bounds count for the
-        owner.
+    owner: for whom bounds count the residency: the engine's tenant, or the engine if no tenants are
+        configured.
     session_number: the session that opened the residency.
     tenant: number of the key space's tenant.
     opened_s: when the residency was opened, on the monotonic clock.
-    asked: number of blocks to reserve, by group, from the call that opened the residency or last
-        made it grow.
+    asked: number of blocks to reserve, by group, from the latest call that opened or grew the
+        residency.
     groups: the pinned blocks, by group.
-    is_closing: True if the residency's promise (the slots that it may still pin) is cancelled, it
-        accepts no blocks, and its pins are being released.
+    is_closing: True if the residency is being closed: its promise (the slots that it may still pin)
+        is cancelled, it accepts no blocks, and its pins are being released.
     is_gone: True if all pins of the residency have been released.
     """
 
@@ -160,29 +170,34 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Returns how many blocks the residency pins. Representations (compact forms of keys) do
-        not count."""
+        """Returns the number of blocks that the residency pins, without representations (compact
+        forms of keys)."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
-        """Returns how many slots of each size the residency may still pin (its promise)."""
+        """Returns the number of slots of each size that the residency may still pin (its
+        promise)."""
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns how many slots of each size these blocks need, with their representations
-        (compact forms of keys, for sparse attention).
-        num_blocks: number of blocks, by group."""
+        """Returns the number of slots of each size that blocks need, together with their
+        representations (compact forms of keys, for sparse attention).
+
+        num_blocks: number of blocks, by group.
+        """
         slots: Counter[int] = Counter()
         for group, count in num_blocks.items():
             slots.update(self.groups[group].slots(count))
         return dict(slots)
 
     def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the additional slots, by size, that the residency needs for `num_blocks`.
+        """Returns the number of additional slots, by size, that the residency needs to have room
+        for `num_blocks`. Empty if it already has that room.
 
-        num_blocks: all blocks that the residency shall have room for, by group.
-        The result is empty if the residency has that room. Raises DUPLICATE_ID if the residency
-        was opened for other groups, or for more blocks of a group.
+        Raises DUPLICATE_ID if the residency is open for other groups, or for more blocks of a
+        group.
+
+        num_blocks: all blocks of the residency after it has grown, by group.
         """
         if num_blocks.keys() != self.asked.keys() or any(
             count < self.asked[group] for group, count in num_blocks.items()
@@ -197,29 +212,29 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Returns an estimate of the most bytes that the residency's lists may use."""
+        """Returns an upper estimate of the bytes that the residency's lists use."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
-        """Yields, for each group, the entries that the residency pins in it."""
+        """Yields the pinned entries of each group."""
         for group in self.groups.values():
             yield group.pinned()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the residency's rows disagree."""
+        """Raises AssertionError if the rows of the residency break an invariant."""
         for group in self.groups.values():
             assert len(group.positions) <= group.most, "more blocks than were asked for"
             assert np.all(np.diff(group.positions) > 0), "a position is there twice"
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """Returns True if the residency pins any of these blocks, so that clients of the residency
-        may be reading these blocks."""
+        """Returns True if the residency pins any of these blocks. The residency's clients may then
+        be reading the blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 
 def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
-    """Returns how many slots of each size these groups together may still pin."""
+    """Returns the number of slots of each size that these groups together may still pin."""
     left: Counter[int] = Counter()
     for group in groups.values():
         left.update(group.left())
@@ -227,8 +242,10 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an estimate of the most bytes that a residency's lists use. asked: number of blocks,
-    by group."""
+    """Returns an upper estimate of the bytes that a residency's lists use.
+
+    asked: number of blocks, by group.
+    """
     return RESIDENCY_BYTES + GROUP_BYTES * len(asked) + BLOCK_BYTES * sum(asked.values())
 
 
@@ -237,11 +254,11 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The latest refusal of an engine's residency for lack of room.
+    """The latest refusal of a residency of an engine for lack of room.
 
     asked_bytes: bytes of the arena that the refused call would have reserved.
     available_bytes: bytes that could be reserved at that time.
-    message: the error's text.
+    message: text of the error.
     at_s: when the residency was refused, on the monotonic clock.
     num_attempts: how many times in a row this residency has been refused.
     """
@@ -256,11 +273,11 @@ class Refusal:
 
 
 class ResidencyBook:
-    """Finds residencies by id and by session, and bounds them by owner.
+    """Finds residencies by id and by session. Bounds their number and memory for each owner.
 
-    bound: counts residencies for each owner.
+    bound: counts the residencies of each owner.
     memory: counts the bytes of the residencies' lists for each owner.
-    orphans: numbers of sessions that ended while the server drained; their residencies stay.
+    orphans: numbers of sessions that ended while the server drained. Their residencies stay.
     """
 
     def __init__(self, memory: BoundShare) -> None:
@@ -280,8 +297,7 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency with this id if it is already open, so that the call repeats or
-        grows it; None if the id is new.
+        """Returns the open residency that a call to open a residency names; None if the id is new.
 
         Raises DUPLICATE_ID if the engine uses the id in another key space.
         """
@@ -299,20 +315,19 @@ class ResidencyBook:
         return residency
 
     def get(self, engine_id: str, residency_id: str) -> Residency | None:
-        """Returns the engine's open residency with this id; None if the id is unknown."""
+        """Returns the engine's open residency with this id; None if there is none."""
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency that a call names; None if the residency is not open in the
-        session's key space."""
+        """Returns the residency with this id; None if it is not open in the session's key space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
         return residency
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """Returns the open residency that a call names. Raises UNKNOWN_RESIDENCY if the residency
-        is not open in the session's key space."""
+        """Returns the open residency with this id. Raises UNKNOWN_RESIDENCY if it is not open in
+        the session's key space."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(
@@ -325,8 +340,8 @@ class ResidencyBook:
     def check_room(self, residency: Residency) -> None:
         """Checks a new residency against the bounds of its owner.
 
-        Raises RESIDENCY_TOO_LARGE if the residency's lists would use more memory than any owner may
-        have, OVERLOADED if the owner has too many residencies or too little memory left for their
+        Raises RESIDENCY_TOO_LARGE if its lists would use more memory than any owner may have.
+        Raises OVERLOADED if the owner has too many residencies, or too little memory left for the
         lists.
         """
         self._check_memory(residency.owner, residency.weight, residency.weight)
@@ -338,16 +353,22 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory that an open residency's lists would use after the residency grows.
+        """Checks the memory that the lists of an open residency would use after it has grown.
+
         Raises RESIDENCY_TOO_LARGE if the lists would use more memory than any owner may have,
         OVERLOADED if the owner has too little memory left.
-        num_blocks: the residency's number of blocks after growth, by group."""
+
+        num_blocks: number of blocks of the residency after it has grown, by group.
+        """
         weight = weight_of(num_blocks)
         self._check_memory(residency.owner, weight, weight - residency.weight)
 
     def _check_memory(self, owner: str, weight: int, more: int) -> None:
-        """Raises HotKVError unless the owner may use `more` further bytes for a residency whose
-        lists then use `weight` bytes."""
+        """Raises HotKVError unless an owner may use `more` additional bytes for the lists of a
+        residency.
+
+        weight: bytes that these lists would then use in total.
+        """
         if weight > self.memory.capacity // 2:
             raise HotKVError(
                 Reason.RESIDENCY_TOO_LARGE,
@@ -371,8 +392,10 @@ class ResidencyBook:
         self._settle_refusal(residency)
 
     def grow(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Raises the number of blocks that a residency may have. num_blocks: the new number, by
-        group, at least the old number."""
+        """Raises the number of blocks that a residency may have.
+
+        num_blocks: the new number of blocks by group, at least the old number.
+        """
         weight = residency.weight
         residency.asked = dict(num_blocks)
         for group, count in num_blocks.items():
@@ -381,7 +404,8 @@ class ResidencyBook:
         self._settle_refusal(residency)
 
     def begin_closing(self, residency: Residency) -> None:
-        """Frees the id of a residency that is to be closed, so that a call may use it again."""
+        """Frees the id of a residency that is about to close, so that a call may use the id
+        again."""
         del self._by_id[residency.engine_id, residency.residency_id]
         self._settle_refusal(residency)
 
@@ -392,8 +416,8 @@ class ResidencyBook:
             del self._refusals[residency.engine_id]
 
     def remove(self, residency: Residency) -> None:
-        """Removes a closing residency that has no pins left, and subtracts the residency from its
-        owner's counts."""
+        """Removes a closing residency that has no pins left. Subtracts it from its owner's
+        counts."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -417,7 +441,7 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Records that the engine was refused this residency for lack of room."""
+        """Records that this residency of an engine was refused for lack of room."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id
@@ -442,7 +466,9 @@ class ResidencyBook:
         return list(self._refusals.values())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree."""
+        """Raises AssertionError if the register contradicts itself: if the ids or the counts do not
+        match the residencies, or the counted memory does not match the memory of the
+        residencies."""
         everything = self.all()
         is_open = [residency for residency in everything if not residency.is_closing]
         assert len(is_open) == len(self._by_id), "open residencies miscounted"

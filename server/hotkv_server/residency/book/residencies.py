@@ -2,14 +2,14 @@
 in the arena, so that the engine can read them there without a copy.
 
 Opening a residency reserves room. Opening it again with more blocks reserves more room. Extending a
-residency pins blocks that are stored, and returns their offsets; a store that names the residency
-pins its blocks when they become ready.
+residency pins stored blocks and returns their offsets. A store that names the residency pins its
+blocks when they become ready.
 
-Always true: the pinned and promised bytes are within `ResidencyBound`. If the server unpins blocks
-that their engine has not released, it first changes the session's validity word, by which readers
-check that their blocks are still pinned (`cache.readers`). All sessions of an engine can use its
-residencies; a residency ends with the session that opened it. If the server drains, residencies
-stay for the next server, whose `Grace` keeps their blocks for a time.
+Always true: the pinned and promised bytes are within `ResidencyBound`. A server may unpin blocks
+that their engine has not released. Before that, it changes the session's validity word, by which
+readers check that their blocks are still pinned (`cache.readers`). All sessions of an engine can
+use its residencies; a residency ends with the session that opened it. If the server drains,
+residencies stay for the next server, whose `Grace` keeps their blocks for a time.
 """
 
 from collections import Counter
@@ -45,15 +45,15 @@ from hotkv_server.residency.book.register import (
 
 MAX_POSITION = 1 << 31
 PART_BLOCKS = 1 << 14
-"""Blocks of a residency to unpin per part."""
+"""Number of blocks that `closing` unpins in each part."""
 
 
 class Residencies:
-    """Opens, extends and closes residencies (see the module). Registers itself as a `Pinner` of
-    the core.
+    """Opens, extends and closes residencies (see the module). The constructor registers the object
+    as a `Pinner` of the core.
 
     book: the residencies.
-    bound: the bytes promised and pinned.
+    bound: counts the bytes that are promised and pinned.
     resident: pins the residencies' entries.
     """
 
@@ -79,14 +79,16 @@ class Residencies:
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
-        """Reserves room for a residency: for its blocks, and for one representation (a compact form
-        of its keys) per block if the session has declared a kind.
+        """Reserves room for a residency: for its blocks, and for a representation (a compact form
+        of its keys) per block if the session has declared a kind. If the residency is already open,
+        reserves only the additional blocks.
 
-        num_blocks: number of blocks to reserve, by group. If the residency is already open, the
-        call reserves only the additional blocks. The call raises DUPLICATE_ID if `num_blocks` has
-        other groups than the residency, or fewer blocks in a group than are already reserved.
-        Raises NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there never can
-        be, and others. A refusal is recorded for operators and changes no other state.
+        Raises DUPLICATE_ID if the residency is open for other groups, or for more blocks of a
+        group. Raises NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there
+        can never be enough room, and others. A refusal is recorded for operators and changes no
+        other state.
+
+        num_blocks: number of blocks to reserve in total, by group.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -139,7 +141,7 @@ class Residencies:
     def _noting_refusal(
         self, residency: Residency, slots: Mapping[int, int], now_s: float
     ) -> Iterator[None]:
-        """Records a HotKVError raised inside the `with` block as a refusal, for operators.
+        """Records a HotKVError that is raised in the `with` block as a refusal, for operators.
 
         slots: number of slots that the call would have reserved, by size.
         """
@@ -155,7 +157,8 @@ class Residencies:
     ) -> Iterator[None]:
         """Frees slabs, in parts, for the slot sizes that a new or growing residency needs.
 
-        Does nothing if enough slabs are free, or if opening the residency would be refused anyway.
+        Does nothing if enough slabs are free, or if the residency would be refused in any case.
+
         num_blocks: number of blocks to reserve, by group.
         """
         session = self._sessions.record(session_number)
@@ -182,15 +185,16 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins the listed blocks that are ready and verified, with their representations (compact
-        forms of keys, for sparse attention).
+        """Pins those of the listed blocks that are ready and verified, with their representations
+        (compact forms of keys, for sparse attention).
+
+        Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned. A
+        block that the residency already pins keeps its offset, even if it has been flushed since.
+        Raises HotKVError: DUPLICATE_ID if the residency has another block at a position,
+        UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
 
         first_position: position of the first block in the request; the other blocks follow it.
         hashes: hashes of the blocks, uint32 words [n, 8].
-        Returns the slot offset of each block in the arena [n]; -1 if the block is not pinned, or
-        not yet verified. A block that the residency already pins keeps its offset, even if it has
-        been flushed since. Raises HotKVError: DUPLICATE_ID if the residency has another block at a
-        position, UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.
         """
         session = self._sessions.record(session_number)
         _check_position(first_position, len(hashes))
@@ -222,8 +226,8 @@ class Residencies:
     def _named(
         self, session: SessionRecord, residency_id: str, group_index: int, num_blocks: int
     ) -> tuple[Residency, ResidentGroup]:
-        """Returns the residency and group that a call names. Raises HotKVError if the residency is
-        not open, lacks the group, or `num_blocks` is too large for a call."""
+        """Returns the residency and the group that a call names. Raises HotKVError if the residency
+        is not open or lacks the group, or if `num_blocks` is too large for a call."""
         residency = self.book.live(session, residency_id)
         if group_index not in residency.groups:
             raise HotKVError(
@@ -244,9 +248,9 @@ class Residencies:
     def begin_comparing(
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
-        """Pins those of the listed ready blocks that a restart has restored and that have not been
-        compared with their check values. Returns these blocks; the caller must compare them, and
-        then pass them to `resident.let_go`."""
+        """Pins the ready blocks among `hashes` that a restart has restored and that have not been
+        compared with their check values yet. Returns the entries of these blocks. The caller must
+        compare them, and then pass them to `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
@@ -256,8 +260,8 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Ends the residencies of a session in parts, after it has changed the session's validity
-        word.
+        """Ends the residencies of a session in parts. Changes the session's validity word before it
+        unpins any block.
 
         If the server drains, the residencies stay pinned, and the next server keeps their blocks
         for a time.
@@ -267,30 +271,30 @@ class Residencies:
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins a residency in parts. Before the call, the engine must have closed the residency
-        or the session's validity word must have changed."""
+        """Unpins a residency in parts. Call it only after the engine has closed the residency, or
+        after the session's validity word has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Cancels the residency's promise (the slots that it may still pin) and frees the
-        residency's id. Call `give_back` to unpin the residency's blocks."""
+        """Cancels the residency's promise (the slots that it may still pin) and frees its id. The
+        caller then calls `give_back` until all blocks are unpinned."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Unpins a whole residency at once. Before the call, the engine must have closed the
-        residency or the session's validity word must have changed."""
+        """Unpins a whole residency at once. Call it only after the engine has closed the residency,
+        or after the session's validity word has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
 
     def give_back(self, residency: Residency, most: int) -> bool:
-        """Unpins up to `most` blocks of a closing residency. Returns True once all are unpinned and
-        the residency is removed."""
+        """Unpins up to `most` blocks of a closing residency. Once all blocks are unpinned, removes
+        the residency and returns True."""
         if residency.is_gone:
             return True
         for group in residency.groups.values():
@@ -305,7 +309,10 @@ class Residencies:
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
         """Changes the session's validity word, so that readers of the session's residencies stop.
-        Returns the residencies to unpin; an empty list if the server drains."""
+        Returns the residencies to unpin.
+
+        If the server drains, changes nothing for readers and returns an empty list.
+        """
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:
             self.book.orphans.add(session.number)
@@ -316,9 +323,9 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Ends the residencies of every session that reads any of these blocks.
+        """Ends the residencies of every session that may be reading any of these blocks.
 
-        The blocks do not match their check values, so readers may have read damaged bytes.
+        The blocks do not match their check values, so the readers may have read damaged bytes.
         """
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
@@ -343,7 +350,7 @@ class Residencies:
     # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if the records of residencies, pins and bounds disagree. Takes time
+        """Raises AssertionError if residencies, pins and bounds contradict each other. Takes time
         linear in capacity."""
         counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
@@ -368,7 +375,10 @@ def _new_groups(
     session: SessionRecord, record: KeySpaceRecord, num_blocks: Mapping[int, int]
 ) -> dict[int, ResidentGroup]:
     """Returns empty groups for a new residency. Raises INVALID_FIELD if a group or a number of
-    blocks is not valid. num_blocks: number of blocks to reserve, by group."""
+    blocks is not valid.
+
+    num_blocks: number of blocks to reserve, by group.
+    """
     check_named(record, num_blocks, 0, 0, only_blocks=True)
     if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
         raise HotKVError(
@@ -388,7 +398,7 @@ def _check_position(first_position: int, num_blocks: int) -> None:
 
 
 def _check_most(group: ResidentGroup, num_fresh: int) -> None:
-    """Raises INVALID_FIELD if `num_fresh` additional blocks exceed the number for which the
+    """Raises INVALID_FIELD if `num_fresh` additional blocks would exceed the number for which the
     residency was opened."""
     count = len(group.positions) + num_fresh
     if count > group.most:
@@ -411,7 +421,7 @@ def _new_group(
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # Kinds of one size only, so that the pinned bytes equal the promised bytes.
+        # Only kinds of the largest size, so that the pinned bytes equal the promised bytes.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,
     )

@@ -1,1 +1,1 @@
-"""Makes the answers of HTTP: probes, metrics, and the status page with its API."""
+"""Makes the answers to HTTP requests: probes, metrics, and the status page with its API."""

@@ -44,7 +44,7 @@ from hotkv_server.told.status import NodeStatus, as_json_values, read_status
 # Requests and answers of HTTP, as values.
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of metrics for Prometheus; also used for all other texts."""
+"""Content type of Prometheus' text format. It is used for all texts."""
 JSON_TYPE = "application/json"
 PRIVATE: Mapping[str, str] = {
     "Cache-Control": "no-store",
@@ -57,7 +57,7 @@ PRIVATE: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The parts of an HTTP request that decide the answer.
+    """The parts of an HTTP request on which the answer depends.
 
     path, query: the parts of the address before and after the question mark.
     host, authorization, accept: values of these headers; empty if the header is missing.
@@ -94,10 +94,10 @@ class Reply:
 
 
 # ----------------------------------------------------------------------------------------- The page
-# The status page is a single file without dependencies, sent with headers that enforce this.
+# The status page is a single file. It needs no other files, and its headers forbid others.
 #
 # Always true: the page contains no figures; it asks the API for them. The Content-Security-Policy
-# lets the browser run only the file's script and style sheet, which it identifies by hash. It
+# allows only the script and the style sheet of the file, which it identifies by their hashes. It
 # forbids loading from other hosts, and making HTML elements from text.
 
 HTML_TYPE = "text/html; charset=utf-8"
@@ -105,8 +105,8 @@ FILE = "page.html"
 
 
 def _hash(tag: str, text: str) -> str:
-    """Returns the SHA-256 (base64) of the content of the only element with this tag, as a
-    Content-Security-Policy needs it."""
+    """Returns the SHA-256 (base64) of the content of the only element with this tag, in the form
+    that a Content-Security-Policy needs."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
@@ -129,7 +129,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """Makes the answer with the status page. Reads the page's file once."""
+    """Makes the answer with the status page. Reads the page's file only once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -142,27 +142,27 @@ class Page:
         }
 
     def reply(self, status: int = 200) -> Reply:
-        """Returns the page. If `status` is 401, the page first asks the reader for a token."""
+        """Returns the answer with the page. With the status 401, the page first asks the reader for
+        a token."""
         return Reply(status, self._body, HTML_TYPE, self._headers)
 
 
 # ------------------------------------------------------------------------------------------ Savings
-# Answers `/api/v1/savings` (the ledger's figures). After the node has computed an answer, it rests:
-# for some time it computes no other answer. Until then clients get the latest answer, with its age.
+# Answers `/api/v1/savings` (the ledger's figures). The node computes one answer at a time. After it
+# the node rests: for some time it computes no further answer. While it computes or rests, clients
+# get the latest answer, with its age.
 #
-# Always true: the node computes one answer at a time and then rests. So all answers together take
-# about RESTING_SHARE of its event loop's time, however many clients ask, and whatever windows of
-# time they ask for. Use on the HTTP thread's event loop only.
+# Always true: all answers together take about RESTING_SHARE of the node's event loop, however many
+# clients ask, and whatever windows of time they ask for. Use on the HTTP thread's event loop only.
 
 RESTING_SHARE = 0.05
-"""Share of the event loop's time that answers may take."""
+"""Share of the event loop's time that the answers may take together."""
 MAX_REST_S = 5.0
-"""Longest rest after an answer, however long the node took for it."""
+"""Longest rest after an answer, in seconds, however long its computation took."""
 MAX_SINCE_S = 8 * 86_400.0
-"""Longest window that the ledger has. The window 0 stands for all time."""
+"""Longest window of the ledger, in seconds. The window 0 means all time."""
 MAX_KEPT = 32
-"""Upper limit on answers in the cache. They differ in their window, or in whether they have
-names."""
+"""Most answers that are cached. They differ in their window, or in whether they contain names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +171,13 @@ class _Made:
     made_s: float
 
     def at(self, now_s: float) -> Reply:
-        """Returns the answer with its age in whole seconds in the Age header."""
+        """Returns the answer, with its age in whole seconds in the header Age."""
         headers = {**self.reply.headers, "Age": str(int(now_s - self.made_s))}
         return dataclasses.replace(self.reply, headers=headers)
 
 
 class SavingsPage:
-    """Caches and schedules answers about savings (see above).
+    """Caches and schedules the answers about savings (see the comment above).
 
     read: called as `read(since_s, has_names)`; returns the figures from the node.
     clock, sleep: replaced in tests.
@@ -199,13 +199,13 @@ class SavingsPage:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
 
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
-        """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0 for
+        """Returns the ledger's figures for the last `since_s` seconds, rounded up to minutes; 0:
         all time.
 
-        Requests a new computation, unless the same computation is requested already. The
-        computation begins when the running computation has ended and the rest (pause) after it is
-        over. While the node computes or rests, returns the latest answer for the same window if
-        there is one. Otherwise waits for the new answer. Raises the node's errors.
+        Requests a new computation, unless the same computation is already requested. It begins when
+        the running computation has ended and the rest (pause) after it is over. While the node
+        computes or rests, returns the latest answer for the same window if there is one. Otherwise
+        waits for the new answer. Raises the node's errors.
         """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
@@ -246,15 +246,17 @@ PAGE_PATH = "/"
 API = "/api/v1/"
 STATUS_PATH, SAVINGS_PATH = f"{API}status", f"{API}savings"
 CHECK_PATH = f"{API}check_blocks"
-"""The only path that accepts POST: a router asks which blocks are cached. The format is that of
+"""The only path that accepts POST. A router asks there which blocks are cached, in the format of
 Dynamo's `SharedKvCacheHttpClient`."""
 ALL_PATHS = f"try /, /metrics, /livez, /readyz, {STATUS_PATH} or {SAVINGS_PATH}"
 T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """Returns 200, or 503 with the problems of the server. `also_draining`: True: draining counts
-    as a problem too."""
+    """Returns status 200, or 503 with the problems of the server.
+
+    also_draining: True: draining counts as a problem too.
+    """
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
         problems += ("the server drains",)
@@ -267,10 +269,12 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
-    """Returns which blocks [n] are cached, from the first capability that answers such questions;
-    None if no capability answers them.
+    """Returns a mask of the blocks [n] that are cached, from the first capability that answers such
+    questions; None if no capability answers them.
 
-    model: name of the model. block_tokens: tokens of a block. hashes: the router's block hashes.
+    model: name of the model.
+    block_tokens: tokens of a block.
+    hashes: the router's block hashes.
     """
     for one in node.capabilities:
         if (found := await one.check_blocks(model, block_tokens, hashes)) is not None:
@@ -283,8 +287,8 @@ async def _status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def since(query: str) -> float:
-    """Returns the value of the parameter `since_s` of a query, in seconds; 0 if it is missing.
-    Raises ValueError."""
+    """Returns the parameter `since_s` of a query, in seconds; 0 if it is missing. Raises
+    ValueError."""
     values = urllib.parse.parse_qs(query).get("since_s", ["0"])
     try:
         seconds = float(values[-1])
@@ -334,8 +338,8 @@ class Routes:
         return Reply.text(404, ALL_PATHS)
 
     def sight(self, request: Request) -> Sight | Reply:
-        """Returns what a request for a page may see, or the answer if its headers are not enough
-        for its path."""
+        """Returns which details the answer to a request may show (`Sight`). Returns a refusal if
+        the headers of the request do not suffice for its path."""
         try:
             sight = self._access.judge(request.host, request.authorization)
         except PageRefusal as refusal:
@@ -352,11 +356,11 @@ class Routes:
         return sight
 
     async def _checked(self, request: Request) -> Reply:
-        """Answers a router's question about blocks.
+        """Answers a router that asks which blocks are cached.
 
-        The request's body is `{"block_hashes": […]}`. The answer is
-        `{"ranges": [[first, end], …]}`: the ranges of positions in that list (`end` exclusive)
-        whose blocks are cached.
+        The request's body is `{"block_hashes": […]}`.
+        The answer is `{"ranges": [[first, end], …]}`: the ranges of positions in that list (`end`
+        exclusive) whose blocks are cached.
         """
         query = urllib.parse.parse_qs(request.query)
         model, size = query.get("model", [""])[-1], query.get("block_size", ["0"])[-1]
@@ -402,7 +406,7 @@ class Routes:
         return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Returns the result of `make`. Requests with the same `name` that come while `make` runs
+        """Returns the result of `make`. Requests with the same `name` that arrive while `make` runs
         share its result."""
         task = self._shared.get(name)
         if task is None or task.done():
@@ -421,5 +425,5 @@ class Routes:
         return await self._of_node(_savings(self._node, since_s, has_names=has_names))
 
     async def _of_node(self, read: Coroutine[Any, Any, T]) -> T:
-        """Runs `read` on the node's loop and returns its result."""
+        """Runs the coroutine `read` on the node's event loop and returns its result."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read, self._node_loop))
