@@ -12,6 +12,7 @@ import pytest
 from hotkv_server.memory.state import ServerState, write_state
 from hotkv_server.settings.tiers import DiskSettings, TierSettings
 from hotkv_server.tiers.drive.records import LowerMemory
+from tests.support.waiting import wait_for
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -101,3 +102,38 @@ def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     monkeypatch.setattr(Path, "replace", checked)
     left(tmp_path)
     assert named == [("records", True), ("state.json", True)]
+
+
+def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> None:
+    with opened(tmp_path, 64, 4) as made:
+        made.start(1, ServerState(made.slab_bytes))
+        made.written().result(60)
+        (tmp_path / "written.json.new").mkdir()
+        made.keep_written([(0.0, 1)])
+        for entry in (3, 4, 5):
+            made.table.records[entry, :] = entry
+            made.changed(np.array([entry], np.uint32))
+            made.written().result(5)
+            assert made.num_changed == made.num_saved
+        assert "written.json" in made.problem
+        (tmp_path / "written.json.new").rmdir()
+        wait_for(lambda: not made.problem, "the note is not written")
+
+
+def test_records_of_a_write_that_failed_are_not_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 64, 4) as made:
+        made.start(1, ServerState(made.slab_bytes))
+        made.written().result(60)
+        failing = os.open(tmp_path / "records", os.O_RDONLY)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", lambda fd, *rest: os.pwritev(failing, [b""], -1))
+            for _ in range(3):
+                made.table.records[7, :] += 7
+                made.changed(np.array([7], np.uint32))
+            wait_for(lambda: bool(made.problem), "the write does not fail")
+            wait_for(lambda: not made._changed, "changes of a write that failed are kept")
+        os.close(failing)
+        made.written().result(60)
+        assert made.num_changed == made.num_saved == 3

@@ -211,24 +211,26 @@ class LowerMemory:
     # On the thread
 
     def _work(self) -> None:
-        walk_at_s = 0.0
+        walk_at_s, num_left = 0.0, 0
         while True:
             is_last = self._closing.is_set()
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
-            walks = is_last or bool(self._waiting) or began_s >= walk_at_s
+            # After a write that failed, a walk finds what it left.
+            walks = is_last or bool(self._waiting or num_left) or began_s >= walk_at_s
             # Later requests wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
+            num_left += sum(map(len, changed))
             try:
                 self._write(changed, walks=walks)
-                self.num_saved += sum(map(len, changed))
+                self.num_saved, num_left = self.num_saved + num_left, 0
+                while waiting:
+                    waiting.pop().set_result(None)
+                self._write_note()
                 self._say("")
-                for future in waiting:
-                    future.set_result(None)
             except OSError as error:
                 self._waiting.extend(waiting)
-                self._changed.extend(changed)
                 self._say(str(error))
             self._begun_s = 0.0
             if is_last:
@@ -254,7 +256,7 @@ class LowerMemory:
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
         """Writes the records of the entries in `changed`; with `walks`, all records that have
-        changed. Then writes the key spaces and the note of written bytes, if they have changed."""
+        changed. Then writes the key spaces, if they have changed."""
         if self._sums is None:
             self._adopt()
         else:
@@ -264,6 +266,9 @@ class LowerMemory:
         if (wanted := self._wanted) is not None and wanted[0] != self.kept_revision:
             write_state(self.folder / STATE_FILE, wanted[1], sync=True)
             self.kept_revision = wanted[0]
+
+    def _write_note(self) -> None:
+        """Writes the note of written bytes, if it has changed."""
         if (admitted := self._admitted) is not self._noted:
             replace_file(self.folder / WRITTEN_FILE, [json.dumps(admitted)])
             self._noted = admitted
