@@ -2,16 +2,21 @@
 their places."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hotkv_server.memory.state import ServerState, write_state
+from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
 from hotkv_server.settings.tiers import DiskSettings, TierSettings
+from hotkv_server.tiers.drive import records
 from hotkv_server.tiers.drive.records import LowerMemory
+from tests.core.support import make_key_space
 from tests.support.waiting import wait_for
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -78,8 +83,8 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> N
         assert not made.problem and made.is_alive()
     with opened(tmp_path, 64, 4) as again:
         assert again.old is not None
-        records = again.old.records
-        assert (records[3] == 3).all() and (records[7] == 7).all() and not records[5].any()
+        found = again.old.records
+        assert (found[3] == 3).all() and (found[7] == 7).all() and not found[5].any()
 
 
 def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
@@ -102,6 +107,37 @@ def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     monkeypatch.setattr(Path, "replace", checked)
     left(tmp_path)
     assert named == [("records", True), ("state.json", True)]
+
+
+@pytest.mark.parametrize("number, is_usable", [(1, True), (3, True), (2, False)])
+def test_a_start_that_is_killed_between_its_files_keeps_the_blocks_if_numbers_mean_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_usable: bool
+) -> None:
+    first, second = (
+        KnownKeySpace(n, make_key_space(f"m{n}", SLOT_ALIGN, SLOT_ALIGN)) for n in (1, 2)
+    )
+
+    def state(*known: KnownKeySpace) -> ServerState:
+        return ServerState(4 * MIB, known)
+
+    with opened(tmp_path, 64, 4) as made:
+        made.start(1, state(first, second))
+    with monkeypatch.context() as killed:
+        gone = threading.Event()
+
+        def hang(*_: object, **__: object) -> None:
+            gone.set()
+            threading.Event().wait()
+
+        killed.setattr(records, "write_state", hang)
+        with monkeypatch.context() as at_once:
+            at_once.setattr(records, "CLOSE_WAIT_S", 0.0)
+            with opened(tmp_path, 64, 4) as made:
+                made.start(1, state(replace(first, number=number)))
+                assert gone.wait(60)
+        os.close(made._lock_fd)
+    with opened(tmp_path, 64, 4) as again:
+        assert (again.old is not None) == is_usable
 
 
 def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ class LowerMemory:
     _admitted: Written | None = None
     _noted: Written | None = None
     _sums: NDArray[np.uint64] | None = None
+    _keeps_numbers: bool = False
     _begun_s: float = 0.0
     _thread: threading.Thread | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -137,6 +138,7 @@ class LowerMemory:
         """Starts the thread. The table must be filled. The thread replaces the old table's file,
         writes the key spaces in `state`, and from then on writes changes. Does not wait for the
         disk. `revision`: revision of the key spaces."""
+        self._keeps_numbers = self.state is not None and _agree(self.state, state)
         self.old = self.state = None
         self._wanted = (revision, state)
         self._thread = threading.Thread(target=self._work, name="hotkv-disk-records", daemon=True)
@@ -274,17 +276,19 @@ class LowerMemory:
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table to a new file, which then replaces the old table's file. Removes
-        the file of key spaces first. So if the process is killed before the new key spaces are
-        written, the next server does not read the table with wrong key spaces. Syncs the new file
-        first: after a power loss it might be empty."""
+        """Writes the whole table to a new file, which then replaces the old table's file. If a
+        number means different key spaces in the two tables, removes the file of key spaces first.
+        So if the process is killed before the new key spaces are written, the next server does not
+        read the table with wrong key spaces. Syncs the new file first: after a power loss it might
+        be empty."""
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
         with _opened(scratch) as fd:
             self._write_parts(fd, self._all_parts(), sums)
             os.fsync(fd)
-        (self.folder / STATE_FILE).unlink(missing_ok=True)
+        if not self._keeps_numbers:
+            (self.folder / STATE_FILE).unlink(missing_ok=True)
         scratch.replace(self.folder / TABLE_FILE)
         self._sums = sums
 
@@ -320,6 +324,15 @@ class LowerMemory:
             if written < len(content):
                 raise OSError(f"{TABLE_FILE} took {written} of {len(content)} bytes")
             sums[at] = xxhash.xxh3_64_intdigest(content)
+
+
+def _agree(one: ServerState, other: ServerState) -> bool:
+    """Returns True if each number that both states have means the same key space."""
+    known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
+    return all(
+        known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint
+        for entry in other.key_spaces
+    )
 
 
 def _memory(num_bytes: int) -> NDArray[np.uint8]:
