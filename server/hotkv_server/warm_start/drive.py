@@ -76,14 +76,16 @@ class WarmStart:
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Returns a list for each group, with every hash at its first place."""
+    """Returns a list for each group, with every hash at its first place and the hash's position in
+    its list as its depth."""
     of_group: dict[int, list[Words]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one.hashes)
     joined = []
     for group_index, parts in of_group.items():
-        hashes = np.concatenate(parts)
-        joined.append(HashList(group_index, hashes[first_occurrences(hashes)]))
+        hashes, depths = np.concatenate(parts), np.concatenate([np.arange(len(p)) for p in parts])
+        first = first_occurrences(hashes)
+        joined.append(HashList(group_index, hashes[first], depths[first]))
     return joined
 
 
