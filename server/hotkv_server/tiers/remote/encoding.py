@@ -111,7 +111,8 @@ class EncodingClient:
             with self._part(keys[rows], slots[rows], until_s, is_write=True) as part:
                 if part is None:
                     continue
-                self._inner.write(*part.stored(part.all, part.encode()), *results)
+                asked, places = part.stored(part.all, part.encode())
+                self._inner.write(asked, places, *results)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Implements `Client`."""
