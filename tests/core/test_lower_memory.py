@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
 from hotkv_server.settings.tiers import DiskSettings, TierSettings
 from hotkv_server.tiers.drive import records
+from hotkv_server.tiers.drive.breaker import MAX_STALL_S
 from hotkv_server.tiers.drive.records import LowerMemory
 from tests.core.support import make_key_space
 from tests.support.waiting import wait_for
@@ -107,6 +109,32 @@ def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     monkeypatch.setattr(Path, "replace", checked)
     left(tmp_path)
     assert named == [("records", True), ("state.json", True)]
+
+
+def test_a_large_table_that_a_slow_disk_takes_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, pwrite = os.fsync, os.pwrite
+    now_s, unsynced_s, stalls = 1.0, 0.0, [0.0]
+
+    def written(fd: int, content: bytes, at: int) -> int:
+        nonlocal now_s, unsynced_s
+        now_s, unsynced_s = now_s + 0.001, unsynced_s + 0.002
+        return pwrite(fd, content, at)
+
+    def synced(fd: int) -> None:
+        nonlocal now_s, unsynced_s
+        now_s, unsynced_s = now_s + unsynced_s, 0.0
+        stalls.append(made.stalled_s(now_s))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: now_s))
+    made = LowerMemory.open(tmp_path, 64 * MIB, 4 * MIB, 1 << 20)
+    made.start(1, ServerState(made.slab_bytes))
+    made.close()
+    assert len(stalls) > 4 and max(stalls) < MAX_STALL_S
 
 
 @pytest.mark.parametrize("number, is_usable", [(1, True), (3, True), (2, False)])

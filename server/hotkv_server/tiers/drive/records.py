@@ -55,6 +55,9 @@ than every KEEP_S."""
 RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
+SYNCED_PARTS = 256
+"""Parts of a new table that are synced at a time. A slow disk takes seconds for a large table; each
+of these steps shows that it does not hang."""
 CLOSE_WAIT_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -171,8 +174,8 @@ class LowerMemory:
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the write under way has lasted; 0 without a write. `now_s`:
-        a time of time.monotonic."""
+        """Returns for how many seconds the disk has not answered; 0 without a write. `now_s`: a
+        time of time.monotonic."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 
@@ -284,9 +287,11 @@ class LowerMemory:
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
+        parts = self._all_parts()
         with _opened(scratch) as fd:
-            self._write_parts(fd, self._all_parts(), sums)
-            os.fsync(fd)
+            for at in range(0, len(parts), SYNCED_PARTS):
+                self._write_parts(fd, parts[at : at + SYNCED_PARTS], sums)
+                os.fsync(fd)
         if not self._keeps_numbers:
             (self.folder / STATE_FILE).unlink(missing_ok=True)
         scratch.replace(self.folder / TABLE_FILE)
@@ -320,6 +325,7 @@ class LowerMemory:
             if xxhash.xxh3_64_intdigest(part.data) == sums[at]:
                 continue
             content = part.tobytes()
+            self._begun_s = time.monotonic()
             written = os.pwrite(fd, content, at * PART_BYTES)
             if written < len(content):
                 raise OSError(f"{TABLE_FILE} took {written} of {len(content)} bytes")
