@@ -2,16 +2,24 @@
 their places."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from hotkv_server.memory.state import ServerState, write_state
+from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
 from hotkv_server.settings.tiers import DiskSettings, TierSettings
+from hotkv_server.tiers.drive import records
+from hotkv_server.tiers.drive.breaker import MAX_STALL_S
 from hotkv_server.tiers.drive.records import LowerMemory
+from tests.core.support import make_key_space
+from tests.support.waiting import wait_for
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -77,8 +85,8 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> N
         assert not made.problem and made.is_alive()
     with opened(tmp_path, 64, 4) as again:
         assert again.old is not None
-        records = again.old.records
-        assert (records[3] == 3).all() and (records[7] == 7).all() and not records[5].any()
+        found = again.old.records
+        assert (found[3] == 3).all() and (found[7] == 7).all() and not found[5].any()
 
 
 def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
@@ -101,3 +109,95 @@ def test_a_file_gets_its_name_when_its_content_is_on_the_disk(
     monkeypatch.setattr(Path, "replace", checked)
     left(tmp_path)
     assert named == [("records", True), ("state.json", True)]
+
+
+def test_a_large_table_that_a_slow_disk_takes_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, pwrite = os.fsync, os.pwrite
+    now_s, unsynced_s, stalls = 1.0, 0.0, [0.0]
+
+    def written(fd: int, content: bytes, at: int) -> int:
+        nonlocal now_s, unsynced_s
+        now_s, unsynced_s = now_s + 0.001, unsynced_s + 0.002
+        return pwrite(fd, content, at)
+
+    def synced(fd: int) -> None:
+        nonlocal now_s, unsynced_s
+        now_s, unsynced_s = now_s + unsynced_s, 0.0
+        stalls.append(made.stalled_s(now_s))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: now_s))
+    made = LowerMemory.open(tmp_path, 64 * MIB, 4 * MIB, 1 << 20)
+    made.start(1, ServerState(made.slab_bytes))
+    made.close()
+    assert len(stalls) > 4 and max(stalls) < MAX_STALL_S
+
+
+@pytest.mark.parametrize("number, is_usable", [(1, True), (3, True), (2, False)])
+def test_a_start_that_is_killed_between_its_files_keeps_the_blocks_if_numbers_mean_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_usable: bool
+) -> None:
+    first, second = (
+        KnownKeySpace(n, make_key_space(f"m{n}", SLOT_ALIGN, SLOT_ALIGN)) for n in (1, 2)
+    )
+
+    def state(*known: KnownKeySpace) -> ServerState:
+        return ServerState(4 * MIB, known)
+
+    with opened(tmp_path, 64, 4) as made:
+        made.start(1, state(first, second))
+    with monkeypatch.context() as killed:
+        gone = threading.Event()
+
+        def hang(*_: object, **__: object) -> None:
+            gone.set()
+            threading.Event().wait()
+
+        killed.setattr(records, "write_state", hang)
+        with monkeypatch.context() as at_once:
+            at_once.setattr(records, "CLOSE_WAIT_S", 0.0)
+            with opened(tmp_path, 64, 4) as made:
+                made.start(1, state(replace(first, number=number)))
+                assert gone.wait(60)
+        os.close(made._lock_fd)
+    with opened(tmp_path, 64, 4) as again:
+        assert (again.old is not None) == is_usable
+
+
+def test_records_do_not_wait_for_the_note_of_written_bytes(tmp_path: Path) -> None:
+    with opened(tmp_path, 64, 4) as made:
+        made.start(1, ServerState(made.slab_bytes))
+        made.written().result(60)
+        (tmp_path / "written.json.new").mkdir()
+        made.keep_written([(0.0, 1)])
+        for entry in (3, 4, 5):
+            made.table.records[entry, :] = entry
+            made.changed(np.array([entry], np.uint32))
+            made.written().result(5)
+            assert made.num_changed == made.num_saved
+        assert "written.json" in made.problem
+        (tmp_path / "written.json.new").rmdir()
+        wait_for(lambda: not made.problem, "the note is not written")
+
+
+def test_records_of_a_write_that_failed_are_not_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 64, 4) as made:
+        made.start(1, ServerState(made.slab_bytes))
+        made.written().result(60)
+        failing = os.open(tmp_path / "records", os.O_RDONLY)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", lambda fd, *rest: os.pwritev(failing, [b""], -1))
+            for _ in range(3):
+                made.table.records[7, :] += 7
+                made.changed(np.array([7], np.uint32))
+            wait_for(lambda: bool(made.problem), "the write does not fail")
+            wait_for(lambda: not made._changed, "changes of a write that failed are kept")
+        os.close(failing)
+        made.written().result(60)
+        assert made.num_changed == made.num_saved == 3

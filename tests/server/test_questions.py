@@ -215,8 +215,8 @@ def test_a_salted_block_is_not_found() -> None:
     assert known.tolist() == [True, False]
 
 
-async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:
-    one = SharedNode(MemoryStore(places=False), 10.0)
+def answering(one: SharedNode) -> EventsCapability:
+    """Returns a capability that answers questions about the node's two blocks."""
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)
     key_space = one.core.key_space(1)
@@ -225,6 +225,12 @@ async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() ->
     events._contents.keep(
         key_space.fingerprint, BlocksStored(1, 0, words_of([1, 2]), None, 0, tokens)
     )
+    return events
+
+
+async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:
+    one = SharedNode(MemoryStore(places=False), 10.0)
+    events, key_space = answering(one), one.core.key_space(1)
     await one.start()
     try:
         one.put([1])
@@ -234,4 +240,19 @@ async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() ->
         assert found is not None and found.tolist() == [True, False]
     finally:
         one.tier.faults.is_hung = False
+        await one.tiers.close()
+
+
+async def test_a_key_space_that_is_forgotten_during_a_question_has_no_blocks() -> None:
+    one = SharedNode(MemoryStore(places=False), 10.0)
+    events, key_space = answering(one), one.core.key_space(1)
+    one.core.close_session(one.number, 0.0)
+    await one.start()
+    try:
+        asked = asyncio.create_task(events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2]))
+        await asyncio.sleep(0)
+        assert one.core.catalog.forget(1)
+        found = await asked
+        assert found is not None and not found.any()
+    finally:
         await one.tiers.close()

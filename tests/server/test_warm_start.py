@@ -18,9 +18,13 @@ from hotkv_client.command import cli
 from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
+from hotkv_server.cache.values import HashList
 from hotkv_server.warm_start.book import Warmth
+from hotkv_server.warm_start.drive import WarmStart
+from tests.core.support import words_of
 from tests.server.sharing import CHAIN, SharingNode, node
 from tests.server.support import PATIENT, hashes
+from tests.tiers.nodes import nodes as tier_nodes
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 
@@ -207,3 +211,15 @@ def test_the_hottest_are_those_that_a_sorted_list_begins_with(
             break
         taken.append(at)
     assert found.entries.tolist() == taken
+
+
+async def test_blocks_of_several_prompts_keep_their_depths() -> None:
+    async with tier_nodes() as (one, other):
+        await one.share([0, 1, 2, 10, 11])
+        prompts = [HashList(0, words_of(numbers)) for numbers in ([0, 1, 2], [0, 10, 11])]
+        fetched = await WarmStart(other.core, other.tiers).prefetch(1, prompts, 10.0)
+        assert fetched.num_fetched == 5
+        index = other.core.space.index
+        assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
+            0, 1, 2, 1, 2
+        ]  # fmt: skip

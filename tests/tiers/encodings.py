@@ -1,6 +1,7 @@
 """Blocks that compress, and blocks that do not compress."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,10 +9,12 @@ import numpy as np
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.tier_contract import SLOTS, Rig
+from hotkv_server.testing.flush_contract import answer
+from hotkv_server.testing.tier_contract import SLOTS, Bench, Rig, key
 from hotkv_server.tiers.compression import kernels
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.compression.staged import Codec, Staged
+from hotkv_server.tiers.protocol import Blocks, Read, Write
 
 ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
@@ -74,10 +77,12 @@ def encoding_rig(
     *,
     content: Callable[[int], Any] = mixed,
     staging_slots: int = 16,
+    arena: Region | None = None,
 ) -> Iterator[Rig]:
-    """Yields a rig over a tier that encodes. All staging memory is free at the end."""
+    """Yields a rig over a tier that encodes. All staging memory is free at the end. `arena`: memory
+    of ARENA_BYTES; None: new memory."""
     memory = np.zeros(ARENA_BYTES, np.uint8)
-    arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
+    arena = arena or Region(memory.ctypes.data, ARENA_BYTES, "arena")
     staged = Staged(arena, staging_slots * SLOT_BYTES)
     staged.open()
     tier = make(arena, staged)
@@ -87,3 +92,21 @@ def encoding_rig(
     finally:
         tier.close()
         assert not tier.figures().queued_bytes
+
+
+def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:
+    """Checks that a block which is larger than the staging memory is stored, between others."""
+    size = (staging_slots + 1) * SLOT_BYTES
+    sizes = np.array([SLOT_BYTES, size, SLOT_BYTES], np.int64)
+    slots = np.array([0, SLOT_BYTES, size + SLOT_BYTES], np.int64)
+    end = size + 2 * SLOT_BYTES
+    wanted = keys_and_values(end, 7)
+    bench.arena[:end] = wanted
+    blocks = Blocks([key(91), key(92), key(93)], slots, sizes)
+    codes, _ = bench.answer(blocks)
+    assert codes.tolist() == [Write.STORED] * 3
+    assert bench.answer(blocks)[0].tolist() == [Write.PRESENT] * 3
+    bench.arena[:end] = 0
+    found = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done))
+    assert found.tolist() == [Read.FOUND] * 3
+    assert np.array_equal(bench.arena[:end], wanted)

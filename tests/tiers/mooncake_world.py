@@ -38,7 +38,8 @@ from tests.server.places import found
 from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import stop, wait_for
-from tests.tiers.encodings import compressible, encoding_rig
+from tests.tiers import encodings
+from tests.tiers.encodings import check_larger_blocks, compressible, encoding_rig
 
 MASTER = "127.0.0.1:50051"
 CLIENT_PORT, OWNER_PORT = 17001, 17002
@@ -143,19 +144,27 @@ def check_contract() -> None:
 
 def check_compressed() -> None:
     """Checks that a tier that encodes keeps the contract, and that its children map the staging
-    memory."""
+    memory and, for blocks that are larger, the arena."""
     world = World()
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, encodings.ARENA_BYTES)
+    memory = np.frombuffer(mmap.mmap(fd, encodings.ARENA_BYTES), np.uint8)
+    arena = Region(memory.ctypes.data, encodings.ARENA_BYTES, "arena")
 
     def make() -> contextlib.AbstractContextManager[Rig]:
         world.client.remove_all(True)
+        memory[:] = 0
         return encoding_rig(
-            lambda arena, staged: mooncake_tier(arena, -1, settings, staged=staged),
+            lambda arena, staged: mooncake_tier(arena, fd, settings, staged=staged),
             lambda name, at: world.damage(encoded_key(name)),
             content=compressible,
+            arena=arena,
         )
 
     check_tier(make, seed=2)
+    with make() as one:
+        check_larger_blocks(Bench(one))
 
 
 def check_values() -> None:
@@ -589,7 +598,7 @@ def leave_an_orphan() -> None:
     os.ftruncate(fd, ARENA_BYTES)
     arena = Region(0, ARENA_BYTES, "arena")
     settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
-    client = MooncakeClient(settings, arena, fd, time.monotonic() + WAIT_S)
+    client = MooncakeClient(settings, [(arena, fd)], time.monotonic() + WAIT_S)
     print(client._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -26,8 +26,14 @@ HANGS = Fault(hangs=True)
 @pytest.mark.parametrize(
     ("fault", "written", "read"),
     [
-        *((Fault(code=code), FAILED, FAILED) for code in (errno.EIO, errno.EROFS, errno.EINVAL)),
-        *((Fault(code=code), FULL, FAILED) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        *(
+            (Fault(code=code), FAILED, Read.CORRUPT)
+            for code in (errno.EIO, errno.EROFS, errno.EINVAL)
+        ),
+        *(
+            (Fault(code=code), FULL, Read.CORRUPT)
+            for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        ),
         *(
             (Fault(moved_bytes=moved), FAILED, Read.CORRUPT)
             for moved in (0, SLOT_ALIGN, SLOT_BYTES - SLOT_ALIGN)
@@ -54,11 +60,15 @@ def test_a_fault_costs_its_block_only(
         bench.fill([2], [8])
         made.io.reads[2 * SLOT_BYTES] = fault
         assert bench.read(numbers, [7, 8, 9]).tolist() == [Read.FOUND, read, Read.FOUND]
+        # Alone as well: what no other block's read shows, another place shows.
+        assert bench.read([2], [8]).tolist() == [read]
+        made.io.reads[EVERYWHERE] = made.io.reads.pop(2 * SLOT_BYTES)
+        assert bench.read([2], [8]).tolist() == [FAILED if fault.code else read]
         assert np.array_equal(bench.slot(9), content(3))
         figures = made.tier.figures()
         assert (figures.written_blocks, figures.read_blocks) == (5, 2)
-        assert figures.failed_blocks == 4 * (written == FAILED) + (read == FAILED)
-        assert figures.corrupt_blocks == (read == Read.CORRUPT)
+        assert figures.failed_blocks == 4 * (written == FAILED) + bool(fault.code)
+        assert figures.corrupt_blocks == 2 + (not fault.code)
         assert figures.read_bytes == 2 * SLOT_BYTES
 
 

@@ -29,6 +29,7 @@ from tests.tiers.encodings import (
     ARENA_BYTES,
     ROOM_BYTES,
     SLOT_BYTES,
+    check_larger_blocks,
     compressible,
     encoding_rig,
     mixed,
@@ -274,15 +275,10 @@ def test_what_is_no_encoded_form_is_corrupt_and_forgotten() -> None:
         assert made.bench.read([1], [3]).tolist() == [Read.ABSENT]
 
 
-def test_blocks_that_fit_nowhere_are_failed_and_the_others_not() -> None:
+def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain() -> None:
     with over(staging_slots=2) as made:
-        made.bench.fill([1, 2], [1, 2])
-        sizes = np.array([SLOT_BYTES, 3 * SLOT_BYTES, SLOT_BYTES], np.int64)
-        slots = np.array([1, 3, 2], np.int64) * SLOT_BYTES
-        blocks = Blocks([key(1), key(3), key(2)], slots, sizes)
-        codes, _ = made.bench.answer(blocks)
-        assert codes.tolist() == [Write.STORED, Write.FAILED, Write.STORED]
-        assert read(made.tier, blocks).tolist() == [Read.FOUND, Read.FAILED, Read.FOUND]
+        check_larger_blocks(made.bench, 2)
+        assert encoded_key(key(91)) in made.store.content and key(92) in made.store.content
 
 
 def test_reads_wait_for_staging_until_their_deadline() -> None:

@@ -229,6 +229,29 @@ async def test_a_key_space_that_makes_room_for_another_stays_in_the_pool(
         assert not one.core.space.index.num_entries and not ear.read()
 
 
+async def test_a_key_space_that_is_forgotten_before_its_flush_ends_has_no_more_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Setup(10.0)
+    ear = Heard(one)
+    one.put(BLOCKS)
+    one.core.close_session(one.number, 0.0)
+    removals, flushed = Removals(one.core, [ear.events], ear.effects.run), one.core.flush
+
+    def flushing(number: int) -> Iterator[int]:
+        yield from flushed(number)
+        # Another task may do this between two slices.
+        ear.effects.run()
+        assert removals._forget(number)
+        yield 0
+
+    monkeypatch.setattr(one.core, "flush", flushing)
+    with ear.hub.feeds.reader():
+        assert await removals.flush(1) == len(BLOCKS)
+    assert removed(ear.listener.events, Medium.CPU) == set(BLOCKS)
+    assert KeySpaceCleared not in map(type, ear.read())
+
+
 def test_an_event_says_what_is_known_of_its_block() -> None:
     """By then the number of a block's parent may be another block's."""
     one = Setup(0.0)

@@ -324,7 +324,11 @@ class EventsCapability(Capability):
             if self._node.tiers is not None:
                 listed = [HashList(group_index, words)]
                 wait_s = max(0.0, until_s - time.monotonic())
-                lying = await self._node.tiers.lookups.find(number, listed, wait_s)
+                try:
+                    lying = await self._node.tiers.lookups.find(number, listed, wait_s)
+                except HotKVError:
+                    # The key space has been forgotten since.
+                    continue
                 masks += [one.masks[0] for one in lying if one.is_up]
             for mask in masks:
                 found |= mask & known

@@ -172,8 +172,13 @@ class Removals:
         num_stored, num_blocks = self._core.counters.stored_blocks, 0
         async for counts, has_more in slices(self._core.flush(key_space_id)):
             num_blocks += sum(counts)
-            # Report removals before any session can store the blocks again.
-            is_clear = not has_more and self._core.counters.stored_blocks == num_stored
+            # Report removals before any session can store the blocks again. Another task may have
+            # forgotten the empty key space.
+            is_clear = (
+                not has_more
+                and self._core.counters.stored_blocks == num_stored
+                and key_space_id in self._core.key_spaces
+            )
             self._run_effects(key_space_id if is_clear else 0)
         return num_blocks
 

@@ -89,14 +89,16 @@ class WarmStart:
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Returns a list for each group, with each hash once, at the place where it first occurs."""
+    """Returns a list for each group, with each hash once, at the place where it first occurs. A
+    hash's depth is its position in the list."""
     of_group: dict[int, list[Words]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one.hashes)
     joined = []
     for group_index, parts in of_group.items():
-        hashes = np.concatenate(parts)
-        joined.append(HashList(group_index, hashes[first_occurrences(hashes)]))
+        hashes, depths = np.concatenate(parts), np.concatenate([np.arange(len(p)) for p in parts])
+        first = first_occurrences(hashes)
+        joined.append(HashList(group_index, hashes[first], depths[first]))
     return joined
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import native
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged, packed
@@ -140,8 +141,8 @@ class BlockMover:
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
         """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks that
-        match their seals. Of the others, sets those to CORRUPT that differ or are cut short; those
-        whose read failed stay FAILED."""
+        match their seals. Of the others, sets those to CORRUPT that differ, are cut short, or can't
+        be read although the disk can read another place; if it can't, they stay FAILED."""
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
         found = self._sealed(call, rows.only(whole), addresses[whole])
@@ -150,11 +151,23 @@ class BlockMover:
         call.codes[rows.numbers[whole & ~is_same]] = Read.CORRUPT
         is_short = ~whole & (results >= 0)
         call.codes[rows.numbers[is_short]] = Read.CORRUPT
-        if (results < 0).any():
-            call.code = -int(results[results < 0][-1])
+        failed = np.flatnonzero(results < 0)
+        if len(failed):
+            call.code = -int(results[failed[-1]])
+            if whole.any() or self._reads_elsewhere(rows.places, int(addresses[failed[0]])):
+                # A lost block; without this it would be offered as a hit for ever.
+                call.codes[rows.numbers[failed]] = Read.CORRUPT
         if is_short.any():
             self._file.mend()
         return is_same
+
+    def _reads_elsewhere(self, places: Int64s, address: int) -> bool:
+        """Returns True if the disk can read an end of the file that is none of these `places`.
+        Reads it to memory at `address`."""
+        offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN
+        page = np.array([SLOT_ALIGN])
+        results = self._io.read_many(np.array([address]), np.array([offset]), page)
+        return bool(results[0] == SLOT_ALIGN)
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
         """Encodes blocks in staging memory, and writes their encoded forms to the file. Blocks

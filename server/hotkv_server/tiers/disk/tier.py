@@ -128,8 +128,8 @@ class DiskTier:
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Implements `Tier`.
 
-        CORRUPT: the bytes don't match their seal, or the file ends before them. FAILED: the disk
-        can't read them, or staging memory was short until the deadline.
+        CORRUPT: the bytes don't match their seal, the file ends before them, or only their place
+        can't be read. FAILED: the disk can't read, or staging memory was short until the deadline.
         """
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 

@@ -55,6 +55,9 @@ than every KEEP_S."""
 RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
+SYNCED_PARTS = 256
+"""Parts of a new table that are synced at a time. A slow disk takes seconds for a large table; each
+of these steps shows that it does not hang."""
 CLOSE_WAIT_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class LowerMemory:
     _admitted: Written | None = None
     _noted: Written | None = None
     _sums: NDArray[np.uint64] | None = None
+    _keeps_numbers: bool = False
     _begun_s: float = 0.0
     _thread: threading.Thread | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -137,6 +141,7 @@ class LowerMemory:
         """Starts the thread. The table must be filled. The thread replaces the old table's file,
         writes the key spaces in `state`, and from then on writes changes. Does not wait for the
         disk. `revision`: revision of the key spaces."""
+        self._keeps_numbers = self.state is not None and _agree(self.state, state)
         self.old = self.state = None
         self._wanted = (revision, state)
         self._thread = threading.Thread(target=self._work, name="hotkv-disk-records", daemon=True)
@@ -169,8 +174,8 @@ class LowerMemory:
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the write under way has lasted; 0 without a write. `now_s`:
-        a time of time.monotonic."""
+        """Returns for how many seconds the disk has not answered; 0 without a write. `now_s`: a
+        time of time.monotonic."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 
@@ -211,24 +216,26 @@ class LowerMemory:
     # On the thread
 
     def _work(self) -> None:
-        walk_at_s = 0.0
+        walk_at_s, num_left = 0.0, 0
         while True:
             is_last = self._closing.is_set()
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
-            walks = is_last or bool(self._waiting) or began_s >= walk_at_s
+            # After a write that failed, a walk finds what it left.
+            walks = is_last or bool(self._waiting or num_left) or began_s >= walk_at_s
             # Later requests wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
+            num_left += sum(map(len, changed))
             try:
                 self._write(changed, walks=walks)
-                self.num_saved += sum(map(len, changed))
+                self.num_saved, num_left = self.num_saved + num_left, 0
+                while waiting:
+                    waiting.pop().set_result(None)
+                self._write_note()
                 self._say("")
-                for future in waiting:
-                    future.set_result(None)
             except OSError as error:
                 self._waiting.extend(waiting)
-                self._changed.extend(changed)
                 self._say(str(error))
             self._begun_s = 0.0
             if is_last:
@@ -254,7 +261,7 @@ class LowerMemory:
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
         """Writes the records of the entries in `changed`; with `walks`, all records that have
-        changed. Then writes the key spaces and the note of written bytes, if they have changed."""
+        changed. Then writes the key spaces, if they have changed."""
         if self._sums is None:
             self._adopt()
         else:
@@ -264,22 +271,29 @@ class LowerMemory:
         if (wanted := self._wanted) is not None and wanted[0] != self.kept_revision:
             write_state(self.folder / STATE_FILE, wanted[1], sync=True)
             self.kept_revision = wanted[0]
+
+    def _write_note(self) -> None:
+        """Writes the note of written bytes, if it has changed."""
         if (admitted := self._admitted) is not self._noted:
             replace_file(self.folder / WRITTEN_FILE, [json.dumps(admitted)])
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table to a new file, which then replaces the old table's file. Removes
-        the file of key spaces first. So if the process is killed before the new key spaces are
-        written, the next server does not read the table with wrong key spaces. Syncs the new file
-        first: after a power loss it might be empty."""
+        """Writes the whole table to a new file, which then replaces the old table's file. If a
+        number means different key spaces in the two tables, removes the file of key spaces first.
+        So if the process is killed before the new key spaces are written, the next server does not
+        read the table with wrong key spaces. Syncs the new file first: after a power loss it might
+        be empty."""
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
+        parts = self._all_parts()
         with _opened(scratch) as fd:
-            self._write_parts(fd, self._all_parts(), sums)
-            os.fsync(fd)
-        (self.folder / STATE_FILE).unlink(missing_ok=True)
+            for at in range(0, len(parts), SYNCED_PARTS):
+                self._write_parts(fd, parts[at : at + SYNCED_PARTS], sums)
+                os.fsync(fd)
+        if not self._keeps_numbers:
+            (self.folder / STATE_FILE).unlink(missing_ok=True)
         scratch.replace(self.folder / TABLE_FILE)
         self._sums = sums
 
@@ -311,10 +325,20 @@ class LowerMemory:
             if xxhash.xxh3_64_intdigest(part.data) == sums[at]:
                 continue
             content = part.tobytes()
+            self._begun_s = time.monotonic()
             written = os.pwrite(fd, content, at * PART_BYTES)
             if written < len(content):
                 raise OSError(f"{TABLE_FILE} took {written} of {len(content)} bytes")
             sums[at] = xxhash.xxh3_64_intdigest(content)
+
+
+def _agree(one: ServerState, other: ServerState) -> bool:
+    """Returns True if each number that both states have means the same key space."""
+    known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
+    return all(
+        known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint
+        for entry in other.key_spaces
+    )
 
 
 def _memory(num_bytes: int) -> NDArray[np.uint8]:

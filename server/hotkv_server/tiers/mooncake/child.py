@@ -1,15 +1,17 @@
 """The child process with Mooncake's native client. The server starts it as `python -m
-hotkv_server.tiers.mooncake.child SOCKET ARENA BYTES`: the file descriptors of a socket to the
-server and of the arena, and the arena's size.
+hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`: the file descriptor of a socket to the
+server, then the descriptors and sizes of the memories with slots: the arena and, if the tier
+encodes blocks, the staging memory. Requests name slots by offsets as if the memories followed each
+other.
 
-Always true: the child ends with the server. It writes to the arena only in a `read`, and only to
-the slots of that request. Blocks move between the arena and the network without a copy. If the tier
-encodes blocks, the staging memory takes the place of the arena. A value in Mooncake is a head
-(`tiers.remote.values`), followed by the block.
+Always true: the child ends with the server. It writes to the memories only in a `read`, and only to
+the slots of that request. Blocks move between a memory and the network without a copy. A value in
+Mooncake is a head (`tiers.remote.values`), followed by the block.
 """
 
 import ctypes
 import importlib
+import itertools
 import mmap
 import os
 import secrets
@@ -57,16 +59,14 @@ class Child:
     `requests`: by name, the methods that answer requests.
     """
 
-    def __init__(self, store: Any, native: Any, arena: mmap.mmap) -> None:
+    def __init__(self, store: Any, native: Any, *memories: mmap.mmap) -> None:
         self._store, self._native = store, native
         self._heads = mmap.mmap(-1, HEADS_BYTES)
-        self._arena_bytes = memoryview(arena)
         self._head_bytes = memoryview(self._heads)
-        self._arena_at, self._heads_at = _address(arena), _address(self._heads)
-        for address, num_bytes in (
-            (self._arena_at, len(self._arena_bytes)),
-            (self._heads_at, HEADS_BYTES),
-        ):
+        self._heads_at = _address(self._heads)
+        self._memories = [(memoryview(one), _address(one)) for one in memories]
+        for content, address in (*self._memories, (self._head_bytes, self._heads_at)):
+            num_bytes = len(content)
             if code := store.register_buffer(address, num_bytes):
                 raise MasterLostError(f"can't register {num_bytes} bytes: {code}")
         self.requests: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -198,21 +198,26 @@ class Child:
         return [_check(code) for code in self._store.batch_is_exist(names)]
 
     def _slot(self, slot: int, size: int) -> memoryview:
-        return self._arena_bytes[slot : slot + size]
+        return self._placed(slot, size)[0]
+
+    def _placed(self, slot: int, size: int) -> tuple[memoryview, int]:
+        """Returns the bytes of a slot, and their address. Raises ValueError if the slot is not a
+        part of a memory."""
+        for content, address in self._memories:
+            if 0 <= slot < len(content) and 0 < size <= len(content) - slot:
+                return content[slot : slot + size], address + slot
+            slot -= len(content)
+        raise ValueError("a slot lies outside the memories")
 
     def _buffers(
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the addresses and the sizes of the buffers of each block: its head and its slot.
-        Raises ValueError if a slot is outside the arena."""
-        if any(
-            slot < 0 or size <= 0 or slot + size > len(self._arena_bytes)
-            for slot, size in zip(slots, sizes, strict=True)
-        ):
-            raise ValueError("a slot lies outside the arena")
+        Raises ValueError if a slot is not a part of a memory."""
+        places = [self._placed(*one)[1] for one in zip(slots, sizes, strict=True)]
         heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
         return (
-            [[head, self._arena_at + slot] for head, slot in zip(heads, slots, strict=True)],
+            [[*one] for one in zip(heads, places, strict=True)],
             [[values.HEAD_BYTES, size] for size in sizes],
         )
 
@@ -231,7 +236,7 @@ def _probed(code: int) -> int:
     return {1: Read.FOUND, 0: Read.ABSENT}.get(code, Read.FAILED)
 
 
-def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
+def _set_up(line: Line, memories: list[mmap.mmap]) -> Child | None:
     """Sets the native client up, with the settings that the server sends as its first message.
     Returns the child; if the setup fails, sends the error to the server and returns None."""
     native = importlib.import_module("mooncake.store")
@@ -249,18 +254,18 @@ def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
     if code:
         line.send({"error": f"can't be set up: {code}"})
         return None
-    return Child(store, native, arena)
+    return Child(store, native, *memories)
 
 
 def main() -> int:
     """Answers requests until the server is gone or the master does not answer. In the second case
     the server starts another child when it needs a client. Ends the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    socket_fd, arena_fd, num_bytes = map(int, sys.argv[1:])
+    socket_fd, *named = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))
-    arena = mmap.mmap(arena_fd, num_bytes)
+    memories = list(itertools.starmap(mmap.mmap, zip(named[::2], named[1::2], strict=True)))
     try:
-        child = _set_up(line, arena)
+        child = _set_up(line, memories)
         if child is not None:
             line.send({})
             while True:

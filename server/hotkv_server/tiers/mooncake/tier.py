@@ -36,21 +36,21 @@ CHILD = "hotkv_server.tiers.mooncake.child"
 class MooncakeClient:
     """A `Client` whose requests a child process executes. The constructor starts the child.
 
-    `arena`: memory with the slots; a shared mapping of a file, from the file's start.
-    `arena_fd`: descriptor of that file, which the child maps too.
+    `memories`: the memories of which slots are parts. Each is a shared mapping of a file, from the
+        file's start, with the descriptor of the file, which the child maps too.
     """
 
     def __init__(
-        self, settings: MooncakeSettings, arena: Region, arena_fd: int, until_s: float
+        self, settings: MooncakeSettings, memories: Sequence[tuple[Region, int]], until_s: float
     ) -> None:
-        self._arena = arena
+        self._memories = [region for region, _ in memories]
         mine, theirs = socket.socketpair()
         self._line = Line(mine)
-        fds = (theirs.fileno(), arena_fd)
+        named = [(fd, region.num_bytes) for region, fd in memories]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, *map(str, fds), str(arena.num_bytes)],
-                pass_fds=fds,
+                [sys.executable, "-m", CHILD, *map(str, (theirs.fileno(), *sum(named, ())))],
+                pass_fds=(theirs.fileno(), *(fd for fd, _ in named)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -133,13 +133,21 @@ class MooncakeClient:
         _children.discard(self._process.pid)
 
     def _rows(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> dict[str, Any]:
-        begins = [self._arena.offset_of(slot) for slot in slots]
         return {
             "names": [*map(quoted, keys)],
             "keys": [key.hex() for key in keys],
-            "slots": begins,
+            "slots": [*map(self._offset_of, slots)],
             "sizes": [*map(len, slots)],
         }
+
+    def _offset_of(self, slot: memoryview) -> int:
+        """Returns the byte offset of a slot in the memories, as if they followed each other."""
+        begin = 0
+        for region in self._memories:
+            if 0 <= (offset := region.offset_of(slot)) < region.num_bytes:
+                return begin + offset
+            begin += region.num_bytes
+        raise ValueError("a slot lies outside all memories")
 
     def _ask(self, message: dict[str, Any], until_s: float) -> dict[str, Any]:
         try:
@@ -193,16 +201,16 @@ def mooncake_tier(
     """Returns a tier in Mooncake Store.
 
     `arena_fd`: descriptor of the arena's file.
-    `on_epoch`, `staged`: see `RemoteTier`. If there is staging memory, the children map it in place
-        of the arena.
+    `on_epoch`, `staged`: see `RemoteTier`. If there is staging memory, the children map it too.
     """
 
     def connect(until_s: float) -> MooncakeClient:
-        if staged is None:
-            return MooncakeClient(settings, arena, arena_fd, until_s)
-        memory = staged.memory
-        region = Region(memory.address, memory.num_bytes, "staging")
-        return MooncakeClient(settings, region, memory.fd, until_s)
+        memories = [(arena, arena_fd)]
+        if staged is not None:
+            memory = staged.memory
+            region = Region(memory.address, memory.num_bytes, "staging")
+            memories.append((region, memory.fd))
+        return MooncakeClient(settings, memories, until_s)
 
     facts = TierFacts("mooncake", Medium.REMOTE, False, 0, True, settings.children * PART_BYTES)
     workers = Workers(

@@ -7,8 +7,9 @@ form: a plain block is stored under its key, as without encoding; an encoded blo
 for the encoded form first and, if that is absent, for the plain form. Encoding is deterministic, so
 all nodes store a block under the same key.
 
-Always true: the inner connection uses only staging memory, never a slot of the arena. Staging
-memory is freed only when that connection can no longer write to it.
+Always true: the inner connection uses only staging memory, except for blocks that are larger than
+all of it: these are stored plain, from and to their slots. Staging memory is freed only when that
+connection can no longer write to it.
 """
 
 import contextlib
@@ -36,11 +37,11 @@ def encoding(connect: Connect, staged: Staged | None) -> Connect:
 class EncodingClient:
     """Encodes and decodes for another client; see the module and `Client`.
 
-    A block keeps its code if it is too large for the staging memory, or gets no staging memory
-    before the time limit. Seals cover the bytes as stored.
+    A block keeps its code if it gets no staging memory before the time limit. Seals cover the bytes
+    as stored.
 
     `inner`: the client that stores the blocks. The inner client gets ranges of `staged` in place of
-        slots.
+        slots; only blocks larger than `staged` keep their slots.
     """
 
     def __init__(self, inner: Client, staged: Staged) -> None:
@@ -80,6 +81,11 @@ class EncodingClient:
         can't be decoded; such a value is deleted. Each request to the inner client checks the
         epochs, so the last answer holds for all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
+            if self._is_too_large(slots[rows]):
+                asked = keys[rows], slots[rows], expected, codes[rows], until_s
+                if changed := self._inner.read(*asked):
+                    return changed
+                continue
             with self._part(keys[rows], slots[rows], until_s, is_write=False) as part:
                 if part is None:
                     continue
@@ -98,11 +104,15 @@ class EncodingClient:
     ) -> None:
         """Implements `Client`."""
         for rows in self._staged.parts(_sizes(slots), is_write=True):
+            results = depths[rows], codes[rows], seals[rows], until_s
+            if self._is_too_large(slots[rows]):
+                self._inner.write(keys[rows], slots[rows], *results)
+                continue
             with self._part(keys[rows], slots[rows], until_s, is_write=True) as part:
                 if part is None:
                     continue
                 asked, places = part.stored(part.all, part.encode())
-                self._inner.write(asked, places, depths[rows], codes[rows], seals[rows], until_s)
+                self._inner.write(asked, places, *results)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Implements `Client`."""
@@ -119,6 +129,9 @@ class EncodingClient:
     def close(self) -> None:
         """Implements `Client`."""
         self._inner.close()
+
+    def _is_too_large(self, slots: Sequence[memoryview]) -> bool:
+        return not self._staged.fits(sum(map(len, slots)), is_write=False)
 
     @contextlib.contextmanager
     def _part(
