@@ -462,6 +462,25 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     assert other.outputs["again"] == answer_of(tokens, 4)
 
 
+def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """The step that fills the request's last block is in flight when vLLM preempts the request,
+    and ends it."""
+    one, other = model(pipelined=True, blocks=7), model()
+    tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
+    one.add("longer", prompt(98, 90), 30)
+    one.add("a", tokens, 7)
+    one.run()
+    assert one.requests["a"].num_preemptions
+    one.generate("next", prompt(99, 100), 2)
+    stores(one, daemon, before + 8)
+    tokens += one.outputs["a"]
+    other.add("again", tokens, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.external["again"] == 64
+
+
 # ---------------------------------------------------------------------------------- in real engines
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, overload
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
-from vllm.v1.request import RequestStatus
 
 from hotkv_vllm.compat import NULL_BLOCK
 
@@ -194,16 +193,17 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
 
 
 def stop_at_computed(offloading: Any, request: Any) -> None:
-    """Keeps vLLM's offloading from storing blocks of a request that ends as an error before its
-    prompt is computed.
+    """Keeps vLLM's offloading from storing blocks that a request has not computed, or does not hold
+    any more, when it ends.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes the prompt of a finished request for
-    computed, unless the request was aborted.
+    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes all tokens of a finished request but
+    the last for computed, unless the request was aborted. With asynchronous scheduling a request
+    may also end after vLLM has preempted it, and so freed its blocks.
     """
     status = offloading._req_status.get(request.request_id)
-    if status is not None and request.status is RequestStatus.FINISHED_ERROR:
+    if status is not None:
         limits = (status.max_offload_tokens, request.num_computed_tokens)
         status.max_offload_tokens = min(limit for limit in limits if limit is not None)
 
