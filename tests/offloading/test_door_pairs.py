@@ -46,7 +46,7 @@ from tests.vllm.ordered_server import RealServer
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
-from tests.vllm.specs import hybrid_model
+from tests.vllm.specs import hybrid_model, mixed_model
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -479,6 +479,24 @@ def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     other.add("again", tokens, 4)
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.external["again"] == 64
+
+
+def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """vLLM begins a store with the next step, after that step has zeroed the blocks that it
+    reallocates."""
+    settings = {"specs": mixed_model(), "blocks": 44, "max_model_len": 416}
+    one, other = (model(v2=v2, max_tokens_per_step=512, **settings) for v2 in (True, False))
+    tokens, before = prompt(100, 161), daemon.counter("stored_blocks_total")
+    one.add("a", tokens)
+    one.step()
+    one.generate("b", prompt(101, 400), 2)
+    one.generate("next", prompt(102, 100), 2)
+    stores(one, daemon, before + 6)
+    for engine in (one, other):
+        engine.drop_local()
+        assert engine.generate("again", tokens, 4)[0] == answer_of(tokens, 4)
 
 
 # ---------------------------------------------------------------------------------- in real engines

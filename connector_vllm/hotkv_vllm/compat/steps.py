@@ -176,6 +176,17 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
     return keys
 
 
+def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
+    """Returns the keys of the stores for which a step waits because it reallocates their blocks.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+    meta: the `OffloadingConnectorMetadata` of the step.
+    """
+    # A reset has forgotten some of the jobs.
+    jobs = [offloading._jobs.get(number) for number in meta.jobs_to_flush or ()]
+    return {key for job in jobs if job is not None and job.is_store for key in job.keys}
+
+
 def fail_stores(manager: Any, spoilt: set[Any]) -> None:
     """Makes a store fail that ends with a key in `spoilt`: the primary tier then frees its rows,
     and tiers below do not get them. Removes the keys of stores that have ended.

@@ -152,6 +152,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         theirs = super().build_connector_meta(scheduler_output)
         if self._door is None:
             return theirs
+        self._door.planned(theirs, self.scheduler)
         self._door.end_step()
         return DoorMetadata.beside(theirs, self._door.order, self._door.wants_formats, timed_step)
 

@@ -229,6 +229,15 @@ class DoorScheduler:
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
     @hook(_share_nothing, of="door")
+    def planned(self, meta: Any, offloading: Any) -> None:
+        """Keeps blocks out of the primary tier and the server that the step overwrites before vLLM
+        has stored them. vLLM waits for their stores when the workers receive the step."""
+        if meta.jobs_to_flush and checks.writes_before_it_tells(
+            self._vllm_config, self._kv_cache_config
+        ):
+            self.spoilt |= steps.flushed_stores(offloading, meta)
+
+    @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
         """Keeps blocks that a request did not compute from being stored."""
         steps.stop_at_computed(offloading, request)
