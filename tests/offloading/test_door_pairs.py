@@ -338,18 +338,18 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
     assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
 
 
+def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings with four blocks to a chunk."""
+    more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
+    return transfer | {"kv_connector_extra_config": transfer["kv_connector_extra_config"] | more}
+
+
 @pytest.mark.parametrize("interval", [128, None])
 def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
     """The first request has computed half of a chunk when the second hits that half on the device.
     vLLM took the half for reallocated, and stored the chunk's windows without it."""
-
-    def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
-        more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
-        return transfer | {
-            "kv_connector_extra_config": transfer["kv_connector_extra_config"] | more
-        }
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -368,6 +368,24 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.external["again"] == 384
     assert other.outputs["again"] == tokens[390:394]
+
+
+def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
+    """A hit on the device leaves out what lies before its windows. vLLM stores a chunk whose last
+    block it has."""
+    settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
+    one, other = (model(**settings) for _ in range(2))
+    tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
+    one.add("first", tokens, transfer={"max_offload_tokens": 0})
+    one.run()
+    one.add("second", tokens, 5)
+    one.run()
+    assert one.local["second"] == 288
+    stores(one, daemon, before + 2)
+    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    other.add("again", tokens[:270], 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.outputs["again"] == answer_of(tokens[:270], 4)
 
 
 def test_stores_end_before_another_connector_loads_into_their_blocks(

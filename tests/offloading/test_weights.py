@@ -317,6 +317,7 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
         ("got_blocks", (None, None, None)),
         ("tell_written", (None, None)),
         ("load_failed", ({1}, None)),
+        ("leave_out_holes", (None, None)),
         ("planned", (None, None)),
         ("stop_at_computed", (None, None)),
         ("finished", (None,)),

@@ -68,8 +68,13 @@ class HotKVOffloadingConnector(OffloadingConnector):
                 vllm_config, kv_cache_config, offloading, settings, edge, is_child
             )
         elif tiers := self._tiers():
-            self._door = DoorScheduler(vllm_config, kv_cache_config, settings, tiers[0], edge)
-            steps.fail_stores(self.scheduler.manager, self._door.spoilt)
+            self._door = door = DoorScheduler(
+                vllm_config, kv_cache_config, settings, tiers[0], edge
+            )
+            steps.fail_stores(self.scheduler.manager, door.spoilt)
+            steps.before_stores(
+                self.scheduler, lambda step: door.leave_out_holes(step, self.scheduler)
+            )
 
     def _tiers(self) -> list[HotKVTier]:
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())

@@ -229,6 +229,11 @@ class DoorScheduler:
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
     @hook(_share_nothing, of="door")
+    def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
+        """Keeps chunks that lack blocks from being stored (`steps.leave_out_holes`)."""
+        steps.leave_out_holes(offloading, scheduler_output)
+
+    @hook(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
         """Keeps blocks out of the primary tier and the server that the step overwrites before vLLM
         has stored them. vLLM waits for their stores when the workers receive the step."""
