@@ -151,8 +151,10 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
         assert factors(config) != before
-    monkeypatch.setattr("hotkv_vllm.versions.VERSION", "0.33.0")
-    assert factors(config) != before
+    for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(version, "9.9.9")
+            assert factors(config) != before
 
 
 def test_what_is_canonical_has_no_address_and_no_order() -> None:
