@@ -370,6 +370,25 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     assert other.outputs["again"] == tokens[390:394]
 
 
+def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """vLLM's own reset fails, so later requests hit the device's old blocks."""
+    one = model()
+    one.generate("first", prompt(120, 100), 2)
+    one.add("runs", prompt(121, 10), 20)
+    one.step()
+    assert not one.scheduler.reset_prefix_cache(reset_connector=True)
+    before = daemon.counter("stored_blocks_total")
+    one.generate("hits", prompt(120, 110), 2)
+    assert one.local["hits"] == 96
+    one.generate("new", prompt(122, 100), 2)
+    stores(one, daemon, before + 3)
+    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    assert daemon.counter("stored_blocks_total") == before + 3
+    assert model().generate("again", prompt(120, 100), 2)[1] == 0
+
+
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
     """A hit on the device leaves out what lies before its windows. vLLM stores a chunk whose last
     block it has."""

@@ -148,7 +148,8 @@ def made(patch):
     )
     tier = Tier()
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    side = DoorScheduler(config, None, ConnectorConfig(), tier, edge)
+    kv_cache_config = SimpleNamespace(num_blocks=4)
+    side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
 
