@@ -140,6 +140,8 @@ FALLBACKS: dict[str, str] = {
     "door.got_blocks": "Nothing is looked up or stored until the caches are emptied.",
     "door.tell_written": "Nothing is looked up or stored until the caches are emptied.",
     "door.load_failed": "Nothing is looked up or stored until the caches are emptied.",
+    "door.leave_out_holes": "Nothing is looked up or stored until the caches are emptied.",
+    "door.planned": "Nothing is looked up or stored until the caches are emptied.",
     "door.stop_at_computed": "Nothing is looked up or stored until the caches are emptied.",
     "door.finished": "The request's end is not reported.",
     "door.begin_step": "Nothing is looked up or stored until a later step has settled it.",

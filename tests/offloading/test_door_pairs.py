@@ -46,7 +46,7 @@ from tests.vllm.ordered_server import RealServer
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
-from tests.vllm.specs import hybrid_model
+from tests.vllm.specs import hybrid_model, mixed_model
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -338,18 +338,18 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
     assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
 
 
+def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings with four blocks to a chunk."""
+    more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
+    return transfer | {"kv_connector_extra_config": transfer["kv_connector_extra_config"] | more}
+
+
 @pytest.mark.parametrize("interval", [128, None])
 def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
     """The first request has computed half of a chunk when the second hits that half on the device.
     vLLM took the half for reallocated, and stored the chunk's windows without it."""
-
-    def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
-        more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
-        return transfer | {
-            "kv_connector_extra_config": transfer["kv_connector_extra_config"] | more
-        }
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -368,6 +368,43 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.external["again"] == 384
     assert other.outputs["again"] == tokens[390:394]
+
+
+def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """vLLM's own reset fails, so later requests hit the device's old blocks."""
+    one = model()
+    one.generate("first", prompt(120, 100), 2)
+    one.add("runs", prompt(121, 10), 20)
+    one.step()
+    assert not one.scheduler.reset_prefix_cache(reset_connector=True)
+    before = daemon.counter("stored_blocks_total")
+    one.generate("hits", prompt(120, 110), 2)
+    assert one.local["hits"] == 96
+    one.generate("new", prompt(122, 100), 2)
+    stores(one, daemon, before + 3)
+    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    assert daemon.counter("stored_blocks_total") == before + 3
+    assert model().generate("again", prompt(120, 100), 2)[1] == 0
+
+
+def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
+    """A hit on the device leaves out what lies before its windows. vLLM stores a chunk whose last
+    block it has."""
+    settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
+    one, other = (model(**settings) for _ in range(2))
+    tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
+    one.add("first", tokens, transfer={"max_offload_tokens": 0})
+    one.run()
+    one.add("second", tokens, 5)
+    one.run()
+    assert one.local["second"] == 288
+    stores(one, daemon, before + 2)
+    wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
+    other.add("again", tokens[:270], 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.outputs["again"] == answer_of(tokens[:270], 4)
 
 
 def test_stores_end_before_another_connector_loads_into_their_blocks(
@@ -460,6 +497,43 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.external["again"] == 96
     assert other.outputs["again"] == answer_of(tokens, 4)
+
+
+def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """The step that fills the request's last block is in flight when vLLM preempts the request,
+    and ends it."""
+    one, other = model(pipelined=True, blocks=7), model()
+    tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
+    one.add("longer", prompt(98, 90), 30)
+    one.add("a", tokens, 7)
+    one.run()
+    assert one.requests["a"].num_preemptions
+    one.generate("next", prompt(99, 100), 2)
+    stores(one, daemon, before + 8)
+    tokens += one.outputs["a"]
+    other.add("again", tokens, 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.external["again"] == 64
+
+
+def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
+    model: Make, daemon: Daemon
+) -> None:
+    """vLLM begins a store with the next step, after that step has zeroed the blocks that it
+    reallocates."""
+    settings = {"specs": mixed_model(), "blocks": 44, "max_model_len": 416}
+    one, other = (model(v2=v2, max_tokens_per_step=512, **settings) for v2 in (True, False))
+    tokens, before = prompt(100, 161), daemon.counter("stored_blocks_total")
+    one.add("a", tokens)
+    one.step()
+    one.generate("b", prompt(101, 400), 2)
+    one.generate("next", prompt(102, 100), 2)
+    stores(one, daemon, before + 6)
+    for engine in (one, other):
+        engine.drop_local()
+        assert engine.generate("again", tokens, 4)[0] == answer_of(tokens, 4)
 
 
 # ---------------------------------------------------------------------------------- in real engines

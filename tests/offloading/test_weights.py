@@ -148,7 +148,8 @@ def made(patch):
     )
     tier = Tier()
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    side = DoorScheduler(config, None, ConnectorConfig(), tier, edge)
+    kv_cache_config = SimpleNamespace(num_blocks=4)
+    side = DoorScheduler(config, kv_cache_config, ConnectorConfig(), tier, edge)
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
 
@@ -317,6 +318,8 @@ def test_ranks_that_are_missing_or_off_keep_the_engine_off(monkeypatch, formats)
         ("got_blocks", (None, None, None)),
         ("tell_written", (None, None)),
         ("load_failed", ({1}, None)),
+        ("leave_out_holes", (None, None)),
+        ("planned", (None, None)),
         ("stop_at_computed", (None, None)),
         ("finished", (None,)),
         ("begin_step", (None,)),

@@ -151,8 +151,10 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
         assert factors(config) != before
-    monkeypatch.setattr("hotkv_vllm.versions.VERSION", "0.33.0")
-    assert factors(config) != before
+    for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(version, "9.9.9")
+            assert factors(config) != before
 
 
 def test_what_is_canonical_has_no_address_and_no_order() -> None:
@@ -221,13 +223,16 @@ def test_what_a_processor_makes_of_an_image_is_in_the_key_space(
     assert model_weights.files_identity(tmp_path) != before
 
 
-def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(config: Any) -> None:
+@pytest.mark.parametrize("other", [{"model": "another/place"}, {"revision": "another"}], ids=str)
+def test_a_drafters_model_is_in_the_key_space_and_drafting_without_one_is_not(
+    config: Any, other: dict[str, str]
+) -> None:
     def with_draft(method: str, draft: Any) -> Any:
         speculative = object.__new__(SpeculativeConfig)
         speculative.__dict__.update(method=method, draft_model_config=draft, draft_load_config=None)
         return changed(config, "", speculative_config=speculative)
 
-    draft = changed(config.model_config, "", model="another/place", seed=7)
+    draft = changed(config.model_config, "", seed=7, **other)
     engines = (config, with_draft("ngram", None), with_draft("eagle", draft))
     for identity in (factors, model_weights.weights_identity):
         plain, ngram, eagle = map(identity, engines)

@@ -97,16 +97,17 @@ def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, is_computed_anew: bool
 ) -> None:
     """It stops storing if vLLM kept its own cache, because it builds on KV from before the
-    reset."""
+    reset. So does a request that hits that cache."""
     one = engine()
     one.add("a", prompt(1, 100), 60)
     for _ in range(5):
         one.step()
     assert resets(one, reset_running_requests=is_computed_anew) == is_computed_anew
     assert not server.blocks
+    one.add("hits", prompt(1, 200), 2)
     one.run()
     one.generate("b", prompt(4, 10), 2)
-    assert len(server.blocks) == (4 if is_computed_anew else 0)
+    assert len(server.blocks) == (7 if is_computed_anew else 0)
     assert one.outputs["a"] == engine().generate("c", prompt(1, 100), 60)[0]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+import transformers
 from vllm import envs
 from vllm.model_executor.models.registry import ModelRegistry
 
@@ -220,6 +221,8 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
 def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"vllm={versions.VERSION}",
+        # Its processors make the pixels of images, and its models may compute the text.
+        f"transformers={transformers.__version__}",
         *(f"{name}={digest(value)}" for name, value in sorted(parts.items())),
     )
 

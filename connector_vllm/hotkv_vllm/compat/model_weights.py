@@ -218,13 +218,13 @@ def weights_may_be_older(vllm_config: Any) -> bool:
 def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
     """Returns the configs of the models whose weights decide KV bytes, each with its load
     config."""
-    target, draft = vllm_config.model_config, draft_model(vllm_config)
-    models = [(target, vllm_config.load_config)]
-    if draft is not None and draft.model != target.model:
-        models.append(
-            (draft, vllm_config.speculative_config.draft_load_config or vllm_config.load_config)
-        )
-    return models
+    load, draft = vllm_config.load_config, draft_model(vllm_config)
+    models = [(vllm_config.model_config, load)]
+    if draft is not None:
+        models.append((draft, vllm_config.speculative_config.draft_load_config or load))
+    # A drafter may be a part of the model that it drafts for.
+    places = [(model.model, model.revision, of.load_format) for model, of in models]
+    return models[:1] if places[0] == places[-1] else models
 
 
 def _weights_path(model: Any) -> Path:

@@ -8,12 +8,14 @@ remembers of blocks and stores.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, overload
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
-from vllm.v1.request import RequestStatus
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from hotkv_vllm.compat import NULL_BLOCK
 
@@ -177,6 +179,69 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
     return keys
 
 
+def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
+    """Makes vLLM's offloading call `then` with each step before it plans the step's stores, when it
+    knows the blocks of all requests.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+    """
+    update = offloading._update_req_states
+
+    def update_and_then(scheduler_output: Any) -> None:
+        update(scheduler_output)
+        then(scheduler_output)
+
+    offloading._update_req_states = update_and_then
+
+
+def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
+    """Keeps vLLM's offloading from storing a chunk of several blocks without a block that a hit
+    needs which ends in the chunk.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32 and 0.33. They look at a chunk's last block only. Earlier blocks are missing
+    (0) if they lie before the windows of a hit on the device, or were reallocated.
+    """
+    per_chunk = offloading.config.blocks_per_chunk
+    groups = offloading.config.kv_group_configs
+    # Hits end at the end of a chunk of any group, or one token earlier.
+    unit = math.gcd(*(group.tokens_per_chunk for group in groups))
+    for request_id in chain(
+        scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids
+    ):
+        status = offloading._req_status.get(request_id)
+        for at in offloading._sliding_window_groups if status and per_chunk > 1 else ():
+            spec, state = groups[at].kv_cache_spec, status.group_states[at]
+            if isinstance(spec, MambaSpec):
+                continue
+            ids, size = state.block_ids, groups[at].tokens_per_chunk
+            for chunk in range(state.next_stored_chunk_idx, len(ids) // per_chunk):
+                first_token = _first_needed_token(spec, chunk * size + unit - 1)
+                stop = (chunk + 1) * per_chunk
+                first = max(chunk * per_chunk, first_token // groups[at].tokens_per_block)
+                if 0 in ids[first:stop]:
+                    ids[stop - 1] = 0
+
+
+def _first_needed_token(spec: Any, hit_tokens: int) -> int:
+    """Returns the first token whose KV a layer of this spec needs to continue at `hit_tokens`."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return hit_tokens // spec.attention_chunk_size * spec.attention_chunk_size
+    return int(hit_tokens - (spec.sliding_window - 1 + spec.extra_retained_tokens))
+
+
+def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
+    """Returns the keys of the stores for which a step waits because it reallocates their blocks.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+    meta: the `OffloadingConnectorMetadata` of the step.
+    """
+    # A reset has forgotten some of the jobs.
+    jobs = [offloading._jobs.get(number) for number in meta.jobs_to_flush or ()]
+    return {key for job in jobs if job is not None and job.is_store for key in job.keys}
+
+
 def fail_stores(manager: Any, spoilt: set[Any]) -> None:
     """Makes a store fail that ends with a key in `spoilt`: the primary tier then frees its rows,
     and tiers below do not get them. Removes the keys of stores that have ended.
@@ -194,16 +259,17 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
 
 
 def stop_at_computed(offloading: Any, request: Any) -> None:
-    """Keeps vLLM's offloading from storing blocks of a request that ends as an error before its
-    prompt is computed.
+    """Keeps vLLM's offloading from storing blocks that a request has not computed, or does not hold
+    any more, when it ends.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes the prompt of a finished request for
-    computed, unless the request was aborted.
+    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes all tokens of a finished request but
+    the last for computed, unless the request was aborted. With asynchronous scheduling a request
+    may also end after vLLM has preempted it, and so freed its blocks.
     """
     status = offloading._req_status.get(request.request_id)
-    if status is not None and request.status is RequestStatus.FINISHED_ERROR:
+    if status is not None:
         limits = (status.max_offload_tokens, request.num_computed_tokens)
         status.max_offload_tokens = min(limit for limit in limits if limit is not None)
 

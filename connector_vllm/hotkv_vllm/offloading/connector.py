@@ -68,8 +68,13 @@ class HotKVOffloadingConnector(OffloadingConnector):
                 vllm_config, kv_cache_config, offloading, settings, edge, is_child
             )
         elif tiers := self._tiers():
-            self._door = DoorScheduler(vllm_config, kv_cache_config, settings, tiers[0], edge)
-            steps.fail_stores(self.scheduler.manager, self._door.spoilt)
+            self._door = door = DoorScheduler(
+                vllm_config, kv_cache_config, settings, tiers[0], edge
+            )
+            steps.fail_stores(self.scheduler.manager, door.spoilt)
+            steps.before_stores(
+                self.scheduler, lambda step: door.leave_out_holes(step, self.scheduler)
+            )
 
     def _tiers(self) -> list[HotKVTier]:
         tiers = getattr(self.scheduler.manager, "secondary_tiers", ())
@@ -152,6 +157,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         theirs = super().build_connector_meta(scheduler_output)
         if self._door is None:
             return theirs
+        self._door.planned(theirs, self.scheduler)
         self._door.end_step()
         return DoorMetadata.beside(theirs, self._door.order, self._door.wants_formats, timed_step)
 

@@ -31,6 +31,7 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
 from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.offloading.key_space import full_key_space
@@ -74,7 +75,10 @@ class DoorScheduler:
         self._reset: CacheReset | None = None
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
-        self._written = WrittenBlocks(group_block_tokens(vllm_config, kv_cache_config))
+        self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
+        self._written = WrittenBlocks(self._block_tokens)
+        # Marks the device's blocks of before a reset that left blocks there; None without them.
+        self._old_blocks: Exactness | None = None
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
         self._was_emptied = True
@@ -217,9 +221,17 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks the step writes (`steps.tell_written`)."""
+        """Tells vLLM's offloading which blocks the step writes (`steps.tell_written`). Excludes the
+        step's requests that hit blocks of before the last reset."""
         self._written.step(scheduler_output)
         steps.tell_written(offloading, self._written.of_step())
+        if self._old_blocks is not None:
+            self._old_blocks.step(scheduler_output, self._written.of_step(), ())
+            self._tier.exclude(
+                request_id
+                for request_id in scheduler_output.num_scheduled_tokens
+                if self._old_blocks.exact_tokens(request_id) < EVERYTHING
+            )
         self._written.take()
 
     @hook(_share_nothing, of="door")
@@ -227,6 +239,20 @@ class DoorScheduler:
         """Keeps KV that was computed from these blocks, which another connector failed to load,
         out of the primary tier and the server."""
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
+
+    @hook(_share_nothing, of="door")
+    def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
+        """Keeps chunks that lack blocks from being stored (`steps.leave_out_holes`)."""
+        steps.leave_out_holes(offloading, scheduler_output)
+
+    @hook(_share_nothing, of="door")
+    def planned(self, meta: Any, offloading: Any) -> None:
+        """Keeps blocks out of the primary tier and the server that the step overwrites before vLLM
+        has stored them. vLLM waits for their stores when the workers receive the step."""
+        if meta.jobs_to_flush and checks.writes_before_it_tells(
+            self._vllm_config, self._kv_cache_config
+        ):
+            self.spoilt |= steps.flushed_stores(offloading, meta)
 
     @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
@@ -238,6 +264,8 @@ class DoorScheduler:
         """Ends a request that has finished or was aborted."""
         self._admitted.discard(request.request_id)
         self._written.ended(request.request_id)
+        if self._old_blocks is not None:
+            self._old_blocks.ended(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None and self._reports is not None:
             self._reports.ended(state)
@@ -377,8 +405,11 @@ class DoorScheduler:
             self._is_clean, self._said_unclean = True, False
         # Blocks on the device are from before the reset.
         self._tier.may_repeat = is_device_empty
+        self._old_blocks = None
         if not is_device_empty:
             self._tier.exclude(self._states)
+            self._old_blocks = Exactness(self._block_tokens, self._kv_cache_config.num_blocks)
+            self._old_blocks.distrust_all()
         if self._reset is None or checks.is_pausing():
             return True
         self._tier.stats.add("resets")

@@ -45,7 +45,7 @@ class HotKVScheduler:
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
         )
-        exactness = Exactness(
+        self._exactness = exactness = Exactness(
             kv_groups.group_block_tokens(vllm_config, kv_cache_config), kv_cache_config.num_blocks
         )
         pool = DevicePool(vllm_config, kv_cache_config)
@@ -196,6 +196,9 @@ class HotKVScheduler:
             cache.planner.reset(state)
         if checks.is_pausing():
             return True
+        if not checks.is_device_empty(self.steps.manager):
+            # Requests may still hit the device's blocks, which are from before the reset.
+            self._exactness.distrust_all()
         self.stats.add("resets")
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
