@@ -210,9 +210,11 @@ async def test_a_session_that_closes_waits_for_what_reads_the_arena(
         await asyncio.sleep(0.05)
         closing = asyncio.create_task(place.node.sessions.close(place.session))
         await asyncio.sleep(0.05)
-        assert not closing.done()
+        whole = asyncio.create_task(place.node.sessions.close_all())
+        await asyncio.sleep(0.05)
+        assert not closing.done() and not whole.done()
         place.go.set()
-        await closing
+        await asyncio.gather(closing, whole)
         with pytest.raises((HotKVError, asyncio.CancelledError)):
             await waiting
         assert not place.node.core.space.index.pins.any()

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,8 @@ def test_equal_ids_are_equal_prefixes(
 class Told:
     """Stands for an admin client with `num_spaces` key spaces. Of three requests it misses one."""
 
-    def __init__(self, num_spaces: int) -> None:
-        self.num_spaces, self.seconds = num_spaces, 0.0
+    def __init__(self, num_spaces: int, pause_s: float = 0.0) -> None:
+        self.num_spaces, self.pause_s, self.seconds = num_spaces, pause_s, 0.0
 
     def key_spaces(self) -> list[dict[str, Any]]:
         space = {"hash_byte_count": 4, "hash_block_token_count": 16}
@@ -154,9 +155,12 @@ class Told:
         return [{"key_space_id": 1 + at, **row} for at in range(self.num_spaces)]
 
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
-        self.seconds = seconds
+        self.seconds, began_s = seconds, time.monotonic()
         for packed, lost in ((b"aaaabbbb", 0), (b"aaaacccc", 1), (b"", 0)):
-            yield [WatchedRequest(number, packed, 40, 0, 0, 10.0)], lost
+            # The clock of 1970.
+            now_s = 10.0 + time.monotonic() - began_s
+            yield [WatchedRequest(number, packed, 40, 0, 0, now_s)], lost
+            time.sleep(self.pause_s)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,13 @@ def test_a_recording_names_its_key_space_and_ends_when_it_is_full(
     names = [f"{name}_count" for name in ("request", "block", "unique_block", "lost_request")]
     assert tuple(told[name] for name in (*names, "is_full")) == counts
     assert (told["key_space_id"], client.seconds) == (found, 2.5)
+
+
+def test_times_are_right_if_the_servers_clock_is_not(tmp_path: Path) -> None:
+    client: Any = Told(1, pause_s=0.05)
+    record(client, tmp_path / "trace", 0, 16, 1.0, 100)
+    times_s = load_trace(tmp_path / "trace").times_s
+    assert times_s[0] == 0 and times_s[1] >= 0.045
 
 
 @pytest.mark.parametrize(("spaces", "asked"), [(2, 0), (0, 0), (1, 9)])

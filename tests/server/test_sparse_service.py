@@ -1,6 +1,7 @@
 """Sparse decode through a real server: sequences, selections over stored representations, reports,
 figures."""
 
+import os
 import re
 import threading
 import time
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv_client import LoadRun, SelectConfig, Session, TransferStatus
+from hotkv_client import GroupHashes, LoadRun, SelectConfig, Session, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
@@ -226,6 +227,26 @@ def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, co
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
     assert engine.session.append_blocks("s", num_blocks, []).result(60).covered_blocks == covered
     assert len(stream.select("s", 2, query, covered * BLOCK_TOKENS).positions) == 6
+
+
+def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) -> None:
+    target = place.start("--client-memory-bytes", "16MiB").target
+    one, two, blocks = sparse_engine(target=target), sparse_engine(target=target), hashes(30)
+    one.store(blocks)
+    created = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
+    # Each takes as much as it may: nothing is left for the first.
+    unknown = hashes(1 << 16)
+    for engine in (one, two):
+        with pytest.raises(HotKVError, match="OVERLOADED"):
+            for _ in range(64):
+                groups = [GroupHashes(0, unknown)]
+                engine.session.acquire(os.urandom(8).hex(), groups, 60).result(60)
+    error = refused(lambda: one.session.append_blocks("s", 30, []).result(60))
+    assert error.reason is Reason.OVERLOADED
+    again = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
+    assert again == created
+    with one.session.selects() as stream:
+        assert len(stream.select("s", 2, queries(1)[0], 30 * BLOCK_TOKENS).positions) == 6
 
 
 @pytest.mark.long

@@ -80,6 +80,20 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tcp-address", "localhost:99999"], "port up to 65535"),
+        (["--tcp-address", f"{'h' * 64}:1"], "tcp_address: can't listen on hhh"),
+        (["--http.host", "h" * 64, "--http.port", "1"], "http.port: can't listen on hhh"),
+    ],
+)
+def test_addresses_that_can_not_be_are_named(folder: Path, flags: list[str], words: str) -> None:
+    done = started(folder, *flags, "--security.tcp-insecure", "true", check=True)
+    assert done.returncode == 1 and words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
 def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
     folder: Path, tmp_path: Path, taken: int, check: bool

@@ -66,6 +66,7 @@ class Desk:
             model_config=SimpleNamespace(max_model_len=LONG),
             num_speculative_tokens=0,
             num_lookahead_tokens=0,
+            scheduler_config=SimpleNamespace(policy="fcfs"),
         )
         kv = SimpleNamespace(
             num_blocks=64,

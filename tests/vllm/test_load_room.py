@@ -13,11 +13,14 @@ LONGEST = 505
 MODELS = pytest.mark.parametrize("model", HYBRIDS)
 
 
-def blocks_for_one(one: Engine) -> int:
-    """Returns the most blocks that a prompt of LONGEST tokens holds at once."""
+def blocks_for_one(one: Engine, num_tokens: int = LONGEST) -> int:
+    """Returns the most blocks that a prompt of so many tokens holds at once."""
     managers = one.scheduler.kv_cache_manager.coordinator.single_type_managers
     return sum(
-        min(-(-LONGEST // manager.block_size), manager.max_admission_blocks_per_request or LONGEST)
+        min(
+            -(-num_tokens // manager.block_size),
+            manager.max_admission_blocks_per_request or LONGEST,
+        )
         for manager in managers
     )
 
@@ -98,6 +101,27 @@ def test_who_waits_for_room_is_not_passed_by_smaller_ones(
         steps(tight, 6)
         assert server.count("load") == num_loads
         server.settle()
+    server.hold = set()
+    server.settle()
+    tight.run()
+    assert tight.outputs == answers
+
+
+@MODELS
+def test_with_priorities_who_waits_for_room_is_passed_by_those_that_vllm_prefers(
+    engine: Any, server: Any, model: Any
+) -> None:
+    prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "urgent": prompt(3, 140)}
+    roomy, answers = stored(engine, model, prompts)
+    settings = {"max_tokens_per_step": 128, "scheduling_policy": "priority"}
+    # Room for the small ones together, and not for one beside the large one.
+    blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
+    tight = engine(specs=model(), blocks=blocks, **settings)
+    server.hold = {"load"}
+    for num_loads, (priority, name) in ((1, (1, "small")), (1, (2, "large")), (2, (0, "urgent"))):
+        tight.add(name, prompts[name], 2, priority=priority)
+        steps(tight, 6)
+        assert server.count("load") == num_loads
     server.hold = set()
     server.settle()
     tight.run()

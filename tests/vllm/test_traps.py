@@ -180,7 +180,7 @@ def test_failed_loads_do_not_block_each_other_for_memory(
     engine: Any, server: Any, settle_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`LoadRoom` does not help if another connector fills the device."""
-    monkeypatch.setattr(LoadRoom, "has_room", lambda room, request_id: True)
+    monkeypatch.setattr(LoadRoom, "has_room", lambda room, request: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {
         name: engine(specs=hybrid_model()).generate(name, tokens, 4)[0]

@@ -8,6 +8,7 @@ covers a single key space, because the numbers do not say to which key space a b
 """
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class TraceWriter:
     hash_bytes: length of a block hash.
     hash_block_tokens: tokens that a block hash of the engine stands for.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
-    start_unix_s: time at which the recording began.
+    start_unix_s: time at which the recording began, by the server's clock. May be set anew.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class TraceWriter:
         self.num_blocks = 0
         self._hash_bytes = hash_bytes
         self._step_bytes = hashes_per_block * hash_bytes
-        self._start_unix_s = start_unix_s
+        self.start_unix_s = start_unix_s
         self._last_ms = 0
         self._ids: dict[bytes, int] = {}
 
@@ -58,7 +59,7 @@ class TraceWriter:
         # stands for this block and all blocks before it.
         hashes = (request.hashes[end - self._hash_bytes : end] for end in ends)
         hash_ids = [self._ids.setdefault(block_hash, len(self._ids)) for block_hash in hashes]
-        self._last_ms = max(self._last_ms, int((request.unix_time_s - self._start_unix_s) * 1000))
+        self._last_ms = max(self._last_ms, int((request.unix_time_s - self.start_unix_s) * 1000))
         self.num_requests += 1
         self.num_blocks += len(hash_ids)
         fields = {
@@ -109,14 +110,18 @@ def record(
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")
     number, space = chosen_key_space(client, key_space_id)
-    start_s, lost = time.time(), 0
+    began_s, lost = time.monotonic(), 0
     tracer = TraceWriter(
-        space["hash_byte_count"], space["hash_block_token_count"], block_tokens, start_s
+        space["hash_byte_count"], space["hash_block_token_count"], block_tokens, -math.inf
     )
     with path.open("w", buffering=1) as file:
         try:
             for requests, missed in client.watch_requests(number, seconds):
                 lost += missed
+                # The server's clock, of another machine perhaps, is at least at the newest time.
+                now_unix_s = max((request.unix_time_s for request in requests), default=-math.inf)
+                start_unix_s = now_unix_s - (time.monotonic() - began_s)
+                tracer.start_unix_s = max(tracer.start_unix_s, start_unix_s)
                 file.writelines(tracer.line(request) + "\n" for request in requests)
                 if tracer.num_unique_blocks >= max_blocks:
                     break
@@ -131,5 +136,5 @@ def record(
         "unique_block_count": tracer.num_unique_blocks,
         "lost_request_count": lost,
         "is_full": tracer.num_unique_blocks >= max_blocks,
-        "seconds": time.time() - start_s,
+        "seconds": time.monotonic() - began_s,
     }

@@ -162,7 +162,7 @@ class Admission:
                 cache.finder.patience.rest(ASK_S, state.wait.answer)
             return ASK_AGAIN
         answer = self.choice.match(cache.finder, state, computed, now_s)
-        if answer[0] and not self.room.has_room(state.request.request_id):
+        if answer[0] and not self.room.has_room(state.request):
             return ASK_AGAIN
         if cache.residencies is None or not answer[0]:
             return answer

@@ -288,7 +288,8 @@ class LoadRoom:
     vLLM can preempt a request that runs. vLLM's own count is right for a request without blocks,
     and is used for such a request.
 
-    A refused request begins next: later requests wait behind it. Scheduler thread only.
+    A refused request begins next: later requests wait behind it. If vLLM schedules by priority,
+    requests that it prefers do not wait. Scheduler thread only.
 
     holders: the requests that were admitted and have not run since.
     """
@@ -300,11 +301,12 @@ class LoadRoom:
         # None if vLLM counts right.
         self._manager: Any = None
         self._needs: dict[str, int] = {}
-        self._next = ""
+        self._next: Any = None
+        self._by_priority = str(vllm_config.scheduler_config.policy) == "priority"
         self.holders: dict[str, Holder] = {}
 
     def __repr__(self) -> str:
-        return f"LoadRoom({self.holders}, next {self._next!r})"
+        return f"LoadRoom({self.holders}, next {self._next and self._next.request_id!r})"
 
     def bind(self, manager: Any) -> None:
         """Sets vLLM's block manager. Models with resident requests need no limit: their own manager
@@ -334,20 +336,21 @@ class LoadRoom:
             apply_admission_cap=True,
         )
 
-    def has_room(self, request_id: str) -> bool:
+    def has_room(self, request: Any) -> bool:
         """Returns True if the request may begin a load beside the other requests. `comes` must have
         been called for it."""
-        if self._next not in ("", request_id):
+        is_first = self._next is None or (self._by_priority and request < self._next)
+        if not is_first and request.request_id != self._next.request_id:
             return False
         others = self.holders.values()
         has_room = not others or (
             sum(one.held for one in others)
             + max(max(0, one.need - one.held) for one in others)
-            + self._needs[request_id]
+            + self._needs[request.request_id]
             # Does not count blocks of hung loads.
             < self._manager.block_pool.num_gpu_blocks
         )
-        self._next = "" if has_room else request_id
+        self._next = None if has_room else request
         return has_room
 
     def admitted(self, request_id: str, blocks: Any) -> None:
@@ -367,8 +370,8 @@ class LoadRoom:
         """Forgets a request that has no blocks any more, or has ended."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)
-        if self._next == request_id:
-            self._next = ""
+        if self._next is not None and self._next.request_id == request_id:
+            self._next = None
 
 
 # ------------------------------------------------------------------------ loads of other connectors

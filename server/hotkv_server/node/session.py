@@ -292,6 +292,7 @@ class LiveSession:
     fence: FileMapping | None = None
     hears_evictions: bool = True
     closing: bool = False
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False

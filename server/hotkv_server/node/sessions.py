@@ -167,10 +167,17 @@ class Sessions:
 
     async def close(self, session: LiveSession) -> None:
         """Cancels the session's transfers, waits until its memory is idle, then releases its
-        memory, pins and leases."""
+        memory, pins and leases. If the session is being closed already, waits for the end."""
         if session.closing:
+            await session.closed.wait()
             return
         session.closing = True
+        try:
+            await self._settle(session)
+        finally:
+            session.closed.set()
+
+    async def _settle(self, session: LiveSession) -> None:
         session.cancel_transfers()
         while session.jobs or session.num_reads:
             session.settled.clear()

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
 
+EIB = 1 << 60
 Uid = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
 TokenDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 """SHA-256 of a token, in hexadecimal: `printf %s "$token" | sha256sum`."""
@@ -27,10 +28,10 @@ class TenantSettings(BaseModel, extra="forbid"):
     certificate_names: list[str] = Field(
         [], description="Names in its client certificates for TCP: common name or alternative name."
     )
-    guaranteed_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+    guaranteed_bytes: Annotated[ByteSize, Field(ge=0, le=EIB)] = Field(
         ByteSize(0), description="Bytes that blocks of other tenants never take from it."
     )
-    burst_bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+    burst_bytes: Annotated[ByteSize, Field(ge=0, le=EIB)] = Field(
         ByteSize(0), description="Most bytes that it may have. 0: no bound."
     )
     table: Literal["mapped", "rpc"] = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
 
-MIB = 1 << 20
+MIB, TIB = 1 << 20, 1 << 40
 SLABS = 512
 """Least number of slabs in an arena if `slab_bytes` is not set. An arena that is too small for this
 number of slabs of SMALLEST_SLAB has fewer slabs."""
@@ -60,7 +60,7 @@ class ArenaSettings(BaseModel, extra="forbid"):
             "slowly. required: what is not granted is an error. off: pin nothing."
         ),
     )
-    pin_piece_bytes: Annotated[ByteSize, Field(ge=2 * MIB)] = Field(
+    pin_piece_bytes: Annotated[ByteSize, Field(ge=2 * MIB, le=TIB)] = Field(
         ByteSize(1 << 30),
         description="Bytes that are pinned in one call. Must be a multiple of 2MiB.",
     )
@@ -202,7 +202,7 @@ class CopySettings(BaseModel, extra="forbid"):
             "memcpy, batch, kernel or staged."
         ),
     )
-    piece_bytes: Annotated[ByteSize, Field(ge=MIB)] = Field(
+    piece_bytes: Annotated[ByteSize, Field(ge=MIB, le=TIB)] = Field(
         ByteSize(32 * MIB),
         description=(
             "Size of the pieces of a GPU's copies. Other transfers take their turns between pieces."

@@ -341,7 +341,7 @@ class DiskSettings(BaseModel, extra="forbid"):
         ByteSize(100 * GIB),
         description="Size of the slab file in that folder, such as 200GiB.",
     )
-    write_gb_per_day: Annotated[float | None, Field(gt=0)] = Field(
+    write_gb_per_day: Annotated[float | None, Field(gt=0, le=1e9)] = Field(
         None,
         description=(
             "Most that is written there in any 24 hours, in GB: disks wear. What is left decides "

@@ -21,7 +21,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
-from hotkv_server.cache.leases.leases import ReadLease
+from hotkv_server.cache.leases.leases import ReadLease, read_weight
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
@@ -152,9 +152,22 @@ class SparseDecode:
 
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
         """Releases the sequence's lease and acquires a new lease. The new lease pins the leading
-        blocks that are ready together with their representations (compact forms of keys)."""
+        blocks that are ready together with their representations (compact forms of keys). Raises
+        OVERLOADED, and changes nothing, if the session's owner may not have the new lease."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
+        groups = (sequence.spec.representation_group, sequence.group_index)
+        found = [
+            table.is_ready(self.core.space.index.find(key_space_id, group, sequence.hashes))
+            for group in groups
+        ]
+        count = _leading(found)
+        if count:
+            # A refused call leaves the previous lease.
+            previous = self.core.leases.get(session.record.engine_id, sequence.lease_id)
+            weight = read_weight(len(groups), len(groups) * count)
+            owner = self.core.sessions.owner(session.record)
+            self.core.leases.check_replaces(previous, owner, weight)
         if sequence.lease_id:
             self.core.release(number, sequence.lease_id)
         sequence.lease_id, sequence.entries, sequence.slots = (
@@ -162,12 +175,6 @@ class SparseDecode:
             np.empty(0, np.uint32),
             np.empty(0, np.int64),
         )
-        groups = (sequence.spec.representation_group, sequence.group_index)
-        found = [
-            table.is_ready(self.core.space.index.find(key_space_id, group, sequence.hashes))
-            for group in groups
-        ]
-        count = _leading(found)
         while count:
             lease_id = f"sequence-{secrets.token_hex(8)}"
             grant = self.core.acquire(

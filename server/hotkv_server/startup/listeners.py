@@ -81,9 +81,10 @@ def _listen_http(settings: Settings, node: Node, access: AccessControl) -> HttpS
         return None
     try:
         return HttpServer(http.host, http.port, node, make_page_access(settings, access))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise StartError(
-            f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose "
-            "another with --http.port (0 for any free one, -1 for none), and an address of this "
+            f"http.port: can't listen on {http.host}:{http.port} ({why}); choose another "
+            "with --http.port (0 for any free one, -1 for none), and an address of this "
             "machine for http.host"
         ) from error

@@ -7,6 +7,7 @@ same checks first. Its later steps may still fail if the machine has changed sin
 import contextlib
 import os
 import pwd
+import re
 import socket
 import ssl
 import stat
@@ -230,8 +231,10 @@ def check_tcp(settings: Settings) -> None:
     host, colon, port = settings.tcp_address.rpartition(":")
     if not settings.tcp_address:
         return
-    if not colon or not port.isdecimal():
-        raise StartError(f"tcp_address is {settings.tcp_address!r}; write host:port")
+    if not colon or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise StartError(
+            f"tcp_address is {settings.tcp_address!r}; write host:port, with a port up to 65535"
+        )
     if int(port):
         _bind("tcp_address", host.strip("[]") or "0.0.0.0", int(port))
 
@@ -245,8 +248,10 @@ def _bind(setting: str, host: str, port: int) -> None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(address)
             one.listen(1)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: no name of a host, such as one with a label that is too long.
+        why = getattr(error, "strerror", None) or error
         raise StartError(
-            f"{setting}: can't listen on {host}:{port} ({error.strerror}); choose another with "
+            f"{setting}: can't listen on {host}:{port} ({why}); choose another with "
             f"--{setting.replace('_', '-')}, and an address of this machine"
         ) from error

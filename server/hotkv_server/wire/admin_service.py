@@ -2,7 +2,7 @@
 drain."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import orjson
 from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.groups import longest_hit, needed_blocks
+from hotkv_proto.groups import alignment_tokens, longest_hit, needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import packed_words, read_hashes
@@ -32,8 +32,6 @@ from hotkv_server.wire.errors import answer, stream
 # thread.
 
 
-HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
-"""Verdicts of blocks that would hit, in host memory or in a tier below."""
 GONE = {
     Cause.NONE: "or evicted long ago",
     Cause.ROOM: "it made room for others",
@@ -182,14 +180,16 @@ def _explain(
                 tier=tier,
             )
     hit = longest_hit(space.groups, masks, num_tokens)
-    limiting = _limiting_group(space, masks, hit, num_tokens)
+    limiting, depth = _limit(space, masks, hit, num_tokens)
     explanation.key_space_id, explanation.hit_token_count, explanation.token_count = (
         number,
         hit,
         num_tokens,
     )
     explanation.limiting_group_index = limiting
-    explanation.summary = _summary(explanation.blocks, limiting, hit, num_tokens)
+    at = depth + sum(len(group.words) for group in found[: max(0, limiting)])
+    missing = explanation.blocks[at] if limiting >= 0 else None
+    explanation.summary = _summary(missing, hit, num_tokens)
     explanation.loads.extend(_loads(space, lying, tiers, hit))
 
 
@@ -226,37 +226,38 @@ def _loads(
             )
 
 
-def _limiting_group(
+def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
-) -> int:
-    """Returns the index of the group that prevents a longer hit: the first group that lacks a block
-    for a hit that is longer than `hit` tokens by the largest block size. -1 if the whole prompt
-    hits."""
-    groups = space.groups
-    step = max(group.block_tokens for group in groups)
-    if hit + step > num_tokens:
-        return -1
+) -> tuple[int, int]:
+    """Returns the group and the depth of the first block that is missing for the next longer hit.
+    The group is -1 if the prompt allows no longer hit."""
+    longer = hit + alignment_tokens(space.groups)
+    if longer > num_tokens:
+        return -1, 0
     for index, (mask, needed) in enumerate(
-        zip(masks, needed_blocks(groups, hit + step), strict=True)
+        zip(masks, needed_blocks(space.groups, longer), strict=True)
     ):
-        if not mask[needed.start : needed.stop].all():
-            return index
-    return -1
+        ready = mask[needed.start : needed.stop]
+        if not ready.all():
+            return index, needed.start + int(ready.argmin())
+    raise AssertionError("a longer hit lacks a block")
 
 
-def _summary(
-    blocks: Iterable[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int
-) -> str:
-    if limiting < 0 and not num_tokens:
+def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: int) -> str:
+    if missing is None and not num_tokens:
         return "the prompt is shorter than a block: nothing of it can hit"
-    if limiting < 0:
+    if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
-    missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)
-    why = "a block it needs is missing"
-    if missing is not None:
-        verdict = fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)
-        why = f"block {missing.depth} is {verdict}"
-    return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"
+    # A block that lies in a tier is missing if the tier is down: the detail says so.
+    why = (
+        missing.detail
+        if missing.verdict == admin_pb2.BLOCK_VERDICT_BELOW
+        else fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)
+    )
+    return (
+        f"{hit} of {num_tokens} tokens hit; group {missing.group_index} stops there: block "
+        f"{missing.depth} is {why}"
+    )
 
 
 # WatchRequests: streams the requests that engines report.

@@ -322,6 +322,19 @@ class LeaseBook:
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
+    def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
+        """Raises OVERLOADED unless the owner may have a lease of this weight after `old` is
+        released. A lease with running copies stays in the book until they end."""
+        ends = old if old is not None and not old.num_copies else None
+        if ends is not None:
+            self.remove(ends)
+        try:
+            self.check_count(owner)
+            self.check_room(owner, "groups", weight)
+        finally:
+            if ends is not None:
+                self.add(ends)
+
     def all(self) -> list[Lease]:
         """Returns all leases in the book."""
         return list(self._by_key.values())

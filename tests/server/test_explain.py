@@ -1,0 +1,49 @@
+"""The explanation of a prompt names the block that ends its hit."""
+
+import numpy as np
+import pytest
+
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.v1 import admin_pb2
+from hotkv_server.cache.inspect import PromptBlocks
+from hotkv_server.node.capability import Lying
+from hotkv_server.wire.admin_service import _explain
+from tests.server.support import FULL, WIDE, WINDOW
+
+UNEVEN = GroupSpec(GroupKind.FULL_ATTENTION, 48, (4096,))
+HERE = "group 0 stops there: block 2 is"
+
+
+@pytest.mark.parametrize(
+    ("groups", "ready", "in_tier", "hit", "words"),
+    [
+        # A window needs no block that lies before it.
+        ((FULL, WINDOW), ("11111111", "00110000"), "", 64, "group 1 stops there: block 4 is never"),
+        ((WIDE, WINDOW), ("1111", "00110000"), "", 64, "group 1 stops there: block 4 is never"),
+        # The next longer hit ends where blocks of 32 and of 48 tokens end.
+        ((WIDE, UNEVEN), ("11111111", "11100"), "", 96, "group 1 stops there: block 3 is never"),
+        ((FULL,), ("11000000",), "00100000", 32, f"{HERE} in far; but that is down"),
+        ((FULL,), ("11111111",), "", 128, "all 128 of 128"),
+    ],
+)
+def test_the_summary_names_the_block_that_ends_the_hit(
+    groups: tuple[GroupSpec, ...], ready: tuple[str, ...], in_tier: str, hit: int, words: str
+) -> None:
+    def mask(text: str) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        return np.array([one == "1" for one in text])
+
+    found = [
+        PromptBlocks(
+            np.arange(8 * len(text), dtype=np.uint32).reshape(-1, 8),
+            mask(text).astype(np.uint32),
+            np.zeros(len(text), np.uint8),
+            np.zeros(len(text), np.bool_),
+        )
+        for text in ready
+    ]
+    lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
+    answer = admin_pb2.KeySpaceExplanation()
+    num_tokens = max(len(t) * g.block_tokens for t, g in zip(ready, groups, strict=True))
+    _explain(answer, KeySpace("m", "m", "bfloat16", groups, 16), 1, found, lying, num_tokens)
+    assert answer.hit_token_count == hit and words in answer.summary
