@@ -195,7 +195,8 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if the key space has a slot in host memory or a block in a tier below."""
+        """Returns True if the key space has a slot in host memory, a block on the disk, or a block
+        that is being moved between tiers. Does not ask shared tiers."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )

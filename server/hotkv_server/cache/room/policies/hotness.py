@@ -304,8 +304,8 @@ blocks with equal uses, the last of a chain is evicted first."""
 class Hotness:
     """The hotness policy; the module docstring has the formula.
 
-    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; 0 for an
-        unknown entry.
+    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; the end of the
+        time to live if that is later; 0 for an unknown entry.
     _uses: c (log2 of the uses), float32 [capacity + 1].
     _held_until: end of the time for which `hold` holds the entry back, in ticks, uint32 [capacity +
         1]. Not reset when an entry number is reused, so a new block may be held back for the few
