@@ -269,8 +269,8 @@ class Tracer(Protocol):
         traced."""
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins spans for the write of blocks to a tier: one for each traced store that stored
-        some of the blocks."""
+        """Begins spans for blocks that are about to be written to a tier: one for each traced store
+        that stored some of the blocks, up to a limit."""
 
 
 OnReady = Callable[[Entries, Medium, str], None]
