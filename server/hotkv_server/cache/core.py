@@ -59,7 +59,7 @@ LEASE_BLOCKS = 1 << 10
 BLOCKS = 1 << 12
 """Most blocks that one part of a long operation evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
-"""Number of entry numbers that one part of a long operation scans."""
+"""How many entry numbers one part of a long operation scans."""
 
 
 class CacheCore(CacheBooks):
@@ -147,8 +147,8 @@ class CacheCore(CacheBooks):
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records that the engine used these blocks from its own device cache, so that the policy
-        evicts them later. Pins the blocks for `retention.ttl_s` seconds if `retention.pin` is
-        set."""
+        evicts them later. The policy weighs the use by `retention`. If `retention.pin` is set, also
+        pins the blocks for `retention.ttl_s` seconds, as far as the budget for such pins allows."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
     # Leases
@@ -156,15 +156,16 @@ class CacheCore(CacheBooks):
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
     ) -> LeaseGrant:
-        """Acquires a read lease: pins the named blocks that are ready. Repeating the call returns
-        the same grant. Raises DUPLICATE_ID if `lease_id` is in use for another call."""
+        """Acquires a read lease: pins the named blocks that are ready, as far as the tenant's
+        budget allows. Repeating the call returns the same blocks. Raises DUPLICATE_ID if `lease_id`
+        is in use for another call."""
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
-        """Returns the arena offsets of the blocks of a read lease: an array for each group, in the
-        order of the `acquire` call; -1 for a block that is not pinned or not verified. The offsets
-        stay valid while the lease lasts."""
+        """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
+        group, in the order of the `acquire` call; -1 for a block that is not pinned or not
+        verified. The offsets stay valid while the lease lasts."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
@@ -204,7 +205,8 @@ class CacheCore(CacheBooks):
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease before it expires. If copies are running under the lease, it ends when the
-        copies end. Returns False if the engine has no lease with this id."""
+        copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if
+        only another engine has one."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:

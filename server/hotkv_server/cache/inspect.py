@@ -190,7 +190,7 @@ class PromptBlocks:
     words: an entry word for each hash [n]: the entry number, with the high bit set while the entry
         is reserved; 0 if the hash has no entry.
     causes: `Cause` of each block's last removal [n], as far as it is remembered.
-    below: whether each block is ready in a tier below host memory [n].
+    below: whether each block is ready on the disk [n]; shared tiers are not asked.
     """
 
     hashes: Words

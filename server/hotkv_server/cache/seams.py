@@ -95,10 +95,11 @@ class Below(Protocol):
         """Registers a key space."""
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space that has no blocks in any tier."""
+        """Forgets a key space for which `has_blocks` returns False."""
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space lies in a tier below or is being moved."""
+        """Returns True if a block of the key space lies in `space`, or is being moved to or from
+        any tier. Does not ask other tiers for blocks; False if there is no `space`."""
 
     def offer_stored(self, entries: Entries) -> None:
         """Offers to the tiers below blocks that an engine has just stored, in chain order. The
@@ -109,8 +110,8 @@ class Below(Protocol):
         accept a block that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks of host memory for demotion. Returns which of them [n] already lie in
-        a tier below host memory."""
+        """Offers ready blocks of host memory for demotion to `space`. Returns which of them [n] lie
+        there already or are being moved there; none if there is no `space`."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
         """Returns which blocks of a list are ready in `space`, as a mask."""

@@ -25,9 +25,9 @@ from hotkv_server.cache.values import (
 # Always true: equal fingerprints have the same number. Equal kinds of representations in one key
 # space have the same group index. A number is never reused. Every registered key space can be
 # served: a block of each group fits the arena. The catalog never forgets a key space that has a
-# session or a slot. A tenant can always register another key space if one of its key spaces has no
-# session. To make room, the catalog then forgets the tenant's key space whose last session ended
-# longest ago; it prefers key spaces without a block.
+# session or a slot. A tenant whose share is used up can register another key space if one of its
+# key spaces has no session: the key space whose last session ended longest ago is then forgotten,
+# preferably one without a block.
 
 
 MAX_SHARDS = 31
@@ -36,7 +36,7 @@ MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
 """Most memory that the key spaces of all tenants together may use (`weight_bytes`)."""
 FORGET_S = 600.0
-"""How long the catalog still knows a key space that has neither a block nor a session."""
+"""Time after its last session in which the catalog still knows a key space without a block."""
 _ENTRY_BYTES = 96
 """Bytes that a string or a number uses in addition to its characters, in memory and in the state
 file."""
@@ -164,7 +164,7 @@ class Catalog:
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """Returns the number of the key space that must be forgotten before `key_space` can be
+        """Returns the number of the key space to forget next, so that `key_space` can be
         registered. Returns 0 if there is room already, or if no key space may be forgotten.
 
         Raises HotKVError if the key space can't be registered whatever is forgotten, for example
@@ -195,7 +195,8 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if the key space has a slot in host memory or a block in a tier below."""
+        """Returns True if the key space has a slot in host memory, a block on the disk, or a block
+        that is being moved between tiers. Does not ask shared tiers."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )

@@ -134,7 +134,7 @@ class LoadPositions:
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Where the blocks of a run lie that a transfer copies.
+    """The blocks of one run that a transfer copies, and their slots in the arena.
 
     positions: positions of the copied blocks in the run, int64 [m].
     offsets: offsets of the blocks' slots in the arena, in bytes, int64 [m].
@@ -162,8 +162,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: the reason is not known, because only the causes of the last
-    removals are remembered."""
+    """Why a block was removed. NONE: no removal of the block is remembered. It was never stored, or
+    it was removed long ago; only the causes of the last removals are remembered."""
 
     NONE = 0
     ROOM = 1

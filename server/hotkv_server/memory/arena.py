@@ -64,9 +64,8 @@ class RecordsMemory:
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults the first `num_entries` records, or all if that is more than the table has.
-        Blocks the calling thread. Raises OSError if memory is short; `self.num_entries` is then
-        unchanged."""
+        """Prefaults the first `num_entries` records; all records if the table has fewer. Blocks the
+        calling thread. Raises OSError if memory is short; `self.num_entries` is then unchanged."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
@@ -235,8 +234,8 @@ class NodeMemory:
             nodes of its memory.
 
         Raises BusyError if another server uses the directory. Raises OSError if memory is short,
-        with a message that names the fix, or if files can't be read at the moment (no permission,
-        too many open files); the cache is then left unchanged.
+        with a message that names the fix. Also raises OSError if files can't be read at the moment
+        (no permission, too many open files); the cache that they hold is then left unchanged.
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)

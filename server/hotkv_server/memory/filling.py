@@ -2,11 +2,11 @@
 them. The start of the server fills a little, a thread the rest.
 
 Always true: the first `filled_bytes` bytes have memory and retain it, and the number only grows. A
-small file beside the arena, the note, records the number for the next server. Only this module
-touches bytes behind `filled_bytes`, so the server never writes to pages without memory. If memory
-runs short, filling ends for good and `problem` gives the reason: no piece is begun that would leave
-the machine or the control group less than `RESERVE_BYTES`, because the kernel would then kill a
-process.
+small file beside the arena, the note, records the number for the next server. Behind `filled_bytes`
+other modules touch only slabs that `bring_in` has prefaulted, so the server never writes to pages
+without memory. If memory runs short, filling ends for good and `problem` gives the reason: no piece
+is begun that would leave the machine or the control group less than `RESERVE_BYTES`, because the
+kernel would then kill a process.
 """
 
 import logging

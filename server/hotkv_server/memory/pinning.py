@@ -70,7 +70,8 @@ class ArenaPinner:
         return self._pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died before it pinned all of the arena."""
+        """Returns False if the thread has died before pinning ended: because all is pinned, CUDA
+        has refused (`error`), or `close` was called."""
         return (
             self.is_done
             or bool(self.error)

@@ -52,8 +52,8 @@ class ServerState:
 
 
 def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
-    """Replaces the state file as a whole. Raises OSError; the old file is then unchanged. `sync`:
-    as in `replace_file`."""
+    """Replaces the state file as a whole. Raises OSError; the file is then whole too, old or new.
+    `sync`: as in `replace_file`."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
@@ -61,7 +61,7 @@ def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
 
 def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
     """Replaces a file as a whole by a file with the text in `pieces`. Raises OSError; the old file
-    is then unchanged.
+    is then unchanged, unless only the sync of its directory failed.
 
     sync: if True, returns only after the text has reached the disk.
     """

@@ -151,7 +151,7 @@ class Epochs(Protocol):
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
         """Waits, for a bounded time, until `may_serve` returns True. Returns False if the time
-        ended first."""
+        ended or the key space was forgotten first."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
@@ -246,7 +246,8 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a lease of these blocks must wait for a promotion from a tier."""
+        """Returns True if a lease of these blocks must wait for tiers, because they may have blocks
+        that host memory lacks, or promote some already."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks from tiers into host memory and pins them there. Waits for a bounded
@@ -268,8 +269,8 @@ class Tracer(Protocol):
         traced."""
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins spans for the write of blocks to a tier: one for each traced store that stored
-        some of the blocks."""
+        """Begins spans for blocks that are about to be written to a tier: one for each traced store
+        that stored some of the blocks, up to a limit."""
 
 
 OnReady = Callable[[Entries, Medium, str], None]
@@ -396,8 +397,8 @@ class Capability:
 
         notices: blocks removed from host memory.
         below: blocks removed from the disk.
-        flushed_key_space_id: key space that has no block in host memory any more after a flush; 0
-            if there was no flush.
+        flushed_key_space_id: key space that has no block any more, because a flush has just removed
+            all; 0 for none, also if blocks were stored during the flush.
         """
 
     def key_space_flushed(self, number: int) -> None:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 # Always true: host memory stores blocks of a key space only after the key space has been written to
 # the state file beside the arena, since blocks can't be read without it. One write runs at a time.
 # A write that has begun runs to its end even if its caller is cancelled. A failed write is logged,
-# and the server continues; a restart then loses what the write had added. Tiers record their own
-# blocks.
+# and the server continues: blocks of a key space that was not written are lost at a restart, unless
+# a later write succeeds. Tiers record their own blocks.
 
 
 CLOSE_S = 5.0

@@ -52,8 +52,8 @@ class Effects:
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: key space that has no block any more after a flush; 0 if there was no
-            flush.
+        flushed_key_space_id: key space that has no block any more, because a flush has just removed
+            all; 0 for none.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]
@@ -184,7 +184,8 @@ class Removals:
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
         """Sets the tenants' shares of the arena and of the catalog of key spaces. After that,
-        `keep_bounds` evicts the blocks of tenants above their shares. Raises INVALID_FIELD."""
+        `keep_bounds` evicts blocks of tenants above their new burst bounds. Raises
+        INVALID_FIELD."""
         self._core.space.tenants.share_out(shares)
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None

@@ -113,7 +113,8 @@ class SessionMemory:
                 )
 
     def close(self) -> None:
-        """Closes and unmaps all memory. Blocks if device memory is open."""
+        """Closes and unmaps all memory. Waits for a device if device memory or marks are open
+        (`waits_for_devices`)."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -248,7 +249,8 @@ def unread() -> HotKVError:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Notice to a session: the server stops after at most `deadline_s` seconds."""
+    """Notice to a session: the server refuses new work, and begins to stop when all transfers have
+    ended, at the latest after `deadline_s` seconds."""
 
     deadline_s: float
 

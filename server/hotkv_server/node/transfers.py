@@ -58,7 +58,8 @@ class Timings:
     load_s, store_s: time from the call to the end, waits included; only of transfers that
         succeeded.
     load_bytes, store_bytes: sizes of the same transfers.
-    wait_s: how long copies waited for a thread or a device.
+    wait_s: how long copies waited for a copy thread or for the server's device queue, after the
+        engine's device had passed their mark.
     """
 
     def __init__(self) -> None:

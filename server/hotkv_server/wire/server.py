@@ -59,7 +59,7 @@ MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 that may last has its own bound, which a client can't use up for other kinds. So there is always
 room for calls that are answered at once, above all health checks."""
 WINDOW_BYTES = 64 << 10
-"""Bytes of a message that gRPC receives before any code of the server reads the call."""
+"""Bytes of a message that gRPC receives for a call while no code of the server reads from it."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS

@@ -134,8 +134,8 @@ class Uses:
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Records a use of ready entries, given in chain order. Pins them for `retention.ttl_s`
-        seconds if `retention.pin` is set."""
+        """Records a use of ready entries, given in chain order; the policy weighs it by
+        `retention`. Pins them for `retention.ttl_s` seconds if `retention.pin` is set."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)

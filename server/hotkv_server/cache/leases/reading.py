@@ -54,8 +54,8 @@ class ReadLeases:
         now_s: float,
     ) -> LeaseGrant:
         """Acquires a read lease: pins the named blocks that are ready, until the tenant has used up
-        its budget for leases without a load. Repeating the call returns the same grant. Raises
-        DUPLICATE_ID if `lease_id` is in use for another call."""
+        its budget for leases without a load. Repeating the call returns the same blocks, with the
+        remaining lifetime. Raises DUPLICATE_ID if `lease_id` is in use for another call."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)

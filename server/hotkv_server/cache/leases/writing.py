@@ -74,8 +74,8 @@ class CheckedCall:
 
     runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
-    named: the entries of the call's blocks. None if the call joins a lease, or if other calls ran
-        since the entries were looked up.
+    named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
+        have run since the entries were looked up.
     ttl_s: lifetime of the call's lease.
     weight: bytes of memory that the call's new lease counts for (`write_weight`); valid if `named`
         is set.
@@ -178,8 +178,7 @@ class Reservations:
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # If a block in `staying` was evicted between two parts, its representation may be
-                # detached and pinned here: free its slot now.
+                # An entry that was removed while it was pinned here is detached: free its slot now.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -503,8 +502,8 @@ class Stores:
         retention: Retention = NO_RETENTION,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """Starts a store: reserves its blocks in slots that are free already. Returns the slots to
-        copy to. `asked`: the result of `Reservations.make_room`."""
+        """Starts a store: reserves slots for its blocks, for which `Reservations.make_room` has
+        made room. Returns the slots to copy to. `asked`: the result of `make_room`."""
         if asked.named is None:
             # `make_room` ran in several parts, so other calls may have run since the first check.
             self.check(session, transfer_id, shard_index)

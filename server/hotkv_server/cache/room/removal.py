@@ -412,8 +412,9 @@ class Rebalancer:
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
             # First empty slabs for whole runs, which lose least at their ends. Then for the
-            # shortest runs, because pinned blocks may leave only short gaps. Then only next to free
-            # slabs, because a gap may lack one slab for a slot.
+            # shortest runs, because pinned blocks may leave only short gaps. Then ignore ranges
+            # that are free already: the free slabs may lie in gaps that are too short for a slot,
+            # and emptying further slabs lengthens a gap.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)

@@ -20,8 +20,8 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.values import BoolMask, Int64s
 
 CHUNK_SLOTS = 1 << 14
-"""Most slots of a chunk (array of offsets) to which `FreeSlots` still appends freed slots; beyond
-that, freed slots start a new chunk."""
+"""`FreeSlots` appends freed slots to its last chunk (array of offsets) only if the chunk then has
+at most this many slots; otherwise they become a new chunk."""
 FREE, ABSENT = -1, -2
 """Values in the array `SlabPool.slab_owner`, which has for each slab the slot size that it is lent
 to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
@@ -30,9 +30,8 @@ to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
 class FreeSlots:
     """The free slots of one size, as a stack of offsets.
 
-    Always true: the slot that was added last is handed out first. Offsets are stored in chunks
-    (arrays of at most about CHUNK_SLOTS), because a single array of millions would be copied at
-    every change.
+    Always true: the slot that was added last is handed out first. Offsets are stored in several
+    arrays (chunks), because a single array of millions would be copied at every change.
     """
 
     __slots__ = ("_chunks", "_num")
@@ -191,8 +190,8 @@ class PoolFigures:
     lent_bytes: bytes of slabs that are lent to a slot size.
     idle_bytes: bytes of free slots in lent slabs.
     tail_bytes: bytes of lent slabs that no slot covers, because slot sizes don't divide slabs.
-    stranded_bytes: bytes of free slabs in gaps that are too short for a slot of the widest known
-        size; 0 if no slot spans slabs.
+    stranded_bytes: bytes of free slabs that stay unused when each gap (range of adjacent free
+        slabs) is filled with slots of the widest known size; 0 if no slot spans slabs.
     shares: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) for each
         size that has slabs.
     """
@@ -227,7 +226,7 @@ def figures_of(
 
     rows: the figures of each slot size.
     num_backed: number of slabs that have memory.
-    num_stranded: number of free slabs that a slot of the widest size can't use.
+    num_stranded: number of free slabs that slots of the widest size can't use.
     """
     used = sum(row.num_used * row.slot_bytes for row in rows)
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
@@ -250,8 +249,8 @@ MOST_LOST = 0.01
 """Largest share of a run that may lie unused behind its last slot."""
 LONGEST_END = 100
 """Most slabs that a run has in addition to the slabs that a single slot needs. More are not
-necessary: a run of 100 slabs loses less than one slab behind its last slot, so at most 1 %
-(MOST_LOST)."""
+necessary: up to this length there is a run of at least 100 slabs whose last slot ends in its last
+slab. It loses less than one slab, so at most 1 % (MOST_LOST)."""
 RUNS_PER_ARENA = (16, 32)
 """Bounds for the number of runs that fit into an arena, which limit the length of a run.
 
@@ -262,8 +261,8 @@ of less than FEW_SLABS slabs.
 """
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena of fewer slabs, runs are as short as their slot size allows, because a single hot
-block keeps its whole run from being emptied."""
+"""In an arena of fewer slabs, runs have no least length, and are as short as MOST_LOST allows,
+because a single hot block keeps its whole run from being emptied."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:

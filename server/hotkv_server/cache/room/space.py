@@ -78,8 +78,7 @@ class Room:
             for the residency too.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
-            entries of other slot sizes, representations or blocks in tiers would be evicted
-            instead.
+            `Space.may_keep` returns False.
         """
         shares = self.shares(size)
         for wanted in self._tenants.portions(taker, size, count):
@@ -117,8 +116,8 @@ class Room:
             for size in more:
                 missing_bytes = floors.missing(size) * self._pool.slab_bytes
                 if missing_bytes and floors.shortfall:
-                    # This number of slots is never reached: the work ends when no floor is short of
-                    # slabs.
+                    # More slots than the missing slabs have, so that enough slabs are chosen: the
+                    # work ends when no floor is short of slabs (`is_enough`).
                     wanted = self._pool.free_slots(size) + missing_bytes // size + 1
                     payers = self._payers(taker, missing_bytes)
                     yield from self._rebalancer.take_until(
@@ -342,7 +341,8 @@ REFRESH_S = 1.0
 """Longest time by which the last use of a block may be older than the last use of a block after it
 in its chain. Beyond that, `Space.refresh_ancestors` marks the block as in use."""
 MAX_REFRESHED = 1 << 14
-"""Most blocks that `Space.refresh_ancestors` marks as in use, before a block in its chain."""
+"""Most blocks before a block in its chain that `Space.refresh_ancestors` marks as in use, or that
+are not evicted to make room for the block."""
 
 
 class Space:

@@ -1,6 +1,6 @@
-"""`BlockIndex` finds entries by key and is the only writer of the shared block table. `Chains`
-links the blocks of a prompt. `Representations` links each block with its representation: a compact
-form of its keys, by which sparse attention selects blocks.
+"""`BlockIndex` finds, adds and removes entries by key in the shared block table, which only this
+module writes. `Chains` links the blocks of a prompt. `Representations` links each block with its
+representation: a compact form of its keys, by which sparse attention selects blocks.
 
 Always true: an entry number is free, reserved, ready or detached (removed from the table while
 pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
@@ -130,8 +130,8 @@ class BlockIndex:
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
         """Sets the bit `mark` (of a shard, a rank's part of a block) in each reserved entry's mask
-        of written shards. Returns the masks [n]. While an entry is reserved, its record stores the
-        mask in the upper half of the check value."""
+        of written shards; 0 only reads the masks. Returns the masks [n]. While an entry is
+        reserved, its record stores the mask in the upper half of the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -358,9 +358,9 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 # Chains link each block with the block before it in the prompt that it was stored for.
 #
-# `Chains` is the only writer of the parent word of records. Always true: a link is a hint. The
-# entry that it names may have been removed and its number reused. So a link is valid only if that
-# entry is ready, has the same key space and group, and is one block less deep.
+# Only `Chains` sets the parent words of records; in a new entry the word is 0. Always true: a link
+# is a hint. The entry that it names may have been removed and its number reused. So a link is valid
+# only if that entry is ready, has the same key space and group, and is one block less deep.
 
 
 class Chains:

@@ -89,7 +89,7 @@ class Pace:
 
 
 ARRIVAL_S = 10.0
-"""Longest time in which a whole request must have arrived."""
+"""A whole request must arrive within this time, in seconds."""
 _NEVER_S = float("inf")
 
 

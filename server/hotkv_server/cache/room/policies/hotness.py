@@ -111,7 +111,8 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""Settings that the duel compares, at most 16. The first is in use until another has more hits."""
+"""Settings that the duel compares, at most 16 (bits of `_holders`). The first is in use until
+another wins."""
 
 
 class Duel:
@@ -292,9 +293,9 @@ GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
 """Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended."""
 DEMOTED, DEMOTED_STEP = -1e9, -128.0
-"""Values of c for demoted entries, below the c of all other entries. The first entry of a demoted
-chain gets DEMOTED; for each next entry, DEMOTED_STEP is added, a difference that 32-bit floats can
-represent."""
+"""Values of c for demoted entries: so low that every contender evicts these entries before all
+others. The first entry of a demoted chain gets DEMOTED; for each next entry, DEMOTED_STEP is added,
+a difference that 32-bit floats can represent."""
 DEPTH_STEP = 4e-6
 """The c of a block is at least this much larger than the c of the next block in its chain. So among
 blocks with equal uses, the last of a chain is evicted first."""
@@ -303,8 +304,8 @@ blocks with equal uses, the last of a chain is evicted first."""
 class Hotness:
     """The hotness policy; the module docstring has the formula.
 
-    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; 0 for an
-        unknown entry.
+    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; the end of the
+        time to live if that is later; 0 for an unknown entry.
     _uses: c (log2 of the uses), float32 [capacity + 1].
     _held_until: end of the time for which `hold` holds the entry back, in ticks, uint32 [capacity +
         1]. Not reset when an entry number is reused, so a new block may be held back for the few

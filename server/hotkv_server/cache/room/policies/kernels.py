@@ -81,8 +81,8 @@ def use(
 
     The entries are in chain order. A block counts as used at least as often as the blocks after it
     in the chain, plus `depth_step` per block, even if its own uses were forgotten. A weight of -inf
-    means a refresh, not a use: known entries count as in use from here on, unknown entries are
-    skipped.
+    means a refresh, not a use: known entries get the new time of last use but no further use, and
+    unknown entries are skipped.
 
     used: time of the last use, by entry; set to `until` if that is later.
     uses: c (log2 of the uses), by entry.

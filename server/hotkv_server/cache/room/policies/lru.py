@@ -18,9 +18,9 @@ DEMOTED_S = 2e8
 
 
 class Stamps:
-    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted. Each use gets
-    a later stamp than all uses before. Within a call, a block gets a later stamp than the blocks
-    after it in the chain."""
+    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted. Without a time
+    to live (`ttl_s`), each use gets a later stamp than all uses before. Within a call, a block gets
+    a later stamp than the blocks after it in the chain."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -63,7 +63,7 @@ class Stamps:
         self.stamp_s[entries] = 0.0
 
     def members(self, first: int, stop: int) -> Entries:
-        """Returns the entries with numbers from `first` to `stop` that have a stamp."""
+        """Returns the entries with numbers from `first` to `stop` - 1 that have a stamp."""
         return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
@@ -135,4 +135,4 @@ class LRU:
         return {}
 
     def check_invariants(self) -> None:
-        """Does nothing: the stamps are the only state."""
+        """Does nothing: there are no counts that could disagree with the stamps."""

@@ -88,7 +88,8 @@ class Policy(Protocol):
         entry with the lowest heat is evicted first."""
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the time of each entry's last use, in seconds of `now_s`."""
+        """Returns the time of each entry's last use, in seconds of `now_s`; the end of its time to
+        live (`Retention.ttl_s`) if that is later."""
 
     def figures(self) -> dict[str, float]:
         """Returns the values that the policy has adapted to the traffic, by metric name."""

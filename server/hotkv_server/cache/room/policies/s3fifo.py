@@ -1,6 +1,7 @@
 """S3-FIFO: new blocks enter a small queue, which gets a tenth of the room; blocks that are used
-there move to the main queue, which gives used blocks a second chance. A ghost is a record of a
-block that was evicted from the small queue; a block with a ghost enters the main queue directly.
+there at least USES_TO_STAY times move to the main queue, which gives used blocks a second chance. A
+ghost is a record of a block that was evicted from the small queue; a block with a ghost enters the
+main queue directly.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """

@@ -39,7 +39,8 @@ class GhostTable:
     """The last `num_ghosts` ghosts: records of evicted blocks by key, each with a 64-bit value that
     its policy chooses.
 
-    tags: uint32 [buckets, WAYS]: 32 bits of each ghost's key; 0 for an empty place.
+    tags: uint32 [buckets, WAYS]: 31 bits of each ghost's mixed key (`spread`), and the lowest bit
+        set; 0 for an empty place.
     values: uint64 [buckets, WAYS].
 
     `_ages` [buckets, WAYS]: running number of each ghost; higher is newer, 0 for an empty place.
@@ -144,7 +145,8 @@ SWEEP_ENTRIES = 1 << 17
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
-"""Function that returns the entries with numbers from `first` to `stop` that belong to a queue."""
+"""Function that returns the entries with numbers from `first` to `stop` - 1 that belong to a
+queue. Its arguments are `first` and `stop`."""
 
 
 class Highest:
@@ -259,8 +261,8 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Returns the coldest evictable entries among `entries`, enough for a refill, and how many
-        entries were compared to find them."""
+        """Returns how many of `entries` were compared, and evictable entries among them: at least
+        the coldest, as many as a refill may queue."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
