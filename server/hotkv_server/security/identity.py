@@ -121,8 +121,8 @@ class AccessControl:
     `tenants`: the tenants by name.
     `admins`: proofs that admins need over TCP.
 
-    Both may be replaced while the server runs, but only by tenants if there are tenants, and only
-    by no tenants if there are none.
+    Both may be replaced while the server runs. A server with tenants must keep at least one tenant;
+    a server without tenants must not get any.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
