@@ -277,9 +277,9 @@ class EventsCapability(Capability):
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Returns a mask [n] of the blocks that are ready in host memory and, if there is a disk, a
-        mask of the blocks that are ready there. Returns an empty list if this node does not know
-        the key space. Callable on any thread."""
+        """Looks blocks up. Returns a mask [n] of the blocks that are ready in host memory and, if
+        there is a disk, a second mask of the blocks that are ready on the disk. Returns an empty
+        list if this node does not know the key space. Callable on any thread."""
         number = self._numbers.get(fingerprint)
         if number is None:
             return []

@@ -290,7 +290,7 @@ class Contents:
             self._has_work.clear()
             time.sleep(GATHER_S)
             while self._write_one():
-                # Releases Python's global lock between two records, for the event loop.
+                # Release the GIL between two records, for the event loop.
                 time.sleep(0)
 
     def _write_one(self) -> bool:

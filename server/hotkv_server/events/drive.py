@@ -58,8 +58,8 @@ class BlocksStored:
         return int(self.hashes.nbytes) + self.content.num_bytes
 
     def part(self, first: int, end: int) -> "BlocksStored":
-        """Returns an event for a part of the blocks: those from `first` to `end` - 1. Copies the
-        arrays, because views would keep the whole arrays in memory."""
+        """Returns an event for the blocks `first` to `end` - 1 of this event. Copies the arrays,
+        because views would keep the whole arrays in memory."""
         whole, block_tokens = self.content, len(self.content.token_ids) // len(self.hashes)
         content = RunContent(
             whole.token_ids[first * block_tokens : end * block_tokens].copy(),
@@ -265,8 +265,8 @@ def _is_of_pool(event: Event) -> bool:
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
-    """Returns the begin and the end (exclusive) of each unbroken sequence of True values in a
-    mask."""
+    """Returns the first position and the end (exclusive) of each unbroken sequence of True values
+    in a mask."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))

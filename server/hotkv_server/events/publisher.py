@@ -58,9 +58,9 @@ EVENT_BYTES = 64
 
 
 def binds(endpoint: str) -> bool:
-    """Returns True if the publisher must bind the endpoint, False if it must connect to it. As
-    vLLM's publisher, it binds endpoints with a wildcard address, and those that begin with `ipc://`
-    or `inproc://`."""
+    """Returns True if the publisher must bind the endpoint, False if it must connect to it. Like
+    vLLM's publisher, it binds endpoints that have a wildcard address or begin with `ipc://` or
+    `inproc://`."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
@@ -139,8 +139,8 @@ class ZmqPublisher:
     `buffer_steps`: most messages of a topic to keep for replay.
     `buffer_bytes`: most bytes of the queue, and most bytes of all messages kept for replay.
     `int_hashes`: True sends the last 8 bytes of each hash as a number, False sends all bytes.
-    `per_endpoint`: True numbers the messages of all topics in one sequence, False numbers those of
-        each topic in a sequence of its own.
+    `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
+        messages of each topic in a separate sequence.
     `state`: yields the present state: events for the cached blocks of all key spaces, and None for
         a step that has no event. It runs on the thread; events that are queued meanwhile are sent
         afterwards. None: the state is not known, so a replay has only the messages that are kept.
@@ -170,7 +170,7 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
-        # Each counter has a single thread that writes it.
+        # Only one thread writes each of these counters.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0

@@ -1,8 +1,8 @@
 """Converts hotkv's events (`events.drive`) into vLLM's event classes, which msgspec encodes for
 ZMQ.
 
-The classes here copy `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the encoded bytes
-are the same as those of an engine. The server does not import vLLM; a test compares the classes.
+The classes here copy `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the server sends
+the same bytes as an engine. The server does not import vLLM; a test compares the classes.
 
 Host memory has vLLM's medium "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
 disk and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk

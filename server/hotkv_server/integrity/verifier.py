@@ -137,7 +137,7 @@ class Verifier:
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares those of the entries that are unverified, and condemns blocks that do not match.
+        """Compares the unverified blocks among `entries`, and condemns blocks that do not match.
         Returns the entries that do not match, without duplicates. A lease must pin all `entries`.
         """
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])

@@ -195,8 +195,11 @@ MAX_TICKETS_OF_USER = 512
 
 
 class Tickets:
-    """Issues tickets, and redeems each ticket once; see the comment above. `fresh`: returns the
-    random bytes for a new ticket."""
+    """Issues tickets, and redeems each ticket once. A ticket proves which user a session on the
+    Unix socket belongs to; the user's process has fetched it from the descriptor socket.
+
+    `fresh`: returns the random bytes for a new ticket.
+    """
 
     def __init__(
         self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)

@@ -229,7 +229,7 @@ def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> It
     """Writes the blocks of SIZES, reads them back and compares their bytes. Yields the times for
     each size. Raises StartError if the tier fails or returns other bytes.
 
-    `prefix`: begin of the blocks' keys.
+    `prefix`: the first bytes of the blocks' keys.
     `epochs`: epoch of the check's key space, by fingerprint; empty for the disk.
     """
     memory, offset = arena.array(), 0

@@ -82,7 +82,8 @@ class _Given:
 
 
 class Lane:
-    """Executes the copies of a device in one direction, loads or stores; see the comment above.
+    """Executes the copies of a device in one direction, loads or stores. Jobs take turns, a piece
+    each. The pieces are submitted to a stream of the device, at most `settings.depth` at a time.
 
     `choose`: returns the method for a piece.
     `on_lost`: called with the reason if the device is lost, from a thread of the lane.

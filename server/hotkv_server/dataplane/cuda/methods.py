@@ -113,7 +113,8 @@ log = logging.getLogger(__name__)
 
 
 class Slots:
-    """The slots of a lane; see the comment above.
+    """The slots of a lane (the copies in one direction). A slot is needed for each piece in the
+    device's queue.
 
     `all`: as many slots as `settings.depth`.
     `can_stage`: True if the slots have staging memory.

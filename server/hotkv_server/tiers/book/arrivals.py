@@ -19,7 +19,10 @@ from hotkv_server.tiers.book.moves import Move, Moves, joined
 
 class Arrivals:
     """Reserves slots for the blocks of moves up, and makes the blocks ready when they have arrived.
-    `moves`: the moves under way."""
+    In its methods, `groups` has a list of block hashes for each KV cache group.
+
+    `moves`: the moves under way.
+    """
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves

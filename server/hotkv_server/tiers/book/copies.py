@@ -74,8 +74,8 @@ class Copies:
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
-        """Removes the next blocks from a lane (queue), and returns those that are still ready,
-        without duplicates. Stops when the removed blocks have about `num_bytes` in total, or when
+        """Removes the next blocks from a lane (queue), and returns the removed blocks that are
+        still ready, without duplicates. Stops when these have about `num_bytes` in total, or when
         about MAX_LOOKED blocks were checked. Yields between parts of the work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         generations = index.table.records[:, table.W_GENERATION]

@@ -67,10 +67,10 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from `waiting`, and returns the blocks to write: those that are ready, not
-        on the disk, and admitted by the gate, without duplicates. Stops when the returned blocks
-        have about `num_bytes` in total, or when about MAX_LOOKED blocks were checked. Yields
-        between parts of the work."""
+        """Removes blocks from the queue `waiting`, and returns the blocks to write. A block is to
+        be written if it is ready, is not on the disk, and is admitted by the gate. Stops when the
+        returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks were
+        checked. Yields between parts of the work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -124,9 +124,9 @@ class Demotion:
         return missing
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
-        """Evicts blocks from the disk, to make room for those of `entries` that the disk lacks.
-        Yields between parts of the work; does not yield if there is room already. The caller must
-        call `begin` directly afterwards, with the blocks that are still ready."""
+        """Evicts blocks from the disk, to make room for the blocks of `entries` that the disk
+        lacks. Yields between parts of the work; does not yield if there is room already. The caller
+        must call `begin` directly afterwards, with the blocks that are still ready."""
         wanted: dict[int, tuple[int, int]] = {}
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             size = self._size(key_space_id, group, is_plain=is_plain)

@@ -229,9 +229,10 @@ class EpochBook:
         """Returns the fingerprint of a key space that the caller must now flush on this node, and
         counts the flush as begun. Returns "" if no flush is due.
 
-        A requested flush is due once each shared store has raised the key space's epoch or has
-        failed to, at the latest TELL_S after the request. If the flush began before a store's
-        answer, it would have to run again, because a new epoch needs a flush that begins after it.
+        A requested flush is due once each shared store has raised the key space's epoch, or has
+        failed to raise it, at the latest TELL_S after the request. A flush that began before a
+        store's answer would have to run again: the new epoch is adopted only after a flush that
+        begins after the answer.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -319,7 +320,8 @@ class EpochBook:
         the question as sent.
 
         Includes each key space in use every ASK_EVERY_S. Includes each key space in `idle` every
-        IDLE_EVERY_S, but at most MAX_IDLE of them: those for which the last question is the oldest.
+        IDLE_EVERY_S, but at most MAX_IDLE of them in a call, beginning with the key space for which
+        the last question was sent the longest time ago.
         """
 
         def asked_s(fingerprint: str) -> float:

@@ -217,7 +217,7 @@ class _Day:
         self.total += num_bytes
 
     def recall(self, slots: list[tuple[float, int]]) -> None:
-        """Adds slots that an earlier server has counted, as pairs like those in `slots`."""
+        """Adds time slots that an earlier server has counted, in the form of `slots`."""
         self.slots = deque(sorted([*self.slots, *slots]))
         self.total += sum(num_bytes for _, num_bytes in slots)
 

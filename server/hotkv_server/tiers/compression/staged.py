@@ -1,6 +1,6 @@
-"""The staging memory of a tier that encodes (compresses) blocks. On their way between the arena and
-the store, blocks lie there in encoded form. A thread of the tier allocates a part of the staging
-memory for the blocks of a request, and frees the part afterwards.
+"""The staging memory of a tier that encodes (compresses) blocks. It holds blocks in encoded form on
+their way between the arena and the store. For each request, a thread of the tier allocates a part
+of the staging memory, and frees the part afterwards.
 
 Always true: only the thread that has allocated a part uses the part until it is freed. Writes use
 at most half of the memory, so that writes that hang leave the rest to reads; only a block that is

@@ -42,7 +42,8 @@ memory."""
 
 
 class TierBelow:
-    """Drives the disk tier; see the module.
+    """Drives the disk tier; see the module. In its methods, `groups` has a list of block hashes
+    for each KV cache group.
 
     `tier`: reads and writes the bytes of blocks.
     `lower`: the books of the disk tier, which record the blocks on the disk and the moves.

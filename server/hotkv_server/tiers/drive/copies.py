@@ -139,8 +139,8 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch gets only
-        those of `moving_bytes` that they leave."""
+        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch uses only
+        the part of the limit `moving_bytes` that their copies don't use."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -172,8 +172,8 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Queues the blocks that an earlier server left in host memory, in parts. Waits with a key
-        space until this node knows the store's epoch for it."""
+        """Queues the blocks that an earlier server left in host memory, in parts. Begins with the
+        blocks of a key space once this node knows the store's epoch for the key space."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:

@@ -361,8 +361,8 @@ class Epochs:
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Begins all actions that are due by the book: questions to stores, raises, a flush of this
-        node, and a write of the book."""
+        """Asks the book which actions are due, and begins them: questions to stores, raises of
+        epochs, a flush of this node, a write of the book."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return

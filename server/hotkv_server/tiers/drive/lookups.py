@@ -117,11 +117,12 @@ class WaitingCalls:
 
 
 class TierLookups:
-    """Finds out which blocks are in tiers; see the module.
+    """Finds out which blocks are in tiers; see the module. In its methods, `groups` has a list of
+    block hashes for each KV cache group.
 
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
-    `shared`: those of the sources that are shared tiers. They must be asked which blocks they have,
-        because this node does not know it.
+    `shared`: the shared tiers among the sources. They must be asked which blocks they have, because
+        this node does not know it.
     `waiting`: counts the calls that wait for tiers.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     """

@@ -278,9 +278,10 @@ class LowerMemory:
     def _adopt(self) -> None:
         """Writes the whole table to a new file, which then replaces the file of the old table.
 
-        Syncs the new file before, because it might be empty after a power loss otherwise. Removes
-        the file of key spaces before. So if the process is killed before it has written the new key
-        spaces, the next server does not read the new table with the old key spaces.
+        Two steps precede the replacement. The new file is synced, because otherwise it might be
+        empty after a power loss. The file of key spaces is removed: if the process is killed before
+        it has written the new key spaces, the next server must not read the new table with the old
+        key spaces.
         """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)

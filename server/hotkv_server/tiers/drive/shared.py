@@ -50,7 +50,8 @@ FOUND_S = 10.0
 
 
 class TierShared:
-    """Drives a shared tier; see the module.
+    """Drives a shared tier; see the module. In its methods, `groups` has a list of block hashes for
+    each KV cache group.
 
     `epochs`: tells which epochs the stores of shared tiers have confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time.

@@ -172,7 +172,7 @@ def blocks_of(
 ) -> Blocks:
     """Returns the blocks of entries in host memory, as the argument of a tier's calls.
 
-    `prefix`: begin of the blocks' keys.
+    `prefix`: the first bytes of the blocks' keys.
     `epochs`: see `Blocks.epochs`.
     """
     index = core.space.index

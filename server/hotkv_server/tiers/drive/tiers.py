@@ -81,7 +81,8 @@ class Held:
 
 
 class Tiers:
-    """All tiers below host memory; see the module.
+    """All tiers below host memory; see the module. In its methods, `groups` has a list of block
+    hashes for each KV cache group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
     `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.

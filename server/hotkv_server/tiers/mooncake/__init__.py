@@ -1,6 +1,6 @@
 """The tier in Mooncake Store. Mooncake's native client runs in child processes.
 
 The native client may crash, or hang if the store is down. If it runs in a child process, hotkv can
-kill it; after that it can't touch slots of the arena. Queue, threads and health are those of all
-remote tiers (`tiers.remote`).
+kill it; after that it can't touch slots of the arena. The code of the queue, the threads and the
+health is shared with the other remote tiers (`tiers.remote`).
 """

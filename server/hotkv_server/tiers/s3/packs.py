@@ -129,8 +129,8 @@ def age_at(time_us: int) -> int:
 
 
 def list_bytes(name: str) -> int:
-    """Returns the size of the list of blocks at the begin of a pack, in bytes, with its head.
-    Returns 0 if `name` is not the name of a pack."""
+    """Returns the size of a pack's list of blocks, in bytes, with the list's head. Returns 0 if
+    `name` is not the name of a pack."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 

@@ -27,8 +27,8 @@ BUFFER_BYTES = 1 << 14
 """Size of the buffer for received bytes that are not parsed yet."""
 BESIDE_VALUE_BYTES = 128
 """Number of bytes that are received beyond the end of a value: the line end of the value and the
-begin of the next reply. So a value needs only one system call. To copy so few bytes costs little.
-"""
+beginning of the next reply. So a value needs only one system call. To copy so few bytes costs
+little."""
 
 
 @dataclass(frozen=True, slots=True)
