@@ -3,7 +3,7 @@
 
 Always true:
 
-- if the server listens beyond this machine, a request needs a token;
+- if the server listens beyond this machine, or the settings name a token, a request needs a token;
 - if there are tenants, names are shown only with an admin's token;
 - if no token is needed, the Host header of the request must name this machine. Otherwise a web page
   of another site could resolve its own host name to this address, and read the answer in the user's

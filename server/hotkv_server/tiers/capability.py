@@ -1,8 +1,8 @@
 """The capability that reports the figures of the tiers to the node.
 
 Unlike other capabilities, the tiers open before the node. The node gets them when it is made
-(`Node.tiers`), and calls them through the protocols in `node.capability`. So this capability has
-nothing to do but to report figures.
+(`Node.tiers`), and calls them through the protocols in `node.capability`. So this capability only
+reports figures.
 """
 
 from collections.abc import Iterable, Mapping

@@ -71,7 +71,7 @@ def check_tiers(settings: Settings) -> None:
     """Raises StartError if a server with these settings can't start its tiers.
 
     The possible reasons: the folder of the disk tier is unusable or has no room; the modules of a
-    tier are not installed; another user may write the file of epochs (`EPOCHS_FILE`). Does not
+    tier are not installed; the file of epochs (`EPOCHS_FILE`) belongs to another user. Does not
     connect to stores, because a server also starts while a store is down.
     """
     try:

@@ -14,9 +14,10 @@ a key space on this node, or save the book. Always true:
 - The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
   raises the store's epoch above all epochs known here.
 - Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
-  for the epoch and showed the epoch of the record. A flush is answered only when CONFIRMED_S have
-  passed since the store raised its epoch. By then every other node has either asked the store again
-  or stopped serving the blocks that need the store's confirmation.
+  for the epoch and showed the epoch of the record. (A node that can't reach the store also serves
+  blocks from its host memory.) A flush is answered only when CONFIRMED_S have passed since the
+  store raised its epoch. By then every other node has either asked the store again or stopped
+  serving the blocks that need the store's confirmation.
 - A flush that was requested on this node stays in the record until each store has raised its epoch.
   At most one raise of a key space is under way in a store; it covers all flushes that were
   requested before it.
@@ -166,7 +167,7 @@ class EpochBook:
 
     `stores`: names of the shared stores in the settings.
     `records`: the records that an earlier server saved, by fingerprint; None: no records.
-    `base`: seal number (`Record.local`) of key spaces without a record.
+    `base`: seal number (see `Record.local`) of key spaces without a record.
     `last`: the highest seal number that was ever used.
     `revision`: number of the present state; each change of saved state increases it.
     `saved`: the last revision that the caller has saved.
@@ -204,7 +205,8 @@ class EpochBook:
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
-        """Returns the seal number of the key space (`Record.local`)."""
+        """Returns the seal number of the key space (`Record.local`): the number that is part of the
+        seals (check values) of its blocks on the disk."""
         record = self.records.get(fingerprint)
         return self.base if record is None else record.local
 

@@ -10,8 +10,8 @@ Always true:
 - in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
   which blocks exceeded their estimated size (`add`). The writes of earlier servers count too, as
   far as they were saved (`written`, `recall`);
-- if the block before a block in its sequence is in host memory but not on the disk, the gate
-  refuses the block when it is offered the first time.
+- if the block before a block in its sequence is in host memory, but neither on the disk nor
+  admitted before, the gate refuses the block when it is offered the first time.
 
 Source of the rule: measurements on the traces of docs/tiers.md ("What is written to the disk"). A
 gate that only admits blocks when they are offered the second time lost up to 40 % of the hits
@@ -61,8 +61,9 @@ class Offered:
     `follows` and `has_gap` are valid only in rows with `begins`. They describe the block before
     this block in its chain, and are both False if host memory does not have that block:
 
-    `follows` [n]: True if that block is on the disk, or was admitted shortly before.
-    `has_gap` [n]: True if that block is not on the disk.
+    `follows` [n]: True if that block is on the disk, is being moved there, or was admitted shortly
+        before.
+    `has_gap` [n]: True if host memory has that block, but `follows` is False.
     """
 
     keys: Keys

@@ -181,8 +181,9 @@ class DiskTier:
         """Ends all calls and closes the file; see `Tier.close`. If the disk hangs, waits at most
         `close_wait_s`.
 
-        After such a wait, calls are still under way, so the arena must stay mapped. Once the disk
-        answers, the calls end and the file is closed. Don't call `close` from an `on_done`.
+        If the disk still hangs after this wait, calls are still under way, so the arena must stay
+        mapped. Once the disk answers, these calls end and the file is closed. Don't call `close`
+        from an `on_done`.
         """
         self._closing.set()
         self._staged.stop()

@@ -171,8 +171,8 @@ class Epochs:
         were stored before. Returns the number of blocks removed on this node, and the names of the
         tiers in which the flush is not effective yet.
 
-        With shared tiers this takes at least CONFIRMED_S, because other nodes may use the last
-        answer of a store for that time. If a store does not answer within TELL_S, the call returns
+        If the stores answer, this takes at least CONFIRMED_S, because other nodes may use the last
+        answer of a store for that time. If a store does not answer within TELL_S, the flush ends
         without it; this server or the next then raises the store's epoch as soon as the store
         answers.
         """
