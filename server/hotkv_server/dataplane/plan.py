@@ -1,5 +1,5 @@
-"""Copy plans: values that describe which bytes to copy from where to where. A *run* is a contiguous
-byte range.
+"""Copy plans: values with the sources, destinations and sizes of the bytes to copy. A *run* is a
+contiguous byte range.
 
 Always true: when a plan is made, it is checked that all its bytes are inside the two memories.
 
@@ -28,9 +28,9 @@ may have more runs."""
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of memory that this process can access.
+    """A range of memory, in this process or on a device.
 
-    `address`, `num_bytes`: begin and size of the range.
+    `address`, `num_bytes`: address and size of the range.
     `name`: name of the memory in messages.
     `device`: number of the device that has the memory, or HOST.
     """

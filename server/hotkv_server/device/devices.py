@@ -1,5 +1,5 @@
-"""The devices that this server can use, and the memory of vLLM engines on them that the server has
-opened (by CUDA's interprocess handles).
+"""The devices that this server can use, and the memory of vLLM engines on them. The server opens
+this memory by CUDA's interprocess handles.
 
 Always true: an allocation is opened once, even if several sessions register it, and is closed when
 the last of these sessions closes it. So memory of an engine that has ended does not stay open.

@@ -113,8 +113,8 @@ class DeviceRuntime(Protocol):
     # passed.
 
     def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
-        """Starts a copy from address `src` to address `dst`. If one of them is in host memory that
-        is not registered, the call waits for the copy, which is slow."""
+        """Starts a copy from address `src` to address `dst`. If one of them is in unregistered host
+        memory, the call waits for the copy, which is then slow."""
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
         """Starts many copies with a single call. The device may execute them in any order.

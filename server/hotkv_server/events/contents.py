@@ -13,8 +13,8 @@ was made, so positions only grow. A record never wraps around the end of the rin
 A store only queues its contents, so the event loop does not wait. A thread writes them into the
 ring some milliseconds later. A method that reads contents writes the queued contents first.
 
-If the ring is full, the oldest records are overwritten. Before that, the blocks in them that are
-still cached are appended again as new records, but only a limited number per store.
+If the ring is full, the oldest records are overwritten. Before that, their contents of still cached
+blocks are appended again as new records, but only a limited number per store.
 
 Always true: the ring and the queue are bounded, and the file space of the ring is allocated before
 it is written. If the server is killed, the record that it is writing is not read later, and the

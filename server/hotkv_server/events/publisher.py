@@ -514,9 +514,9 @@ class ZmqPublisher:
     ) -> None:
         """Answers a request for replay with a clear and the present state of these topics.
 
-        The messages have the last numbers that were sent, so that messages that are sent later have
-        greater numbers. `first`: the first number that the reader wants; the messages use no lower
-        numbers, unless there are too few numbers from `first` on.
+        The messages reuse the last numbers that were sent, so all later messages have greater
+        numbers. `first`: the first number that the reader wants. The messages use no lower numbers,
+        unless there are too few numbers from `first` on.
         """
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]

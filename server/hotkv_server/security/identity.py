@@ -1,6 +1,6 @@
-"""Decides for which tenant a peer (the other end of a connection) may act. The peer must show a
-proof of its identity: the user or group of its process, a token, or a client certificate. Also
-keeps the single-use tickets with which users on the Unix socket prove their identity.
+"""Decides for which tenant a peer (the other end of a connection) may act. The proof of a peer's
+identity is the user or group of its process, a token, or a client certificate. Also keeps the
+single-use tickets with which users on the Unix socket prove their identity.
 
 Always true:
 

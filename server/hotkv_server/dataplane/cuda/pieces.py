@@ -1,14 +1,14 @@
 """Splits the plans of a job into pieces. A piece has the runs (contiguous byte ranges) that are
 submitted to a device at once.
 
-Always true: no run crosses the border between two registrations, which are parts of the arena that
-were registered with CUDA separately. The host memory of a piece is either pinned as a whole or not
+The arena is registered with CUDA in several parts, the registrations. Always true: no run crosses
+the border between two registrations. The host memory of a piece is either pinned as a whole or not
 at all. The bytes and the number of runs of a piece are bounded.
 
 The runs of all plans are sorted together by their addresses in the arena. So if the layers of a
 block lie in several memories of the engine, the block's runs still adjoin in the arena. Runs are
-planned in windows, of which the first is small, so that the first bytes of a large job need not
-wait until its last bytes are planned.
+planned in windows. The first window is small, so that the first bytes of a large job need not wait
+until its last bytes are planned.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,8 +47,8 @@ class Piece:
     `device`: addresses of the runs on the device, int64 [runs].
     `host`: addresses of the runs in host memory, int64 [runs].
     `num_bytes`: sizes of the runs, int64 [runs].
-    `registration`: for each run, the number of the registration (part of the arena that was
-        registered with CUDA) that has it, int64 [runs].
+    `registration`: for each run, the number of its registration (part of the arena, as registered
+        with CUDA), int64 [runs].
     """
 
     direction: Direction

@@ -1,5 +1,5 @@
-"""Records the arrival of blocks in host memory: reserves slots for blocks that a tier moves up, and
-pins the arrived blocks for the callers that wait for them.
+"""Records the arrival of blocks from tiers in host memory: reserves their slots, and pins the
+arrived blocks for the waiting callers.
 
 Always true: a block becomes ready in host memory only after the tier has filled its slot with the
 stored bytes. From then on it stays pinned until `let_go`, so that the waiting callers can lease it.

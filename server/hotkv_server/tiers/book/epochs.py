@@ -258,8 +258,8 @@ class EpochBook:
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of a key space on this node has ended, so that no block from
-        before its begin is left. Epochs that waited for this flush (`EpochStanding.target`) become
+        """Records that the flush of a key space on this node has ended: it has removed all blocks
+        from before its beginning. Epochs that waited for this flush (`EpochStanding.target`) become
         the epochs of the record."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s

@@ -109,8 +109,8 @@ class Moves:
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """Prevents new moves of this key space while the context is open. Makes the blocks that are
-        already moving void, so that they don't become ready."""
+        """Prevents new moves of this key space while the context is open. Blocks in moves under way
+        become void: they don't become ready."""
         self.void(key_space_id)
         self._stopped[key_space_id] += 1
         try:

@@ -1,6 +1,6 @@
 """Copies blocks from host memory to a tier that other nodes share. Blocks that an engine has just
-stored on this node are copied soon. Old blocks are copied at a limited rate: blocks that came from
-the disk, that an earlier server left, or whose copy has failed.
+stored on this node are copied soon. Old blocks are copied at a limited rate. These are blocks from
+the disk, blocks of an earlier server, and blocks whose copy has failed.
 
 Always true: a block is written only if the store has lately confirmed the epoch of its key space (a
 number that each flush raises), and if its bytes match its check value. Before old blocks are
@@ -58,7 +58,7 @@ MIN_OLD_BYTES = 8 << 20
 AGAIN_S = 1.0
 """Wait after a copy that failed. The wait doubles with each further failure of the same blocks."""
 WALKED_ENTRIES = 1 << 16
-"""Number of entries that are searched in one turn for blocks that an earlier server left."""
+"""Number of entries that one turn searches for blocks of an earlier server."""
 
 
 class TierCopies:

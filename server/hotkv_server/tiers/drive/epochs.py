@@ -287,7 +287,7 @@ class Epochs:
 
     async def meet(self, key_space_id: int) -> None:
         """Waits until the stores have confirmed the epochs of a new session's key space, at most
-        MEET_S. Blocks that the engine stores before that count as possibly older than a flush, so
+        MEET_S. If the engine stores blocks earlier, they count as possibly older than a flush, and
         this node flushes them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
@@ -319,8 +319,8 @@ class Epochs:
         them, at most until `until_s`, a time of time.monotonic.
 
         Unlike `confirm_all`, also waits for stores that are away, unless their tier reports a
-        problem. This may take some seconds for a store that has just started, so it is meant for
-        prefetches, which can wait.
+        problem. If a store has just started, this may take some seconds. So this method is meant
+        for prefetches only.
         """
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)

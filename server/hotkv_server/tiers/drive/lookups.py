@@ -61,8 +61,8 @@ class TierSource(Protocol):
         """Returns True if the tier may have a block of these lists that host memory lacks."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that the tier is known to have and
-        that host memory lacks."""
+        """Returns, for each list, the positions of the blocks that host memory lacks and the tier
+        is known to have."""
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns, for each list, a mask of the blocks that the tier is known to have."""
@@ -99,8 +99,8 @@ class WaitingCalls:
         return self._waiting.total()
 
     def has_many(self, session: LiveSession) -> bool:
-        """Returns True if MAX_WAITING calls of the session are waiting, so that it may start no
-        further call that waits."""
+        """Returns True if MAX_WAITING calls of the session are waiting. Further calls of the
+        session must then not wait."""
         return self._waiting[session.record.number] >= MAX_WAITING
 
     @contextlib.contextmanager
@@ -156,9 +156,9 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list of a lookup, a mask of the blocks that a tier is known to have, or
-        that are being moved up to host memory. Omits the blocks of a tier if loading them takes
-        longer than computing them.
+        """Returns, for each list of a lookup, a mask of the blocks outside host memory that count
+        as hits: blocks that a tier is known to have, and blocks on their way up to host memory.
+        Omits the blocks of a tier if loading them takes longer than computing them.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of

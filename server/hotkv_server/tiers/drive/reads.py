@@ -131,9 +131,9 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """Returns, for each offer, the seconds that it takes to load its share of the wanted blocks: an
-    offer that is taken loads the blocks that no earlier offer loads. Returns 0 for an offer that
-    loads no block or is not taken."""
+    """Returns, for each offer, the seconds to load its part of the wanted blocks; 0 if it loads no
+    block. A taken offer loads all wanted blocks that it has, except blocks of earlier offers. An
+    offer that is not taken loads no block."""
     lacking = [mask & ~one.ready for one, mask in zip(lists, wanted, strict=True)]
     seconds = []
     for offer, is_taken in zip(offers, taken, strict=True):
@@ -177,7 +177,8 @@ class TierReads:
         return f"TierReads({self.num_reads} reads, {self.hit_blocks}/{self.asked_blocks} hit)"
 
     def add_lookup(self, num_asked: int, num_hit: int) -> None:
-        """Counts a lookup that asked for `num_asked` blocks, of which the tier had `num_hit`."""
+        """Counts a lookup that asked the tier for `num_asked` blocks. The tier had `num_hit` of
+        them."""
         self.asked_blocks += num_asked
         self.hit_blocks += num_hit
 

@@ -46,7 +46,7 @@ MAX_PROBED = 1 << 13
 MAX_FOUND = 1 << 16
 """Most blocks that are remembered as found in the tier."""
 FOUND_S = 10.0
-"""Time for which a block that was found in the tier is remembered, unless it is read earlier."""
+"""Time for which a block is remembered as found in the tier, unless it is read earlier."""
 
 
 class TierShared:
@@ -91,9 +91,9 @@ class TierShared:
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Probes the tier for the blocks that neither host memory nor the disk has, and remembers
-        the blocks that it has. Skips blocks that are remembered already. Waits for the answer at
-        most until `until_s`, a time of time.monotonic."""
+        """Probes the tier for the blocks that are neither in host memory nor on the disk, and
+        remembers which of them the tier has. Skips blocks that are remembered already. Waits for
+        the answer at most until `until_s`, a time of time.monotonic."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
@@ -119,8 +119,8 @@ class TierShared:
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that were lately found in the tier,
-        and that neither host memory nor the disk has. Empty if the store has not confirmed the key
+        """Returns, for each list, the positions of the blocks that were lately found in the tier
+        and are neither in host memory nor on the disk. Empty if the store has not confirmed the key
         space's epoch lately."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
         if not self._epochs.is_confirmed(self.name, key_space_id):

@@ -299,8 +299,8 @@ class Tiers:
         await asyncio.gather(*looks)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Returns the moves up under way that contain a block of these lists, except moves from
-        tiers that lookups skip now."""
+        """Returns the moves up under way that contain a block of these lists. Leaves out the moves
+        of a tier if lookups skip the tier now."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]

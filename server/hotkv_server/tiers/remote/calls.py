@@ -66,7 +66,7 @@ class RemoteCall:
 
     @property
     def changed(self) -> Epochs:
-        """The store's epochs that differ from the epochs that the call expected, by fingerprint."""
+        """The epochs that the store has in place of the expected epochs, by fingerprint."""
         return self._changed
 
     def part_ended(self) -> None:

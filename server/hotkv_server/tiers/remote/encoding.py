@@ -26,8 +26,8 @@ BoolMask = NDArray[np.bool_]
 
 
 def encoding(connect: Connect, staged: Staged | None) -> Connect:
-    """Wraps `connect`, so that the clients that it returns encode blocks in the staging memory
-    `staged`. Returns `connect` itself if `staged` is None."""
+    """Wraps `connect` in a function whose clients encode blocks, in the staging memory `staged`.
+    Returns `connect` itself if `staged` is None."""
     if staged is None:
         return connect
     return lambda until_s: EncodingClient(connect(until_s), staged)

@@ -65,7 +65,7 @@ class _Folder:
     `horizon`: the next listing skips packs of this age (`packs.age_of`) and older.
     `clock_s`: difference between the wall clock and the monotonic clock, in seconds, when a listing
         last skipped no packs. If it changes, the wall clock has jumped.
-    `seen`: names of packs newer than the horizon that are in the index already or were tried.
+    `seen`: names of packs, newer than the horizon, that a listing need not read again.
     `error`: the error of the last listing; None if it succeeded.
     """
 

@@ -88,7 +88,7 @@ def connect(
     settings: ValkeySettings, address: tuple[str, int] | None, until_s: float
 ) -> ValkeyStream:
     """Connects to a server. Raises LostError or LateError if that fails, and UnusableError if a
-    file for TLS that the settings name is unusable.
+    TLS file of the settings is unusable.
 
     `address`: host and port; None for the Unix socket of the settings.
     """
