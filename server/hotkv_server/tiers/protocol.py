@@ -93,7 +93,8 @@ class Write(enum.IntEnum):
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The encoded form of the block is larger than its `stored_bytes`. The tier wrote nothing."""
+    """The tier wrote nothing, because the encoded form of the block is larger than its
+    `stored_bytes`, or the block is too large for the staging memory."""
 
 
 @dataclass(frozen=True, slots=True)
