@@ -1,1 +1,1 @@
-"""Copy engines: they move KV bytes between engine memory and the arena."""
+"""Copy engines: they copy KV bytes between the memory of vLLM engines and the arena."""

@@ -1,7 +1,13 @@
-"""Copy engines: their protocol, their jobs, and the engine that combines all others.
+"""Copy engines: their protocol (`CopyEngine`), their jobs (`CopyJob`), and the object that combines
+all copy engines of a server (`CopyEngines`).
 
-Always true: `on_done` is called exactly once, from any thread, and only after the engine has
-stopped accessing both memories. A gate is released exactly once by the code that polls it.
+A job has all copies of one transfer. A copy engine splits it into *pieces* and copies the pieces on
+its *lanes*: threads, or the two directions of a device. A job may have a *gate*: the job must not
+begin before the device of the vLLM engine has passed a mark, a point in the device's queue.
+
+Always true: a job's `on_done` is called exactly once, from any thread, and only after the copy
+engine has stopped accessing both memories. A gate is released exactly once, by the code that polls
+it.
 """
 
 import contextlib
@@ -29,22 +35,23 @@ class Gate(Protocol):
     """Delays a job until the device of the vLLM engine has passed a mark (a point in its queue)."""
 
     def passed(self) -> bool:
-        """Returns whether the job may begin. Cheap; does not wait. Raises DeviceError if the answer
-        can't be determined; the job then fails."""
+        """Returns True if the device has passed the mark, so that the job may begin. Does not wait.
+        Raises DeviceError if this can't be determined; the job then fails."""
 
     def release(self) -> None:
-        """Called after the last call of `passed`: the gate has passed or failed, or its job was
-        cancelled. Runs on any thread; must not block."""
+        """Frees the gate's resources. Called once, after the last call of `passed`, from any
+        thread; must not block."""
 
 
 class CopyJob:
-    """The copies of a transfer. A copy engine splits the job into pieces. `cancel` may be called
-    from any thread and takes effect between pieces.
+    """The copies of a transfer; see the module.
 
-    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate; the copy engines of single
-        devices assume that the gate has passed.
-    `owner`: name of the tenant or vLLM engine that the job is for; copy engines serve owners in
-        turn.
+    `plans`: the copies.
+    `on_done`: called once when the job has ended, with its outcome, and a message if it has failed.
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate, and gives the job to a copy
+        engine once the gate has passed.
+    `owner`: name of the tenant or vLLM engine for which the job is done; copy engines serve owners
+        in turn.
     """
 
     def __init__(
@@ -74,16 +81,17 @@ class CopyJob:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called, for the job or the job that it is a part of."""
+        """True if this job, or the job of which it is a part (see `parts`), was cancelled."""
         return self._is_cancelled or (self._whole is not None and self._whole.cancelled)
 
     def cancel(self) -> None:
-        """Asks the copy engine to stop early."""
+        """Asks the copy engine to stop before the next piece. Thread-safe."""
         self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
-        """Splits the job into a part per group of plans. Cancelling the job cancels the parts; the
-        last part to end ends the job. Calls `expect`, so the caller must not."""
+        """Splits the job into smaller jobs, its parts, one for each group of plans. If the job is
+        cancelled, its parts are cancelled. When all parts have ended, the job ends. Calls `expect`
+        for the job, so the caller must not call it."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -95,20 +103,20 @@ class CopyJob:
 
     @property
     def begun_s(self) -> float | None:
-        """Time when the copy of the first piece (part of the job) began; None before that."""
+        """The time when the copying of the first piece began, a time of time.monotonic; None before
+        that."""
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of `piece_done` calls that end the job; ends the job at once for 0. Only
-        copy engines call it."""
+        """Sets the number of pieces: after as many calls of `piece_done` the job ends. Ends the job
+        at once if the number is 0. Only copy engines call this method."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
 
     def piece_begun(self) -> None:
-        """Records that a piece (part of the job) is about to be copied. Only copy engines call
-        it."""
+        """Records that the copying of a piece begins. Only copy engines call this method."""
         if not self._begun_s:
             self._begun_s = time.monotonic()
             if self._whole is not None:
@@ -116,13 +124,14 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds from `expect` (called once the gate has passed) until the copy of the first piece
-        (part of the job) began; None before that."""
+        """Seconds that the job has waited in a copy engine: from `expect`, which is called after
+        the gate has passed, until the copying of the first piece began. None before that."""
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
-        """Records that a piece (part of the job) was copied, was skipped or has failed. Only copy
-        engines call it."""
+        """Records that a piece has ended: it was copied, was skipped or has failed. Ends the job
+        after the last piece. Only copy engines call this method. `error`: why the piece has failed;
+        empty otherwise."""
         with self._lock:
             self._error = self._error or error
             self._pieces_left -= 1
@@ -135,56 +144,57 @@ class CopyJob:
 
 
 class CopyEngine(Protocol):
-    """Copies bytes. `submit` may be called from any thread, does not block, and never raises."""
+    """Executes jobs; see the module."""
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job; its `on_done` follows."""
+        """Starts a job. Its `on_done` is called when it has ended. Callable from any thread; does
+        not block and never raises."""
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces (parts of jobs) that have not begun; bounded by the transfers that the
-        core admits."""
+        """Number of pieces that have not begun. The core bounds it, because it bounds the number of
+        transfers."""
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds, summed over all lanes (see `num_lanes`). A piece (part of a job) counts
-        when it ends."""
+        """Seconds in which lanes have copied, summed over all lanes. The time of a piece is added
+        when the piece ends."""
 
     @property
     def num_lanes(self) -> int:
         """Number of lanes that copy in parallel: threads, or directions of a device."""
 
     def is_alive(self) -> bool:
-        """Returns False if any of its threads has died."""
+        """Returns False if a thread of the copy engine has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the slowest thread or device has worked on its piece (part
-        of a job); 0 if all are idle."""
+        """Returns the longest time, in seconds, for which a thread or device has already worked on
+        its present piece; 0 if all are idle. `now_s`: a time of time.monotonic."""
 
     def close(self) -> None:
-        """Waits for jobs in flight and stops the threads."""
+        """Waits until all jobs have ended, then stops the threads."""
 
 
 # ------------------------------------------------------------------------ All engines of the server
-# Passes each plan to the engine of its device, after the job's gate has passed.
+# Gives each plan of a job to the copy engine of its device, after the job's gate has passed.
 #
-# Always true: one thread at a time polls a gate. The gate is released when it has passed or failed,
-# or its job was cancelled. No thread polls while no job waits.
+# Always true: only one thread at a time polls a gate. The gate is released when it has passed or
+# failed, or when its job was cancelled. While no job waits for its gate, no thread polls.
 
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""The pause between two polls of the gates (conditions for which jobs wait): this share of the time
-since the last gate passed or the last job came, within the bounds above. So polling adds at most a
-twentieth to a wait (a tenth if a poll only starts to read a word). During long waits the GIL is
-free for other threads."""
+"""Length of the pause between two polls of the gates, as a share of the time since the last gate
+has passed or the last job has come. The pause is at least POLL_S and at most MAX_POLL_S. So polling
+adds at most a twentieth to a wait (a tenth if a poll only starts to read a word from the device),
+and during long waits the GIL is free for other threads."""
 
 
 class CopyEngines:
-    """Combines the copy engines of the server. Owns and closes all of them.
+    """Combines all copy engines of the server into one. Owns and closes them.
 
-    host: copy engine for plans that involve no device.
-    devices: copy engines for all other plans, by device number.
+    `host`: copy engine for plans between host memories.
+    `devices`: copy engines for plans that involve a device, by the number of the device.
     """
 
     def __init__(self, host: CopyEngine, devices: Mapping[int, CopyEngine]) -> None:
@@ -210,7 +220,7 @@ class CopyEngines:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Ends jobs that wait for their gates as cancelled, and closes all copy engines."""
+        """Cancels the jobs that wait for their gates, and closes all copy engines."""
         with self._changed:
             self._closing = True
             for job in self._waiting:
@@ -222,37 +232,37 @@ class CopyEngines:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces (parts of jobs) that have not begun, plus jobs that wait for their gates
-        (marks of vLLM engines)."""
+        """Number of pieces that have not begun, plus the number of jobs that wait for their
+        gates."""
         return self.num_waiting + sum(engine.num_queued for engine in self._engines.values())
 
     @property
     def num_waiting(self) -> int:
-        """Number of jobs that wait for their gates (marks that the devices of vLLM engines have not
-        passed)."""
+        """Number of jobs that wait for their gates."""
         return len(self._waiting)
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds of the copy engine for host memory; copy engines of devices have separate
-        figures."""
+        """Busy seconds of the copy engine for host memory only. Copy engines of devices report
+        their own figures."""
         return self._engines[HOST].busy_s
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes (threads) of the copy engine for host memory."""
+        """Number of lanes (threads) of the copy engine for host memory only."""
         return self._engines[HOST].num_lanes
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of any copy engine has died, or the thread that polls the gates
-        (a gate holds a job back until the device has passed the job's mark)."""
+        """Returns False if a thread of any copy engine, or the thread that polls the gates, has
+        died."""
         return self._thread.is_alive() and all(
             engine.is_alive() for engine in self._engines.values()
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest stall of a copy engine, or for how many seconds a gate (mark of a
-        vLLM engine) has not answered. Waiting for a gate to pass is no stall."""
+        """Returns the longest stall of a copy engine, or the time for which the present poll of the
+        gates has lasted if that is longer. A job that waits for its gate does not count as a
+        stall."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -276,8 +286,8 @@ class CopyEngines:
             )
 
     def _settle(self, job: CopyJob) -> bool:
-        """Starts or ends the job if its gate has passed or failed; returns False if the job must
-        wait."""
+        """Starts the job if its gate has passed; ends the job if the gate has failed or the job was
+        cancelled. Returns False if the job must still wait."""
         gate = job.gate
         if gate is None:
             self._start(job)
@@ -314,7 +324,8 @@ class CopyEngines:
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
-    """Groups plans by the device that they involve; HOST for plans without a device."""
+    """Groups plans by the number of the device that they involve; HOST for plans between host
+    memories."""
     groups: dict[int, list[Plan]] = {}
     for plan in plans:
         groups.setdefault(plan.device, []).append(plan)
@@ -322,6 +333,6 @@ def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
 
 
 def fail(job: CopyJob, error: str) -> None:
-    """Ends, as failed, a job that has not begun."""
+    """Ends a job that has not begun, with the outcome FAILED."""
     job.expect(1)
     job.piece_done(error)

@@ -1,7 +1,7 @@
-"""Copy engine `host`: memcpy on worker threads, without the GIL.
+"""The copy engine for host memory: copies on worker threads, without the GIL.
 
-Jobs are split into pieces that all threads share. Owners take turns; jobs of an owner are served in
-order. A job may be cancelled between pieces.
+A job is split into pieces, and any thread takes the next piece. The owners of jobs take turns; the
+jobs of an owner are executed in order. A job may be cancelled between pieces.
 """
 
 import threading
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """A queue with a first-in-first-out list for each owner. Owners (tenants or vLLM engines) take
-    turns, an item each. Thread-safe."""
+    """A queue of items that serves their owners (tenants or vLLM engines) in turn, one item at a
+    time. The items of an owner are served first in, first out. Thread-safe."""
 
     def __init__(self) -> None:
         self._ready = threading.Condition()
         self._items: dict[str, deque[T]] = {}
-        # Owners with items; the next to be served comes first.
+        # The owners that have items; the next owner to be served comes first.
         self._turns: deque[str] = deque()
         self._size = 0
         self._is_closed = False
@@ -37,7 +37,7 @@ class FairQueue(Generic[T]):
         return f"FairQueue({self._size} items of {len(self._turns)} owners)"
 
     def put(self, owner: str, items: list[T]) -> None:
-        """Adds items; does not block."""
+        """Adds items of an owner. Does not block."""
         if not items:
             return
         with self._ready:
@@ -57,7 +57,8 @@ class FairQueue(Generic[T]):
             self._ready.notify_all()
 
     def get(self) -> T | None:
-        """Returns the next item; None once the queue is closed and empty. Blocks until then."""
+        """Waits for the next item, removes it from the queue and returns it. Returns None once the
+        queue is closed and empty."""
         with self._ready:
             while not self._turns:
                 if self._is_closed:
@@ -77,16 +78,16 @@ class FairQueue(Generic[T]):
 # --------------------------------------------------------------------------------------- The engine
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
-"""Bounds of the size of a piece (part of a job): large enough that the overhead of a piece is
-negligible, small enough that a cancel takes effect within 1 or 2 milliseconds."""
+"""Bounds of the size of a piece. A piece is large enough that its overhead is negligible, and small
+enough that a cancel takes effect within 1 or 2 milliseconds."""
 STREAMED_JOB_BYTES = 8 << 20
-"""Jobs of at least this size bypass the caches: they do not fit into the caches, and plain stores
-would read every line that they overwrite."""
+"""Jobs of at least this size are copied with stores that bypass the processor's caches. They would
+not fit into the caches, and plain stores would read every cache line that they overwrite."""
 
 
 class HostCopyEngine:
-    """Copies in host memory. `num_threads` workers share a queue; the core bounds the queue by the
-    transfers that it admits."""
+    """The copy engine for host memory; see the module. `num_threads` threads (workers) share one
+    queue. The core bounds the queue, because it bounds the number of transfers."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.kernels")
@@ -124,7 +125,7 @@ class HostCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces (parts of jobs) that have not begun."""
+        """Number of pieces that have not begun."""
         return len(self._queue)
 
     @property
@@ -134,7 +135,8 @@ class HostCopyEngine:
 
     @property
     def busy_s(self) -> float:
-        """Busy seconds, summed over all workers. A piece (part of a job) counts when it ends."""
+        """Seconds in which workers have copied, summed over all workers. The time of a piece is
+        added when the piece ends."""
         return sum(self._busy_s)
 
     def is_alive(self) -> bool:
@@ -142,8 +144,8 @@ class HostCopyEngine:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the slowest worker has worked on its piece (part of a job);
-        0 if all are idle."""
+        """Returns the longest time, in seconds, for which a worker has already worked on its
+        present piece; 0 if all workers are idle. `now_s`: a time of time.monotonic."""
         return now_s - min(filter(None, self._begun_s), default=now_s)
 
     def _work(self, number: int) -> None:
@@ -157,14 +159,15 @@ class HostCopyEngine:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
-            # Before the job ends: code that is notified of the end may read it.
+            # Add the time before the job ends: code that is notified of the end may read the sum.
             self._busy_s[number] += time.monotonic() - begun_s
             job.piece_done(error)
             self._begun_s[number] = 0.0
             del piece, job, plan
 
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
-        """Copies share `at` of `whole` equal shares."""
+        """Copies a piece: share number `at` of a plan that is divided into `whole` equal shares.
+        `streaming`: True bypasses the processor's caches."""
         if isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(

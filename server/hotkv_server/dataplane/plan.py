@@ -1,10 +1,12 @@
-"""Copy plans: sources, destinations and sizes of bytes to copy.
+"""Copy plans: values with the sources, destinations and sizes of the bytes to copy. A *run* is a
+contiguous byte range.
 
-Always true: a plan is checked against both memories before any byte moves. The plan of a call
-consists of whole blocks (`BlockCopies`), so its size depends on the number of blocks, not on the
-number of their runs (contiguous byte ranges). The host's kernel executes the plan directly; an
-engine that needs runs expands it part by part. Both ways merge runs that are contiguous on both
-sides.
+Always true: when a plan is made, it is checked that all its bytes are inside the two memories.
+
+The plan of a transfer (`BlockCopies`) lists whole blocks, so its size depends on the number of
+blocks, not on the number of their runs. The copy engine for host memory executes such a plan
+directly. The copy engines of devices need runs, and expand the plan part by part into plans of runs
+(`CopyPlan`). Both ways merge runs that adjoin in both memories.
 """
 
 import ctypes
@@ -20,17 +22,17 @@ from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]
 PIECE_RUNS = 1 << 16
-"""Most runs (contiguous byte ranges) that are expanded from a plan at a time; a single block may
-have more."""
+"""Most runs (contiguous byte ranges) into which a plan is expanded at a time. Only a single block
+may have more runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process.
+    """A range of memory, in this process or on a device.
 
-    address, num_bytes: where the memory lies, and its size.
-    name: name of the memory in messages.
-    device: number of the memory's device, or HOST.
+    `address`, `num_bytes`: address and size of the range.
+    `name`: name of the memory in messages.
+    `device`: number of the device that has the memory, or HOST.
     """
 
     address: int
@@ -39,14 +41,14 @@ class Region:
     device: int = HOST
 
     def array(self) -> NDArray[np.uint8]:
-        """Returns the memory's bytes as a writable array. Raises ValueError if the bytes lie on a
-        device."""
+        """Returns the bytes of the memory as a writable array, uint8 [num_bytes]. Raises ValueError
+        if the memory is on a device."""
         if self.device != HOST:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def offset_of(self, part: memoryview) -> int:
-        """Returns the offset in bytes of `part`, a view of this memory."""
+        """Returns the offset, in bytes, of a view `part` into this memory."""
         return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
 
 
@@ -64,8 +66,8 @@ def _check_sides(one: Region, other: Region) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies `num_bytes[i]` bytes from `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`, for
-    each run i (contiguous byte range); int64 [runs] each."""
+    """A plan of runs (contiguous byte ranges). For each run i, `num_bytes[i]` bytes are copied from
+    `src` + `src_offsets[i]` to `dst` + `dst_offsets[i]`. The arrays are int64 [runs]."""
 
     dst: Region
     src: Region
@@ -81,7 +83,7 @@ class CopyPlan:
 
     @property
     def device(self) -> int:
-        """The device of the side that lies on a device; HOST if both sides are host memory."""
+        """Number of the device that has one of the two memories; HOST if both are host memory."""
         return max(self.dst.device, self.src.device)
 
     @property
@@ -92,7 +94,7 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Makes a plan; merges byte ranges that adjoin on both sides."""
+        """Makes a plan of runs. Merges neighbouring runs that adjoin in both memories."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]
@@ -113,8 +115,8 @@ class CopyPlan:
         return len(self.num_bytes)
 
     def share(self, begin: int, end: int, whole: int) -> "CopyPlan":
-        """Divides the runs (contiguous byte ranges) into `whole` equal shares. Returns a plan of
-        the shares from `begin` to `end`, without `end`."""
+        """Divides the runs into `whole` equal shares. Returns a plan with the runs of the shares
+        from `begin` to `end` - 1."""
         mine = slice(self.num_runs * begin // whole, self.num_runs * end // whole)
         return CopyPlan(
             self.dst, self.src, self.dst_offsets[mine], self.src_offsets[mine], self.num_bytes[mine]
@@ -123,11 +125,12 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks between an engine's memory and the arena. The recipe lists the byte
-    ranges of a block on both sides.
+    """A plan of whole blocks, between the memory of a vLLM engine and the arena.
 
-    `block_ids`: the blocks in the engine's memory, int64 [blocks].
-    `slot_offsets`: where the blocks' slots start in the arena, int64 [blocks].
+    `recipe`: the byte ranges of a block, in the engine's memory and in its slot.
+    `block_ids`: the engine's ids of the blocks, int64 [blocks].
+    `slot_offsets`: offsets of the blocks' slots in the arena, in bytes, int64 [blocks].
+    `to_engine`: True for a copy from the arena to the engine's memory (a load), False for a store.
     """
 
     recipe: Recipe
@@ -155,7 +158,7 @@ class BlockCopies:
 
     @property
     def device(self) -> int:
-        """The device of the side that lies on a device; HOST if both sides are host memory."""
+        """Number of the device that has one of the two memories; HOST if both are host memory."""
         return max(self.engine.device, self.arena.device)
 
     @property
@@ -172,18 +175,19 @@ class BlockCopies:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs (contiguous byte ranges) before neighbours are merged."""
+        """Number of runs (contiguous byte ranges) of the blocks, before adjoining runs are
+        merged."""
         return len(self.recipe.bases) * len(self.block_ids)
 
     def part(self, begin: int, end: int, whole: int) -> slice:
-        """Divides the blocks into `whole` equal shares. Returns the range of the blocks in the
-        shares from `begin` to `end`, without `end`."""
+        """Divides the blocks into `whole` equal shares. Returns the slice of the blocks in the
+        shares from `begin` to `end` - 1."""
         count = len(self.block_ids)
         return slice(count * begin // whole, count * end // whole)
 
     def share(self, begin: int, end: int, whole: int) -> CopyPlan:
-        """Divides the blocks into `whole` equal shares. Returns a plan of the runs (contiguous byte
-        ranges) of the shares from `begin` to `end`, without `end`."""
+        """Divides the blocks into `whole` equal shares. Returns a plan with the runs (contiguous
+        byte ranges) of the blocks in the shares from `begin` to `end` - 1."""
         mine = self.part(begin, end, whole)
         runs = self.recipe.copy_runs(self.block_ids[mine], self.slot_offsets[mine])
         offsets = (
@@ -206,10 +210,12 @@ def block_copies(
     *,
     to_engine: bool,
 ) -> list[BlockCopies]:
-    """Returns the plans that copy blocks in a direction, a plan per recipe (the byte ranges of a
-    block on both sides).
+    """Returns plans that copy blocks between the memory of a vLLM engine and the arena, one plan
+    for each recipe.
 
-    `engine`: the memory of the vLLM engine, by handle.
+    `recipes`: the byte ranges of a block, one recipe for each memory of the engine.
+    `block_ids`, `slot_offsets`, `to_engine`: see `BlockCopies`.
+    `engine`: the memories of the engine, by handle id.
     """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [
@@ -219,6 +225,6 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Returns the number of shares into which to divide a plan, at least 1: each share has about
-    `piece_bytes`, and not many more runs (contiguous byte ranges) than PIECE_RUNS."""
+    """Returns the number of shares into which to divide a plan, at least 1, so that each share has
+    at most about `piece_bytes` and about PIECE_RUNS runs (contiguous byte ranges)."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

@@ -1,9 +1,10 @@
-"""`DeviceRuntime` on real devices: calls of CUDA's driver. CuPy compiles the kernels once per
-device, into its cache on disk.
+"""The implementation of `DeviceRuntime` for real devices. It calls CUDA's driver, and uses CuPy
+only to compile the copy kernel, once per device, into CuPy's cache on disk.
 
-A device is started when it is first used. Its context takes some hundred MiB of device memory and
-is shared with other users of CUDA in the process. Every method makes its device current in the
-calling thread. Streams live as long as the process; events too, unless they are closed.
+A device is started when it is first used: this makes its context, which takes some hundred MiB of
+device memory. All users of CUDA in the process share the context. Every method makes its device
+current in the calling thread. Streams live as long as the process; so do events, unless they are
+closed.
 """
 
 import importlib
@@ -32,16 +33,19 @@ from hotkv_server.device.runtime import (
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
-"""Shape of a launch of the copy kernel. Bytes in flight = blocks x threads x 128: half a MiB. PCIe
-5 needs about 128 KiB. It uses 8 of the 132 multiprocessors of an H200."""
+"""Number of thread blocks in a launch of the copy kernel, and number of threads in each. They have
+blocks x threads x 128 bytes in flight: half a MiB. PCIe 5 needs about 128 KiB. The kernel occupies
+8 of the 132 multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
-"""CUDA counts down from 0, the lowest, and clamps numbers beyond the device's range."""
+"""CUDA's number for each priority. 0 is the lowest priority, and lower numbers are higher
+priorities. CUDA clamps numbers beyond the device's range."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
 """Bytes that a warp has in flight. A smaller share of a copy is not worth another warp."""
 _SHARES_PER_WARP = 8
+"""Number of shares of copies that each warp gets, if the copies are large enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,14 @@ class CudaEvent:
 
 
 class CupyRuntime:
-    """The runtime; see the module.
+    """A `DeviceRuntime` for real devices; see the module. The constructor raises DeviceError if
+    there is no driver, no device or no CuPy. The message says what to install, or which access the
+    container needs.
 
-    copy_blocks, copy_threads: shape of the copy kernel's launch; at most 512 threads, a multiple of
-        32.
-
-    Raises DeviceError if there is no driver, no device or no CuPy; the message says what to install
-    or to grant.
+    `copy_blocks`: number of thread blocks in a launch of the copy kernel.
+    `copy_threads`: number of threads in each block: a multiple of 32, at most 512.
+    `library`: name of the driver's library.
+    `sysfs`: folder with the PCI devices.
     """
 
     def __init__(
@@ -226,7 +231,8 @@ class CupyRuntime:
         self._driver.call(name, self._enter(device), *arguments)
 
     def _enter(self, device: int) -> str:
-        """Makes the device current in the calling thread; returns its name for errors."""
+        """Makes the device current in the calling thread. Returns the device's name for error
+        messages."""
         context = self._contexts.get(device) or self._start(device)
         where = f"device {device}"
         self._driver.call("cuCtxSetCurrent", where, context)
@@ -243,7 +249,8 @@ class CupyRuntime:
             return self._contexts[device]
 
     def _any_device(self) -> int:
-        """Returns any started device: calls about host memory need a context, no matter which."""
+        """Returns a device whose context serves for calls about host memory: a started device if
+        there is one, else device 0."""
         return next(iter(self._contexts), 0)
 
     def _compile_copy(self, device: int) -> int:
@@ -259,15 +266,25 @@ class CupyRuntime:
 
 
 def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
-    """Returns the number of shares into which the kernel splits each copy: enough to occupy all
-    warps, but no share is smaller than the bytes that a warp has in flight."""
+    """Returns the number of shares into which the copy kernel splits each copy. There are enough
+    shares to occupy all warps, but no share is smaller than the bytes that a warp has in flight.
+
+    `num_copies`: number of copies.
+    `max_bytes`: size of the largest copy.
+    `num_warps`: number of warps in the launch.
+    """
     wanted = math.ceil(_SHARES_PER_WARP * num_warps / num_copies)
     return max(1, min(wanted, math.ceil(max_bytes / _BYTES_OF_WARP)))
 
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
-    """Loads the copy kernel. Returns its module, which must be retained, and its function's handle.
-    CuPy's current device of the thread stays unchanged."""
+    """Compiles and loads a kernel on a device. Returns the kernel's module and the handle of its
+    function. The caller must keep the module. Raises DeviceError. Makes `device` the current device
+    of the calling thread.
+
+    `source`: file with the source text.
+    `name`: name of the kernel's function.
+    """
     try:
         cupy.cuda.runtime.setDevice(device)
         try:

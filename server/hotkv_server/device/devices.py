@@ -1,9 +1,10 @@
-"""The devices that this server can use, and the open memory of engines on them.
+"""The devices that this server can use, and the memory of vLLM engines on them. The server opens
+this memory by CUDA's interprocess handles.
 
-Always true: an allocation is opened once, however many sessions name it, and is closed when the
-last of these sessions closes it. So no memory of an engine that has ended stays open. Opening and
-closing wait for the device, so they must not run on the event loop. Methods may be called from any
-thread.
+Always true: an allocation is opened once, even if several sessions register it, and is closed when
+the last of these sessions closes it. So memory of an engine that has ended does not stay open.
+Opening and closing wait for the device, so they must not run on the event loop. Methods may be
+called from any thread.
 """
 
 import logging
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def uuid_text(device_uuid: bytes) -> str:
-    """Returns the UUID in the notation of nvidia-smi."""
+    """Returns the UUID of a device in the notation of nvidia-smi."""
     return (
         f"GPU-{uuid.UUID(bytes=device_uuid)}"
         if len(device_uuid) == 16
@@ -38,9 +39,11 @@ def uuid_text(device_uuid: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An engine's allocation, opened at `address`.
+    """An allocation of an engine that this process has opened.
 
-    num_bytes: bytes from `address` to the allocation's end; None if CUDA does not say.
+    `address`: the address in this process.
+    `num_bytes`: bytes from `address` to the end of the allocation; None if CUDA does not report
+        them.
     """
 
     address: int
@@ -49,7 +52,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A stream, and an event to record in it."""
+    """A stream of a device, and an event that is recorded in it."""
 
     stream: Stream
     event: Event
@@ -57,10 +60,10 @@ class Queue:
 
 @dataclass(slots=True)
 class _Opened:
-    """An open allocation.
+    """An open allocation and its users.
 
-    tenant: the owner of the allocation.
-    num_users: number of handles, of all sessions, that point into the allocation.
+    `tenant`: tenant of the engine that owns the allocation.
+    `num_users`: number of calls of `open_memory` that were not followed by `close_memory` yet.
     """
 
     allocation: Allocation
@@ -69,11 +72,13 @@ class _Opened:
 
 
 class Devices:
-    """Holds the devices and the engines' open memory; see the module. Without a runtime there are
-    no devices, and refusals quote `why_none`.
+    """The devices, and the memory of engines that is open; see the module.
 
-    engines: copy engines by device; owned by the caller.
-    pinner: pins the arena; None if the arena is not pinned. Owned by the caller.
+    `runtime`: calls CUDA; None if there are no devices.
+    `infos`: the devices.
+    `why_none`: why there are no devices; error messages quote it.
+    `engines`: copy engines, by the number of the device. The caller closes them.
+    `pinner`: pins the arena; None if the arena is not pinned. The caller closes it.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class Devices:
 
     @property
     def runtime(self) -> DeviceRuntime:
-        """The device runtime (CUDA's calls). Raises ValueError if there are no devices."""
+        """The runtime that calls CUDA. Raises ValueError if there are no devices."""
         if self._runtime is None:
             raise ValueError(f"this server has no CUDA copy engine: {self.why_none}")
         return self._runtime
@@ -125,8 +130,8 @@ class Devices:
         return len(self._memory)
 
     def find(self, device_uuid: bytes) -> int:
-        """Returns the number of a device. Raises ValueError that names the device and the existing
-        devices."""
+        """Returns the number of the device with this UUID. Raises ValueError if there is no such
+        device; the message lists the devices that exist."""
         number = next((info.number for info in self.infos if info.uuid == device_uuid), None)
         if number is None and self._runtime is not None:
             seen = (
@@ -142,26 +147,29 @@ class Devices:
         return number
 
     def take_queue(self, device: int) -> Queue:
-        """Returns an unused queue. Streams live as long as the process, so sessions reuse the
-        streams of sessions that have ended. Raises DeviceError."""
+        """Returns a queue that no session uses, or a new queue. (Streams live as long as the
+        process, so sessions reuse the queues of sessions that have ended.) Raises DeviceError."""
         with self._lock:
             if idle := self._idle.get(device):
                 return idle.pop()
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """Puts a queue back for reuse. The queue's work must have ended before."""
+        """Makes a queue of `take_queue` available to other sessions. Its work must have ended."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """Opens an engine's allocation, which stays open until `close_memory` is called as often as
-        `open_memory`. Blocks the calling thread.
+        """Opens an allocation of an engine, or counts a further user if it is open already. It
+        stays open until each user has called `close_memory`. Blocks the calling thread.
 
-        Raises DeviceError, also if another tenant has the allocation open: a handle alone gives no
-        access to another tenant's memory. Raises ValueError if the memory is on another device than
-        `device`. CUDA alone would not refuse such memory: CUDA also opens memory of another device
-        that this device can reach.
+        `handle`: CUDA's interprocess handle of the allocation.
+        `tenant`: the tenant of the session that opens it.
+
+        Raises DeviceError if CUDA can't open it, or if another tenant has it open: a handle alone
+        must not give access to memory of another tenant. Raises ValueError if the memory is on
+        another device than `device`. This check is needed, because CUDA also opens memory of other
+        devices that `device` can reach.
         """
         with self._lock:
             opened = self._memory.get((device, handle))
@@ -203,8 +211,8 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Closes an allocation once. Blocks the calling thread. A failure is logged, because no
-        other reaction is possible."""
+        """Ends one use of an open allocation, and closes the allocation after its last use. Logs
+        failures. Blocks the calling thread."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

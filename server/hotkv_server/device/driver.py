@@ -1,9 +1,11 @@
 """Typed calls of CUDA's driver, through ctypes. Each call releases the GIL while it runs.
 
-CuPy would hold the GIL in calls that mostly return at once. But any of them can wait while another
-thread of the process pins memory or opens another process's memory. Names are the library's
-symbols, in the version that matches the types here. Some drivers lack the optional calls. Source of
-names, types and numbers: `cuda.h` of CUDA 13.0.
+CuPy is not used for these calls, because it holds the GIL in calls that mostly return at once. Yet
+each of them may have to wait while another thread of the process pins memory or opens memory of
+another process.
+
+Calls are named as the symbols of the library, in the version that matches the types here. Some
+drivers lack the optional calls. Source of names, types and numbers: `cuda.h` of CUDA 13.0.
 """
 
 import ctypes
@@ -24,13 +26,14 @@ from hotkv_server.device.runtime import DeviceError, Int64s
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
-"""Size of an interprocess handle, of memory or of an event."""
+"""Size of an interprocess handle, of memory or of an event, in bytes."""
 
 NOT_READY = 600
+"""Status of a query for an event that the device has not reached yet."""
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911})
-"""Errors after which every call of the process fails: hardware (214 ECC, 220 NVLink, 226
-contained), faults of a kernel (700 to 721), a destroyed context (709), the end of MPS (810),
-another device (911)."""
+"""Errors after which every further call of the process fails: errors of the hardware (214 ECC, 220
+NVLink, 226 contained), faults of a kernel (700 to 721), a destroyed context (709), the end of MPS
+(810), an error of another device (911)."""
 
 ATTRIBUTE_HOST_POINTER_IS_DEVICES = 91
 ATTRIBUTE_HOST_NUMA_NODE = 134
@@ -50,19 +53,19 @@ _NAME_BYTES = 256
 
 
 class Handle(ctypes.Structure):
-    """CUipcMemHandle and CUipcEventHandle, which are passed by value."""
+    """CUDA's types CUipcMemHandle and CUipcEventHandle, which are passed by value."""
 
     _fields_ = (("bytes", c_char * HANDLE_BYTES),)
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation; all zero stands for no hint."""
+    """CUDA's type CUmemLocation. All fields 0: no hint."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes. The hints matter only for managed memory."""
+    """CUDA's type CUmemcpyAttributes. The hints matter only for managed memory."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -129,8 +132,9 @@ _OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
 
 
 class Driver:
-    """The driver's library. Calls that need a context in CUDA need a current context. Raises
-    DeviceError that has the call, `where`, CUDA's error and its text."""
+    """The library of CUDA's driver. Methods raise DeviceError, whose message has the name of the
+    call, the device or action (`where`), and CUDA's error with its text. If a call of CUDA needs a
+    context, the caller must make a context current before."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -164,11 +168,15 @@ class Driver:
         return True
 
     def has(self, name: str) -> bool:
-        """Returns whether this driver has an optional call."""
+        """Returns True if this driver has the call `name`."""
         return name not in self._missing
 
     def call(self, name: str, where: str, /, *arguments: object) -> None:
-        """Makes a call. `where`: a device or an action, for the error."""
+        """Calls the driver. Raises DeviceError if the call fails.
+
+        `name`: the name of the call.
+        `where`: names the device or the action, for the error message.
+        """
         if name in self._missing:
             raise DeviceError(
                 f"{name} on {where}: this NVIDIA driver has no such call; install a newer one"
@@ -178,7 +186,7 @@ class Driver:
             raise self.error(name, where, status)
 
     def error(self, name: str, where: str, status: int) -> DeviceError:
-        """Returns the error for a call's status."""
+        """Returns the error for the status of a call that has failed."""
         texts = [c_char_p(), c_char_p()]
         self._library.cuGetErrorName(status, byref(texts[0]))
         self._library.cuGetErrorString(status, byref(texts[1]))
@@ -195,7 +203,7 @@ class Driver:
         return count.value
 
     def device(self, number: int) -> int:
-        """Returns CUDA's handle of a device."""
+        """Returns CUDA's handle of the device with this number."""
         device = c_int()
         self.call("cuDeviceGet", f"device {number}", byref(device), number)
         return device.value
@@ -213,7 +221,7 @@ class Driver:
         return text.value.decode().lower()
 
     def uuid(self, number: int) -> bytes:
-        """Returns the UUID, 16 bytes; a MIG slice has a separate UUID."""
+        """Returns the UUID of a device, 16 bytes. A MIG slice has its own UUID."""
         uuid = ctypes.create_string_buffer(16)
         self.call("cuDeviceGetUuid_v2", f"device {number}", uuid, self.device(number))
         return uuid.raw
@@ -226,7 +234,8 @@ class Driver:
         return value.value
 
     def retain_context(self, number: int) -> int:
-        """Returns the context that this process shares on the device."""
+        """Returns the primary context of a device, which all users of CUDA in the process share,
+        and retains it for the rest of the process."""
         context = c_void_p()
         self.call(
             "cuDevicePrimaryCtxRetain", f"device {number}", byref(context), self.device(number)
@@ -238,10 +247,11 @@ class Driver:
     def copy_batch(
         self, where: str, stream: int, dst: Int64s, src: Int64s, num_bytes: Int64s
     ) -> bool:
-        """Copies in a single call. Returns False, and copies nothing, if the driver lacks the call
-        (it is new in CUDA 12.8).
+        """Starts several copies in a stream with a single call. Returns False, without copying, if
+        the driver lacks this call, which is new in CUDA 12.8.
 
-        dst, src, num_bytes: int64 [copies], contiguous, no size 0.
+        `dst`, `src`: addresses, int64 [copies], contiguous.
+        `num_bytes`: sizes, int64 [copies], contiguous; no size may be 0.
         """
         attributes = CopyAttributes(
             source_order=SOURCE_IN_STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE
@@ -282,8 +292,13 @@ class Driver:
         stream: int,
         arguments: Sequence[int],
     ) -> None:
-        """Launches a kernel whose parameters all have 8 bytes and which needs no dynamic shared
-        memory."""
+        """Launches a kernel in a stream. Its parameters must all have 8 bytes, and it must need no
+        dynamic shared memory.
+
+        `function`: handle of the kernel.
+        `num_blocks`, `num_threads`: number of thread blocks, and of threads in each.
+        `arguments`: values of the parameters.
+        """
         values = [c_uint64(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self.call(
@@ -304,7 +319,8 @@ class Driver:
 
 
 def handle_of(what: str, handle: bytes) -> Handle:
-    """Converts a handle. Raises DeviceError unless it has 64 bytes."""
+    """Converts the bytes of an interprocess handle to CUDA's type. Raises DeviceError unless there
+    are 64 bytes. `what`: names the handle in the error message."""
     if len(handle) != HANDLE_BYTES:
         raise DeviceError(
             f"{what}: an interprocess handle has {HANDLE_BYTES} bytes, this one {len(handle)}; "

@@ -1,10 +1,10 @@
-"""The protocol by which the server uses CUDA. `cupy_runtime` implements it on a machine with GPUs,
-`hotkv_server.testing.device` without GPUs.
+"""The protocol by which the server uses CUDA (`DeviceRuntime`). `cupy_runtime` implements it on a
+machine with GPUs, `hotkv_server.testing.device` simulates it without GPUs.
 
-Addresses are numbers: unified addressing derives the device from them, and registered host memory
-has the same address everywhere. Work in a stream runs later, in the stream's order; only events
-order streams among each other. Methods may be called from any thread, release the GIL while they
-block, and raise DeviceError.
+Addresses are numbers. CUDA derives the device from an address (unified addressing), and registered
+host memory has the same address on the host and on all devices. Work that is submitted to a stream
+runs later, in the order of the stream. Different streams are ordered only by events. Methods may be
+called from any thread, release the GIL while they block, and raise DeviceError.
 """
 
 import enum
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 HOST = -1
-"""Stands for host memory in place of a device's number."""
+"""Means host memory, in place of the number of a device."""
 
 
 class DeviceError(Exception):
-    """Raised if a call failed.
+    """A call of CUDA has failed.
 
-    is_lost: True if every later call on that device will fail too, for the lifetime of this
-        process. Work in the device's streams has stopped accessing memory.
+    `is_lost`: True if the device is lost: every later call for it will fail, for the lifetime of
+        this process. The work in its streams has then stopped accessing memory.
     """
 
     def __init__(self, message: str, *, is_lost: bool = False) -> None:
@@ -37,8 +37,8 @@ class DeviceError(Exception):
 class DeviceInfo:
     """A device that this process can use.
 
-    number: index of the device in this process, by which CUDA's calls name it.
-    numa_node: NUMA node of the device's PCIe slot; -1 if unknown.
+    `number`: index of the device in this process, with which CUDA's calls name it.
+    `numa_node`: NUMA node of the device's PCIe slot; -1 if unknown.
     """
 
     number: int
@@ -50,9 +50,9 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Start and size of an allocation on a device.
+    """Address and size of an allocation on a device.
 
-    device: the device that has the memory; negative if unknown.
+    `device`: number of the device that has the memory; negative if unknown.
     """
 
     start: int
@@ -68,7 +68,7 @@ class Priority(enum.IntEnum):
 
 
 class Stream(Protocol):
-    """A queue of a device."""
+    """A queue of a device. Work in it runs in the order in which it was submitted."""
 
     @property
     def device(self) -> int:
@@ -76,7 +76,8 @@ class Stream(Protocol):
 
 
 class Event(Protocol):
-    """A point in a stream, after it is recorded; before that it counts as passed."""
+    """A point in a stream, at which the event was last recorded. An event that was never recorded
+    counts as passed."""
 
     @property
     def device(self) -> int:
@@ -87,7 +88,7 @@ class DeviceRuntime(Protocol):
     """The functions of CUDA that the server uses."""
 
     def devices(self) -> Sequence[DeviceInfo]:
-        """Returns all devices, by number."""
+        """Returns all devices, in the order of their numbers."""
 
     # Order
 
@@ -95,82 +96,89 @@ class DeviceRuntime(Protocol):
         """Makes a stream that does not wait for any other stream."""
 
     def new_event(self, device: int) -> Event:
-        """Makes an event without timing. A thread waits for it without spinning."""
+        """Makes an event without timing. A thread that waits for it does not spin."""
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Records the event behind all work in the stream."""
+        """Records the event in the stream, behind all work that was submitted before."""
 
     def passed(self, event: Event) -> bool:
-        """Returns whether the device has reached the event, as last recorded. Does not wait. Raises
-        errors of the work before it."""
+        """Returns True if the device has reached the point where the event was last recorded. Does
+        not wait. Raises errors of the work before that point."""
 
     def synchronize(self, event: Event) -> None:
-        """Waits until the device has reached the event. Raises errors of the work before it."""
+        """Waits until the device has reached the point where the event was last recorded. Raises
+        errors of the work before that point."""
 
-    # Copies: neither memory may change or be freed before an event behind the copy has passed.
+    # Copies: the caller must not change or free either memory before an event behind the copy has
+    # passed.
 
     def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
-        """Copies between any two addresses. If the host's side is not registered, the call waits
-        for the copy, which is slow."""
+        """Starts a copy from address `src` to address `dst`. If one of them is in unregistered host
+        memory, the call waits for the copy, which is then slow."""
 
     def copy_batch(self, stream: Stream, dst: Int64s, src: Int64s, num_bytes: Int64s) -> None:
-        """Starts many copies in a single call, in any order.
+        """Starts many copies with a single call. The device may execute them in any order.
 
-        dst, src, num_bytes: addresses and sizes, int64 [copies]. Either all copies go between the
-            stream's device and registered host memory, or all stay on the device.
+        `dst`, `src`: addresses, int64 [copies]. Either all copies go between the stream's device
+            and registered host memory, or all stay on the device.
+        `num_bytes`: sizes, int64 [copies].
         """
 
     def copy_kernel(self, stream: Stream, table: int, num_copies: int, max_bytes: int) -> None:
-        """Starts many copies by a kernel of the stream's device; for short copies.
+        """Starts many copies with a kernel on the stream's device; meant for short copies.
 
-        table: address of int64 [3, num_copies] (dst, src, bytes) that the device can read.
-        max_bytes: the largest of the sizes.
+        `table`: address of an int64 array [3, num_copies] that the device can read; its rows are
+            destinations, sources and sizes.
+        `max_bytes`: the largest of the sizes.
 
         Host addresses must be registered. The kernel copies 16 bytes at a time if addresses and
-        sizes allow it. Without MPS a device runs kernels of one process at a time, so an engine's
-        kernels wait while this kernel runs. The engine's kernels never wait for the other two ways
-        to copy.
+        sizes allow it. Without MPS a device runs kernels of only one process at a time. So the
+        kernels of an engine wait while this kernel runs; they never wait for `copy` or
+        `copy_batch`.
         """
 
     # Memory
 
     def allocate(self, device: int, num_bytes: int) -> int:
-        """Allocates device memory; returns its address, a multiple of 256."""
+        """Allocates device memory. Returns its address, a multiple of 256."""
 
     def free(self, device: int, address: int) -> None:
-        """Frees device memory; may wait for the device. Work that uses the memory must have
-        ended."""
+        """Frees device memory that `allocate` has returned. Work that uses the memory must have
+        ended before. May wait for the device."""
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """Allocates registered host memory; returns its address, a multiple of 4096."""
+        """Allocates registered host memory. Returns its address, a multiple of 4096."""
 
     def free_pinned(self, address: int) -> None:
-        """Frees memory of `allocate_pinned`."""
+        """Frees host memory that `allocate_pinned` has returned."""
 
     def register(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
-        """Pins host memory for all devices. Address and size are multiples of the page size. A copy
-        must not cross the border between two registrations."""
+        """Registers (pins) host memory for all devices. Address and size must be multiples of the
+        page size. A copy must not cross the border between two registrations.
+
+        `read_only`: True if devices only read the memory.
+        """
 
     def unregister(self, address: int) -> None:
-        """Undoes `register` of that address."""
+        """Unregisters the host memory that was registered at `address`."""
 
     # Between processes
 
     def open_memory(self, device: int, handle: bytes) -> int:
-        """Opens another process's allocation by its handle of 64 bytes; returns the allocation's
-        address. An allocation that is opened twice has the same address and must be closed
-        twice."""
+        """Opens an allocation of another process and returns its address in this process. If an
+        allocation is opened twice, it has the same address and must be closed twice. `handle`:
+        CUDA's interprocess handle, 64 bytes."""
 
     def extent(self, device: int, address: int) -> Extent:
-        """Returns the extent of the opened allocation that contains the address. The extent may
-        begin before the address that was opened."""
+        """Returns the extent of the opened allocation that contains `address`. The extent may begin
+        before the address that `open_memory` has returned."""
 
     def close_memory(self, device: int, address: int) -> None:
-        """Closes an opened allocation once. After the last close, the memory is free if the process
-        that owns it has freed it or has died."""
+        """Closes an opened allocation once. After the last close, its memory becomes free if the
+        owning process has freed it or has died."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
-        """Opens another process's event by its handle of 64 bytes."""
+        """Opens an event of another process. `handle`: CUDA's interprocess handle, 64 bytes."""
 
     def close_event(self, event: Event) -> None:
-        """Closes an opened event."""
+        """Closes an event that `open_event` has returned."""

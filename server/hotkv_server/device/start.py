@@ -1,10 +1,12 @@
-"""Finds devices at start and makes the parts for engines on GPUs: the runtime, a copy engine for
-each device, the pinned arena.
+"""Finds the devices when the server starts, and makes the objects that serve vLLM engines on GPUs:
+the runtime, a copy engine for each device, and the pinner of the arena.
 
 Always true: CUDA is used only if the settings allow it and an NVIDIA device exists. If CUDA does
-not work and the settings do not require it, the server runs without devices and refuses engines on
-GPUs with the reason. Parts close in the order of their dependencies: engines' memory (with the
-sessions), copy engines, the pinned arena, the arena.
+not work and the settings do not require it, the server runs without devices; it then refuses
+engines on GPUs, and tells them the reason.
+
+When the server ends, it first closes the memory of engines (with their sessions), then the copy
+engines; then it unpins the arena, and closes the arena last.
 """
 
 import logging
@@ -32,13 +34,17 @@ DEVICE_NODES = Path("/dev")
 
 
 class CudaError(Exception):
-    """Raised if the settings require a device or memory that this machine lacks; the message gives
-    the fix."""
+    """The settings require a device or memory that this machine lacks. The message says how to fix
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A runtime with its devices, or the reason why there is no runtime."""
+    """The result of `look`: a runtime with its devices, or the reason why there is none.
+
+    `runtime`: None without devices.
+    `why_none`: the reason; empty if there is a runtime.
+    """
 
     runtime: DeviceRuntime | None
     infos: tuple[DeviceInfo, ...] = ()
@@ -46,19 +52,21 @@ class Found:
 
 
 def has_device_node(folder: Path = DEVICE_NODES) -> bool:
-    """Returns whether this process may open an NVIDIA GPU."""
+    """Returns True if this machine or container has the device file of an NVIDIA GPU."""
     return any(folder.glob("nvidia[0-9]*")) or (folder / "dxg").exists()
 
 
 def new_runtime() -> DeviceRuntime:
-    """Loads CUDA. Raises DeviceError if CUDA does not work. Takes seconds."""
+    """Loads CUDA and returns the runtime. Raises DeviceError if CUDA does not work. Takes
+    seconds."""
     from hotkv_server.device.cupy_runtime import CupyRuntime
 
     return CupyRuntime()
 
 
 def look(copy: CopySettings) -> Found:
-    """Finds the runtime and devices for these settings. Takes seconds if there is a device."""
+    """Finds the devices that the settings allow, and loads CUDA if there is a device. This then
+    takes seconds."""
     if copy.cuda == "off":
         return Found(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
@@ -74,7 +82,8 @@ def look(copy: CopySettings) -> Found:
 
 
 def look_in_background(copy: CopySettings) -> "Future[Found]":
-    """Runs `look` on a thread, while the arena is prefaulted."""
+    """Runs `look` on a thread, so that the caller can prefault the arena meanwhile. Returns a
+    future of its result."""
     thread = ThreadPoolExecutor(1, "hotkv-cuda-start")
     found = thread.submit(look, copy)
     thread.shutdown(wait=False)
@@ -83,9 +92,13 @@ def look_in_background(copy: CopySettings) -> "Future[Found]":
 
 @dataclass(slots=True)
 class CudaPart:
-    """The parts for engines on GPUs; see the module.
+    """The objects that the server needs for copies, for GPUs among others; see the module.
 
-    copy_engine: serves all devices and the host.
+    `devices`: the devices, and the memory of engines on them.
+    `copy_engine`: combines the copy engines of all devices and of host memory.
+    `engines`: the copy engines of devices, by the number of the device.
+    `pinner`: pins the arena; None if the arena is not pinned.
+    `pin_is_required`: True if the server must not serve unless the arena is pinned.
     """
 
     devices: Devices
@@ -95,27 +108,29 @@ class CudaPart:
     pin_is_required: bool = False
 
     def fault(self) -> str:
-        """Returns why the server can't serve; empty if it can."""
+        """Returns the reason why the server can't serve: a lost device, or an arena that can't be
+        pinned although the settings require it. Returns "" if there is no such reason."""
         lost = [engine.problem for engine in self.engines.values() if engine.problem]
         if self.pin_is_required and self.pinner is not None and self.pinner.error:
             lost.append(f"arena.pin is required, and {self.pinner.error}")
         return "; ".join(lost)
 
     def progress(self) -> str:
-        """Returns the progress of pinning, for people; empty when it has ended."""
+        """Returns a text with the progress of pinning; empty if pinning has ended, has failed or is
+        not wanted."""
         pinner = self.pinner
         if pinner is None or pinner.is_done or pinner.error:
             return ""
         return f"pinning the arena: {pinner.pinned_bytes >> 20} of {pinner.num_bytes >> 20} MiB"
 
     def start(self) -> None:
-        """Begins to pin the arena, in the background."""
+        """Starts to pin the arena, in the background."""
         if self.pinner is not None:
             self.pinner.start()
 
     def close(self) -> None:
-        """Closes copy engines and unpins the arena. All sessions must have ended. Blocks the
-        calling thread."""
+        """Closes the copy engines and unpins the arena. All sessions must have ended before. Blocks
+        the calling thread."""
         self.copy_engine.close()
         if (pinner := self.pinner) is not None:
             # The driver unpins page by page; a large arena has hundreds of millions.
@@ -124,8 +139,11 @@ class CudaPart:
 
 
 def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: Found) -> CudaPart:
-    """Makes copy engines and the pinner for the devices found. The caller then calls
-    `CudaPart.start`. Blocks the calling thread. Raises CudaError."""
+    """Makes the copy engines and the pinner for the devices that `look` has found. The caller must
+    then call `CudaPart.start`. Blocks the calling thread. Raises CudaError.
+
+    `host`: the copy engine for host memory.
+    """
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
         if copy.cuda == "on":
@@ -174,8 +192,9 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
 def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
-    """Makes a device's copy engine, whose threads run on processors near the device. Reads the
-    device's calibration from the folder, or measures the device and saves the calibration there."""
+    """Makes the copy engine of a device. Its threads run on processors near the device. Reads the
+    calibration of the device from `folder`; if there is none, the copy engine measures the device
+    in the background, and the calibration is saved in `folder`."""
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",
@@ -198,8 +217,8 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """Returns the calibration of an earlier server; None if it is missing or not valid for this
-    device and driver."""
+    """Returns the calibration that an earlier server has saved; None if it is missing, or not valid
+    for this device and driver."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")
@@ -213,7 +232,7 @@ def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Saves a calibration for the next start. A failure is only logged."""
+    """Saves a calibration for the next start. Logs a failure."""
     scratch = path.with_suffix(".new")
     try:
         scratch.write_text(calibration.to_json())

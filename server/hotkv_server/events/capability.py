@@ -1,5 +1,5 @@
-"""Registers events as a capability of the node. Imports ZMQ only if the settings name an
-endpoint for events."""
+"""Connects events to the node, as a capability (`EventsCapability`). Imports ZMQ only if the
+settings name an endpoint for events."""
 
 import asyncio
 import importlib
@@ -64,14 +64,14 @@ TOPICS = {
     "pool": "kv@pool:{pool}@{model}",
     "engine": "",
 }
-"""Default topic for each value of the setting `events.identity`, in the form of llm-d-router#2586.
-With `engine`, the engines publish the events."""
+"""Default ZMQ topic for each value of the setting `events.identity`, in the form of
+llm-d-router#2586. With `engine` the server publishes no events, because the engines do."""
 ANSWER_WAIT_S = 1.0
-"""Longest time that an answer to a router waits for shared tiers. HTTP answers within 2 s in any
-case."""
+"""Longest time that `check_blocks` waits for shared tiers, for an answer to a router. The HTTP
+server answers within 2 s in any case."""
 MOST_NAMES = 16
-"""Most names of a key space's model under which events are published. Clients choose the names, so
-their number must be bounded."""
+"""Most names of the model of a key space under which events are published. Their number must be
+bounded, because clients choose the names."""
 
 
 def check(settings: Settings) -> None:
@@ -81,7 +81,7 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
-    """Returns the events capability of this node. Raises StartError."""
+    """Returns the events capability of this node. Raises StartError if it can't start."""
     return EventsCapability(node, settings.events)
 
 
@@ -100,7 +100,10 @@ def _zmq() -> ModuleType:
 def _publisher(
     settings: EventSettings, state: Callable[[], Iterator[BlocksStored | None]] | None
 ) -> "ZmqPublisher | None":
-    """Returns the publisher of events; None if the settings name no endpoint. Raises StartError."""
+    """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
+
+    `state`: yields the present state, see `ZmqPublisher`.
+    """
     if not settings.endpoint:
         return None
     zmq = _zmq()
@@ -133,9 +136,9 @@ def _publisher(
 
 
 def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
-    """Returns the index of the group that a router's question is about: the first group that
-    attends to all tokens and has blocks of `block_tokens` tokens (0: of any size). None if there is
-    no such group."""
+    """Returns the index of the KV cache group for which a router asks: the first group that attends
+    to all tokens and has blocks of `block_tokens` tokens. 0 means blocks of any size. Returns None
+    if there is no such group."""
     kinds = (GroupKind.FULL_ATTENTION, GroupKind.MLA)
     for at, group in enumerate(key_space.groups):
         if group.kind in kinds and block_tokens in (0, group.block_tokens):
@@ -144,12 +147,11 @@ def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
 
 
 class EventsCapability(Capability):
-    """Connects events to the node: makes events when the node reports stores, moves and removals,
-    and serves the calls of readers.
+    """Connects events to the node: makes events when the node reports stores, moves and removals of
+    blocks, and serves the calls of readers. The constructor raises StartError if the publisher
+    can't start, or if the file with the token ids of blocks is unusable.
 
-    Raises StartError if the publisher can't start, or if the file for the blocks' token ids can't
-    be used.
-    hub: sends the events to readers; None makes a hub from the settings.
+    `hub`: sends the events to readers; None: made from the settings.
     """
 
     def __init__(self, node: Node, settings: EventSettings, hub: EventHub | None = None) -> None:
@@ -184,7 +186,8 @@ class EventsCapability(Capability):
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
             if not self._has_announced and self._contents.num_blocks:
-                # Sends the blocks that a restart has restored: readers were told to drop them.
+                # Send the blocks that were restored after a restart, because readers were told to
+                # drop them.
                 self.hub.publisher.announce()
             self._has_announced = True
             self.hub.publisher.settle()
@@ -260,7 +263,8 @@ class EventsCapability(Capability):
     # The present state
 
     def _spaces(self) -> list[Space]:
-        """Returns the spaces of host memory and, if this node has a disk tier, of the disk."""
+        """Returns the `Space` of host memory and, if this node has a disk tier, the `Space` of the
+        disk."""
         core = self._node.core
         return [core.space, *[one.space for one in core.below if one.space is not None][:1]]
 
@@ -268,27 +272,28 @@ class EventsCapability(Capability):
         return self._contents.find(self._fingerprints[key_space_id], group_index, block_hash)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
-        """Returns which blocks [n] are cached in host memory or on this node's disk."""
+        """Returns a mask [n] of the blocks that are ready in host memory or on this node's disk."""
         masks = self._lying(fingerprint, group_index, hashes)
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Returns, for host memory and then for the disk if there is one, which blocks [n] are
-        ready. Returns an empty list if the key space is not known. May run on any thread."""
+        """Looks blocks up. Returns a mask [n] of the blocks that are ready in host memory and, if
+        there is a disk, a second mask of the blocks that are ready on the disk. Returns an empty
+        list if this node does not know the key space. Callable on any thread."""
         number = self._numbers.get(fingerprint)
         if number is None:
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
     def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
-        """Yields the present state: the cached blocks whose token ids are known. May run on any
-        thread. Of a sequence, earlier blocks come first. Yields None for a run without a cached
-        block, so that each step is short.
+        """Yields the present state: events for the cached blocks whose token ids are known. Yields
+        None for a stored run that has no cached block any more, so that each step is short. In a
+        sequence, earlier blocks come first. Callable on any thread.
 
-        fingerprint: key space whose blocks are yielded; None: of all key spaces.
+        `fingerprint`: the key space whose blocks are yielded; None: all key spaces.
 
-        A block that is stored or removed during the iteration may be yielded or not. The event of
-        such a block is sent in either case.
+        If a block is stored or removed during the iteration, it may be yielded or not. The event of
+        this store or removal is sent in either case.
         """
         media = ((Medium.CPU, ""), (Medium.DISK, DISK_TIER))
         for known in self._contents.runs(fingerprint=fingerprint):

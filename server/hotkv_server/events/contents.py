@@ -1,21 +1,24 @@
 """Keeps the contents of stored blocks (token ids, parent, adapter, extra keys) for later events.
 
-An engine sends a block's token ids only with its store. But the server also sends events about the
-block later: when a tier moves it, when a new reader asks for the present state, and after a
-restart. A router that matches prompts by tokens can't use these events without token ids.
+An engine sends the token ids of a block only with the block's store. But the server also sends
+events about the block later: when a tier moves it, when a new reader asks for the present state,
+and after a restart. A router that matches prompts by tokens can't use such events without token
+ids.
 
-The contents are records in a ring buffer. It is a file beside the arena, so that the next server
-can read it. Positions are counted from the first record ever written, so they only grow; a record
-never wraps around the end of the ring.
+The contents are records in a ring buffer. A record has the contents of a run: consecutive blocks of
+a sequence that were stored together. The ring is a file beside the arena, so that the next server
+can read it. The position of a record counts the bytes that were written before it since the ring
+was made, so positions only grow. A record never wraps around the end of the ring.
 
 A store only queues its contents, so the event loop does not wait. A thread writes them into the
 ring some milliseconds later. A method that reads contents writes the queued contents first.
 
-Always true: the ring and the queue are bounded, and the ring's file space is allocated before it is
-written. If the ring is full, the oldest records are overwritten. Before that, blocks in them that
-are still cached are appended again as newest records, but only a limited number per store. A record
-that a kill leaves unfinished is not read, and contents that are queued at a kill are lost.
-Thread-safe.
+If the ring is full, the oldest records are overwritten. Before that, their contents of still cached
+blocks are appended again as new records, but only a limited number per store.
+
+Always true: the ring and the queue are bounded, and the file space of the ring is allocated before
+it is written. If the server is killed, the record that it is writing is not read later, and the
+queued contents are lost. Thread-safe.
 """
 
 import contextlib
@@ -44,52 +47,53 @@ log = logging.getLogger(__name__)
 
 MAGIC: Final = b"HOTKVEC1"
 START: Final = 4096
-"""Offset of the ring in the file; the header precedes it."""
+"""Offset of the ring in the file; the header is before it."""
 HEADER: Final = struct.Struct("<8sqqq")
-"""Header of the file: magic, size of the ring, position of the oldest record, and position behind
-the newest record."""
+"""Header of the file: magic number, size of the ring, position of the oldest record, position
+behind the newest record."""
 PREFIX: Final = struct.Struct("<III")
-"""Beginning of each record: CRC-32 of the rest of the record, length of the whole record in bytes,
-kind (FILLER, BLOCKS or NAME)."""
+"""First fields of each record: CRC-32 of the rest of the record, length of the whole record in
+bytes, kind (FILLER, BLOCKS or NAME)."""
 RUN: Final = struct.Struct("<32sIIIIII")
-"""Beginning of a record of kind BLOCKS, after PREFIX: fingerprint of the key space, group, depth,
-number of blocks, number of tokens, bytes of the adapter's name, bytes of the extra keys. Then
-follow the parent's hash, the hashes, the token ids, the name and the keys."""
+"""Fields after PREFIX in a record of kind BLOCKS: fingerprint of the key space, group, depth,
+number of blocks, number of tokens, bytes of the adapter's name, bytes of the extra keys. They are
+followed by the parent's hash, the hashes, the token ids, the name and the extra keys."""
 ALIGN: Final = 16
 """Lengths of records are multiples of this many bytes."""
 GROWTH_BYTES: Final = 4 << 20
 """The ring's size grows in steps of this many bytes."""
 FILLER, BLOCKS, NAME = 0, 1, 2
-"""Kinds of records: unused bytes up to the end of the ring, a run (consecutive blocks that were
-stored together), a name of a model."""
+"""Kinds of records. FILLER: unused bytes up to the end of the ring. BLOCKS: a run (consecutive
+blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""Limit for the records that one addition appends again because their blocks are still cached. If
-the limit is reached, most of the ring is about cached blocks; then no records of blocks are
-appended again until an eighth of the ring has been overwritten."""
+"""Most records that are appended again, because their blocks are still cached, when one record is
+added. If this limit is reached, most of the ring is about cached blocks. Then no records of blocks
+are appended again until an eighth of the ring has been overwritten."""
 AT_BITS = 17
-"""Number of low bits of a value in the index that hold the block's place in its run (the blocks of
-a record); the higher bits hold the position of the run's record."""
+"""A value in the index has two parts: this number of low bits is the number of the block in its
+run, the higher bits are the position of the run's record."""
 NO_PARENT = bytes(32)
-"""Parent's hash in the record of a run (consecutive blocks) whose first block has no parent."""
+"""In place of the parent's hash, if the first block of a run has no parent."""
 
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
 MAX_QUEUED_BYTES = 8 << 20
-"""If the queue holds more, the store itself writes the queue."""
+"""If more bytes are queued, the store that queues them writes the queue itself."""
 
 Present = Callable[[bytes, int, Words], BoolMask]
-"""Returns which blocks are cached [n]. Arguments: fingerprint of the key space, group, hashes as
-uint32 words [n, 8]."""
+"""Returns a mask [n] of the blocks that are cached. Arguments: fingerprint of the key space, group,
+hashes as uint32 words [n, 8]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record in the ring.
+    """A record in the ring: a run (consecutive blocks), or a name of a key space's model.
 
-    fingerprint: fingerprint of the record's key space.
-    group_index, depth: group of a run (consecutive blocks), and the number of blocks before it in
-        its sequence; 0 for a name.
-    name: name of a model; empty for a run of blocks.
+    `position`: position of the record; see the module.
+    `fingerprint`: fingerprint of the key space.
+    `group_index`: KV cache group of the run; 0 for a name.
+    `depth`: number of blocks before the run in its sequence; 0 for a name.
+    `name`: the name of the model; empty for a run.
     """
 
     position: int
@@ -103,9 +107,10 @@ class _Record:
 class KnownRun:
     """A run (consecutive blocks of a sequence) as it was stored.
 
-    fingerprint, group_index: key space and group of the blocks.
-    packed: bytes of the run's record, from which `run` makes the run.
-    is_newest: for each block [n], False if a later record has the same block.
+    `fingerprint`: fingerprint of the key space.
+    `group_index`: KV cache group of the blocks.
+    `packed`: the bytes of the run's record, which `run` parses.
+    `is_newest`: mask [n]; False for a block that a later record contains too.
     """
 
     fingerprint: bytes
@@ -119,16 +124,17 @@ class KnownRun:
         return _hashes(self.packed)
 
     def run(self) -> BlocksStored:
-        """Returns the run. Takes longer than reading the other fields."""
+        """Parses the record and returns the run. This takes longer than reading the other
+        fields."""
         return _unpacked_run(self.packed)
 
 
 class Contents:
-    """Keeps and finds the contents of blocks (see the module).
+    """Keeps and finds the contents of blocks; see the module.
 
-    path: the ring's file; None keeps the ring in private memory of the process.
-    max_bytes: most bytes of the ring. The index takes about 200 further bytes for each block.
-    present: returns which blocks are still cached, so that their contents are worth keeping.
+    `path`: file of the ring; None: the ring is in private memory of the process.
+    `max_bytes`: most bytes of the ring. The index takes about 200 further bytes for each block.
+    `present`: returns which blocks are still cached; their contents are kept longer.
     """
 
     def __init__(self, path: Path | None, max_bytes: int, present: Present) -> None:
@@ -136,8 +142,8 @@ class Contents:
         self._present = present
         self._lock = threading.Lock()
         self._records: deque[_Record] = deque()
-        # The records of runs by key space and depth, each list in order of position. So the runs of
-        # a key space can be yielded by depth without sorting all records first.
+        # The records of runs by key space and depth, in the order of their positions. So `runs` can
+        # yield the runs of a key space by depth without sorting all records first.
         self._by_depth: dict[bytes, dict[int, deque[_Record]]] = {}
         self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
         self._names: dict[bytes, list[str]] = {}
@@ -148,7 +154,7 @@ class Contents:
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self.unknown_blocks = 0
-        """Number of times that `find` was asked for a block whose content is not known."""
+        """Number of calls of `find` for a block whose content is not known."""
         self._fd = (
             -1 if path is None else os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         )
@@ -160,7 +166,8 @@ class Contents:
         return f"Contents({len(self._records)} runs, {self._head - self._tail} bytes)"
 
     def close(self) -> None:
-        """Stops the thread, writes the queue and closes the file. `keep` then ignores contents."""
+        """Stops the thread, writes the queued contents and closes the file. Afterwards `keep` does
+        nothing."""
         self._is_closed = True
         self._has_work.set()
         if self._thread is not None:
@@ -173,8 +180,8 @@ class Contents:
     # Contents
 
     def keep(self, fingerprint: bytes, run: BlocksStored) -> None:
-        """Queues the content of a run (consecutive blocks) that was stored. Does nothing if the
-        engine sent no token ids."""
+        """Queues the contents of a run (consecutive blocks) that was stored, so that the thread
+        writes them into the ring. Does nothing if the engine sent no token ids."""
         if not len(run.content.token_ids) or self._is_closed:
             return
         self._put_bytes += run.num_bytes
@@ -193,8 +200,10 @@ class Contents:
         return self._thread is None or self._thread.is_alive()
 
     def find(self, fingerprint: bytes, group_index: int, block_hash: bytes) -> Content:
-        """Returns the content of a block; UNKNOWN if the ring does not have it. `block_hash`: 32
-        bytes."""
+        """Returns the content of a block; UNKNOWN if the ring does not have it.
+
+        `block_hash`: the hash of the block, 32 bytes.
+        """
         with self._written():
             place = self._index.get((fingerprint, group_index), {}).get(block_hash)
             if place is None:
@@ -206,8 +215,8 @@ class Contents:
         return Content(part.parent, part.content)
 
     def add_name(self, fingerprint: bytes, name: str) -> bool:
-        """Adds a name by which requests address the key space's model. Returns False if the name is
-        already recorded."""
+        """Records a name by which requests address the model of a key space. Returns False if the
+        name was recorded before."""
         with self._written():
             if name in self._names.get(fingerprint, ()):
                 return False
@@ -215,7 +224,7 @@ class Contents:
             return True
 
     def names(self, fingerprint: bytes) -> list[str]:
-        """Returns the recorded names by which requests address the key space's model."""
+        """Returns the recorded names by which requests address the model of a key space."""
         with self._written():
             return list(self._names.get(fingerprint, ()))
 
@@ -227,19 +236,18 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position behind the newest record. The position only grows."""
+        """Position behind the newest record, at which the next record will be written."""
         with self._written():
             return self._head
 
     def runs(self, begin: int = 0, fingerprint: bytes | None = None) -> Iterator[KnownRun]:
-        """Yields the runs (consecutive blocks of a sequence) whose records begin at or behind a
-        position. Of a sequence, earlier blocks come first, unless their record was added during the
-        iteration.
+        """Yields the runs (consecutive blocks of a sequence) whose records are at position `begin`
+        or behind it, and also the runs that are added during the iteration. In a sequence, earlier
+        blocks come first, unless their record was added during the iteration.
 
-        Runs that are added during the iteration are yielded too. A step is short, because it looks
-        only at the records of one depth.
+        Each step is short, because it reads only the list of records of one depth.
 
-        fingerprint: key space whose runs are yielded; None: of all key spaces.
+        `fingerprint`: the key space whose runs are yielded; None: all key spaces.
         """
         while True:
             with self._written():
@@ -264,7 +272,7 @@ class Contents:
             begin = end
 
     def _between(self, fingerprint: bytes, depth: int, begin: int, end: int) -> list[_Record]:
-        """Returns the records of a key space's runs at a depth, with positions from `begin` to
+        """Returns the records of a key space's runs at one depth, with positions from `begin` to
         before `end`."""
         found = []
         for record in reversed(self._by_depth.get(fingerprint, {}).get(depth, ())):
@@ -282,11 +290,12 @@ class Contents:
             self._has_work.clear()
             time.sleep(GATHER_S)
             while self._write_one():
-                # Releases Python's global lock between two records, for the event loop.
+                # Release the GIL between two records, for the event loop.
                 time.sleep(0)
 
     def _write_one(self) -> bool:
-        """Writes the oldest queued contents. Returns False if the queue is then empty."""
+        """Writes the oldest contents in the queue. Returns False if the queue is empty
+        afterwards."""
         with self._lock:
             if self._queue:
                 self._write_next()
@@ -294,7 +303,7 @@ class Contents:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Holds the lock during the `with` block, after writing all queued contents."""
+        """Holds the lock while the context is open. Writes all queued contents first."""
         with self._lock:
             while self._queue:
                 self._write_next()
@@ -308,8 +317,8 @@ class Contents:
     # The ring
 
     def _add(self, packed: bytes) -> None:
-        """Appends a record, after dropping old records if the ring is full. Ignores a record larger
-        than a quarter of `max_bytes`."""
+        """Appends a record. If the ring is full, first drops old records, and appends their blocks
+        that are still cached again. Ignores a record larger than a quarter of `max_bytes`."""
         if len(packed) > self._max_bytes // 4:
             return
         moved: list[bytes] = []
@@ -325,8 +334,8 @@ class Contents:
             self._append(one)
 
     def _fit(self, packed: list[bytes]) -> bool:
-        """Returns True if the records fit into the ring without dropping old records. Grows the
-        ring if needed and possible."""
+        """Returns True if new records fit into the ring without dropping old records. Grows the
+        ring first, if this is necessary and possible."""
         head = self._head
         for one in packed:
             if head <= self._size < head + len(one):
@@ -338,8 +347,8 @@ class Contents:
         return head - self._tail <= self._size
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size. Call this method only
-        while the ring has not wrapped."""
+        """Grows the ring to at least `end` bytes, or to its largest size. Must not be called after
+        the ring has wrapped for the first time."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -372,13 +381,13 @@ class Contents:
         self._note()
 
     def _note(self) -> None:
-        """Writes the size and the positions into the header. Called after the records to which they
-        refer are written."""
+        """Writes the size and the positions into the header of the file. Called only after the
+        records to which the positions refer were written."""
         HEADER.pack_into(self._map, 0, MAGIC, self._size, self._tail, self._head)
 
     def _list(self, position: int, packed: bytes) -> None:
-        """Adds a record to the index, the list of records and the names. Does nothing for a
-        filler."""
+        """Adds a record in the ring to the tables in memory: the index, the list of records, the
+        names. Does nothing for a filler."""
         kind = PREFIX.unpack_from(packed)[2]
         if kind == BLOCKS:
             fingerprint, group_index, depth, *_ = RUN.unpack_from(packed, PREFIX.size)
@@ -414,9 +423,9 @@ class Contents:
         self._note()
 
     def _still_of_use(self, record: _Record) -> list[bytes]:
-        """Returns the records to append again before this record is dropped: the same record if it
-        is a name, otherwise a record for each run of its blocks that are still cached and have no
-        newer content."""
+        """Returns the records to append again when this record is dropped. A name is appended again
+        as it is. Of a run, the blocks that are still cached and are in no newer record are appended
+        again, with a record for each unbroken sequence of them."""
         if record.name:
             return [self._bytes_at(record.position)]
         if self._head < self._moves_from:
@@ -428,7 +437,7 @@ class Contents:
         return [_packed_run(record.fingerprint, run.part(first, end)) for first, end in edges(mask)]
 
     def _is_newest(self, record: _Record, keys: list[bytes]) -> BoolMask:
-        """Returns for each block [n] of a record whether no later record has it. `keys`: the
+        """Returns a mask [n] of the blocks of a record that no later record contains. `keys`: the
         blocks' hashes, 32 bytes each."""
         index = self._index.get((record.fingerprint, record.group_index), {})
         base = record.position << AT_BITS
@@ -447,7 +456,7 @@ class Contents:
 
     def _mapped(self) -> mmap.mmap:
         if self._fd < 0:
-            # Map the whole ring at once: pages that are not touched use no memory.
+            # Map the ring with its largest size at once: untouched pages use no memory.
             self._size = self._max_bytes
             return mmap.mmap(-1, START + self._size)
         if not self._size:
@@ -455,14 +464,15 @@ class Contents:
         return mmap.mmap(self._fd, START + self._size)
 
     def _read(self) -> None:
-        """Reads the records that an earlier server wrote, up to the first damaged record."""
+        """Reads the records that an earlier server has written, up to the first damaged record."""
         magic, size, tail, head = HEADER.unpack_from(self._map)
         num_bytes = os.fstat(self._fd).st_size - START
         if magic != MAGIC or not (0 < size <= num_bytes and 0 <= tail <= head <= tail + size):
             self._note()
             return
         self._size = size
-        # A lower limit than before applies only once the file is created anew.
+        # The ring keeps its size even if the limit in the settings is lower now, and it can't grow
+        # after it has wrapped.
         self._max_bytes = max(size, self._max_bytes) if head <= size else size
         self._map.close()
         self._map = self._mapped()
@@ -477,7 +487,8 @@ class Contents:
         self._note()
 
     def _checked_at(self, position: int, end: int) -> bytes | None:
-        """Returns the whole record at a position; None if it is damaged."""
+        """Returns the bytes of the record at a position; None if the record is damaged. `end`:
+        position at which the records end."""
         start = START + position % self._size
         crc, length, kind = PREFIX.unpack_from(self._map, start)
         left = self._size - position % self._size
@@ -493,8 +504,11 @@ class Contents:
 
 
 def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
-    """Returns the bytes of a record. length: length of the record; 0: the shortest multiple of
-    ALIGN that holds the body."""
+    """Returns the bytes of a record.
+
+    `body`: the bytes after PREFIX.
+    `length`: length of the record; 0: the least multiple of ALIGN that has room for the body.
+    """
     length = length or -(-(PREFIX.size + len(body)) // ALIGN) * ALIGN
     padding = b"" if kind == FILLER else bytes(length - PREFIX.size - len(body))
     head = struct.pack("<II", length, kind)
@@ -532,8 +546,8 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
-    """Returns the run (consecutive blocks) of a record. The run's `key_space_id` is 0, because
-    records have fingerprints."""
+    """Parses the record of a run and returns the run. Its `key_space_id` is 0, because a record has
+    only the fingerprint of the key space."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )
@@ -557,14 +571,14 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
 
 
 def _hashes(packed: bytes) -> Words:
-    """Returns the hashes of the blocks in a run's record, uint32 words [n, 8]."""
+    """Returns the hashes of the blocks in the record of a run, uint32 words [n, 8]."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     start = PREFIX.size + RUN.size + 32
     return np.frombuffer(packed, np.uint32, count * 8, start).reshape(-1, 8)
 
 
 def _keys(packed: bytes) -> list[bytes]:
-    """Returns the hashes of the blocks in a run's record, 32 bytes each."""
+    """Returns the hashes of the blocks in the record of a run, as bytes, 32 each."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     keys: list[bytes] = np.frombuffer(packed, "V32", count, PREFIX.size + RUN.size + 32).tolist()
     return keys

@@ -1,14 +1,15 @@
-"""Makes events for routers and tools: that blocks became ready or were removed, in a medium (host
-memory, the disk tier, or a store that nodes share).
+"""Makes events for routers and tools, and sends them to all readers. An event reports that blocks
+have become ready or were removed, in one medium: host memory, the disk tier, or a store that nodes
+share.
 
 Always true:
 
-- `BlocksStored` is sent after the blocks are ready, `BlocksRemoved` after they can no longer be
-  found in that medium. Events of the same block and medium are sent in the order of its stores and
-  removals;
+- a `BlocksStored` is sent after its blocks are ready in the medium, a `BlocksRemoved` after they
+  can no longer be found there. The events about a block in a medium are sent in the order of its
+  stores and removals;
 - the blocks of a `BlocksStored` follow each other in a sequence without a gap, and its token ids
   are exactly the tokens of these blocks;
-- publishing never waits: a reader that is too slow loses events and is told so.
+- publishing never waits: a reader that is too slow loses events, and is notified of that.
 """
 
 import time
@@ -32,14 +33,15 @@ STORED = bytes((BlockResult.STORED,))
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """An event: consecutive blocks of a sequence became ready in a medium (host memory or a tier).
+    """An event: consecutive blocks of a sequence have become ready in a medium.
 
-    hashes: the blocks' hashes, uint32 words [n, 8].
-    parent: hash of the block before the first, words [8]; None if the first block has no parent,
-        and for blocks that a tier moved if the parent is not known.
-    depth: number of blocks before the first in its sequence.
-    content: token ids, adapter and extra keys of the blocks; without token ids if not known.
-    tier: name of the tier that has the blocks; empty for host memory.
+    `hashes`: the blocks' hashes, uint32 words [n, 8].
+    `parent`: hash of the block before the first block, words [8]. None if the first block begins
+        its sequence, or if the parent is not known (possible after a move by a tier).
+    `depth`: number of blocks before the first block in the sequence.
+    `content`: token ids, adapter and extra keys of the blocks; the token ids are empty if they are
+        not known.
+    `tier`: name of the tier that has the blocks; empty for host memory.
     """
 
     key_space_id: int
@@ -56,8 +58,8 @@ class BlocksStored:
         return int(self.hashes.nbytes) + self.content.num_bytes
 
     def part(self, first: int, end: int) -> "BlocksStored":
-        """Returns an event for the blocks from `first` up to `end` (exclusive) of this event.
-        Copies the arrays, because views would keep the whole arrays in memory."""
+        """Returns an event for the blocks `first` to `end` - 1 of this event. Copies the arrays,
+        because views would keep the whole arrays in memory."""
         whole, block_tokens = self.content, len(self.content.token_ids) // len(self.hashes)
         content = RunContent(
             whole.token_ids[first * block_tokens : end * block_tokens].copy(),
@@ -78,10 +80,10 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """An event: blocks were removed from a medium (host memory or a tier).
+    """An event: blocks were removed from a medium.
 
-    hashes: the blocks' hashes, uint32 words [n, 8], in no particular order.
-    tier: name of the tier that had the blocks; empty for host memory.
+    `hashes`: the blocks' hashes, uint32 words [n, 8], in no particular order.
+    `tier`: name of the tier that had the blocks; empty for host memory.
     """
 
     key_space_id: int
@@ -97,10 +99,10 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """An event: all blocks of a key space were removed, from every medium.
+    """An event: all blocks of a key space were removed, from all media (a *clear*).
 
-    removed: the same removal as single events, for host memory and the disk tier. On a topic with
-        several key spaces they are sent in place of the clear.
+    `removed`: the same removal as events for host memory and the disk tier. They are sent in place
+        of the clear if the topic has blocks of other key spaces, which a clear would remove too.
     """
 
     key_space_id: int
@@ -116,8 +118,8 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time (seconds since 1970) and its key space. The key space is included
-    because the server may have forgotten the key space by the time a reader reads the event."""
+    """An event with its time, in seconds since 1970, and its key space. It includes the key space,
+    because the server may have forgotten it when a reader reads the event."""
 
     unix_time_s: float
     event: Event
@@ -129,58 +131,69 @@ class TimedEvent:
 
 
 class EventPublisher(Protocol):
-    """Publishes the events of a node. Call its methods on the event loop; all except `close` return
-    without blocking."""
+    """Publishes the events of a node to routers, under topics; `ZmqPublisher` implements it. Its
+    methods are called on the event loop, and do not block, except `close`."""
 
     published_events: int
-    """Events sent since the start."""
+    """Number of events sent since the start."""
     lost_events: int
-    """Events dropped since the start, because the queue was full."""
+    """Number of events dropped since the start, because the queue was full."""
 
     @property
     def queued_bytes(self) -> int:
         """Bytes of events that wait to be sent."""
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Declares a key space, before its first event. `names`: names by which requests address
-        the key space's model; if empty, the key space's own model name is used."""
+        """Registers a key space, before its first event.
+
+        `number`: the number of the key space on this node.
+        `names`: names by which requests address the model of the key space; its events are
+            published under a topic for each name. If empty, the model name in the key space is
+            used.
+        """
 
     def add_name(self, number: int, name: str) -> None:
-        """Publishes the events of a key space also under another name of its model."""
+        """Adds a name of a key space's model: the key space's events are also published under the
+        topic for this name."""
 
     def clear(self, number: int) -> None:
-        """Queues a clear of every topic of a key space, also of other key spaces' blocks there."""
+        """Queues a clear of each topic of a key space. It also clears blocks of other key spaces in
+        these topics."""
 
     def announce(self) -> None:
-        """Queues the present state (which blocks are cached), behind all queued events."""
+        """Queues the present state: events for all cached blocks, behind all queued events."""
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. The same key space may later be declared again
-        under another number."""
+        """Ends a key space, after its last event. The same key space may be registered again later,
+        with another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops the events if the queue is full."""
+        """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
+        of the events, in seconds since 1970."""
 
     def settle(self) -> None:
-        """Notifies readers of lost events of which they have not yet been notified. Called about
-        once per tick of the node."""
+        """Notifies readers of lost removals, unless they were notified already. Called in each tick
+        of the node."""
 
     def is_alive(self) -> bool:
         """Returns False if the publisher's thread has died."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long ago its thread last made progress, in seconds."""
+        """Returns the seconds since the publisher's thread last made progress. `now_s`: a time of
+        time.monotonic."""
 
     def close(self) -> None:
-        """Sends queued events for a short time, then stops the thread. Blocks the calling
+        """Sends queued events for a limited time, then stops the thread. Blocks the calling
         thread."""
 
 
 class EventHub:
-    """Sends events to feeds (readers over gRPC), and to the publisher if there is one.
+    """Sends events to all readers: to the feeds (readers over gRPC), and to the publisher if there
+    is one.
 
-    of_pool: several nodes share a store and publish as one pool. The publisher then sends only
-        events of that store, and a clear when a key space is flushed, but not when a node starts.
+    `of_pool`: True if several nodes share a store and publish as one pool. The publisher then sends
+        only events about that store, and a clear if a key space is flushed, but no clear if a node
+        starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
@@ -194,12 +207,13 @@ class EventHub:
 
     @property
     def is_heard(self) -> bool:
-        """Returns True if there is a publisher or a reader, so that events must be made."""
+        """True if there is a publisher or a reader, so that events must be made."""
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space that is new to this server, and tells readers to drop blocks of it
-        that they remember from an earlier server."""
+        """Registers a key space that is new to this server. Sends a clear, so that readers drop the
+        blocks of the key space that they remember from an earlier server. For the arguments see
+        `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space, names)
@@ -211,20 +225,21 @@ class EventHub:
             self.publisher.add_name(number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space that the server has forgotten because it has no blocks. Does nothing if
-        the key space was never added."""
+        """Ends a key space that the server has forgotten, because it has no blocks. Does nothing if
+        the key space was never registered."""
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
     def timed(self, event: Event) -> TimedEvent | None:
-        """Returns an event with the present time; None if its key space has been forgotten."""
+        """Returns the event with the present time and its key space; None if the server has
+        forgotten the key space."""
         key_space = self._key_spaces.get(event.key_space_id)
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def flushed(self, number: int) -> None:
-        """Clears the topics of a flushed key space if nodes publish as a pool. The events of a
-        flush name blocks of this node only, and the server does not know the blocks in the
-        store."""
+        """Sends a clear for a flushed key space if the nodes publish as a pool. The removal events
+        of the flush are not enough then: they name only blocks of this node, and the server does
+        not know which blocks the shared store has."""
         if self._of_pool and self.publisher is not None and number in self._key_spaces:
             self.publisher.clear(number)
 
@@ -250,8 +265,8 @@ def _is_of_pool(event: Event) -> bool:
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
-    """Returns the first and the end (exclusive) position of each unbroken sequence of True
-    values."""
+    """Returns the first position and the end (exclusive) of each unbroken sequence of True values
+    in a mask."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))
@@ -263,11 +278,12 @@ def stored_events(
     contents: Sequence[RunContent],
     results: Sequence[NDArray[np.uint8]],
 ) -> list[BlocksStored]:
-    """Returns an event for each unbroken sequence of blocks that a store has made ready.
-    Representations (compact forms of keys, for sparse attention) have no events.
+    """Returns the events of a store: an event for each unbroken sequence of blocks that the store
+    has made ready. Representations (compact forms of keys, for sparse attention) have no events.
 
-    runs: the store's runs (consecutive blocks of a group). contents, results: for each run, its
-        content and the `BlockResult` of each of its blocks [n].
+    `runs`: the runs of the store (consecutive blocks of a group).
+    `contents`: for each run, its token ids, adapter and extra keys.
+    `results`: for each run, the `BlockResult` of each of its blocks, uint8 [n].
     """
     events: list[BlocksStored] = []
     for run, content, values in zip(runs, contents, results, strict=True):
@@ -286,10 +302,11 @@ def stored_events(
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The parent and the content of a block, as the engine sent them with its store.
+    """The parent and the content of a block, as the engine has sent them with the store.
 
-    parent: hash of the block before this block, words [8]; None if this block has no parent or if
-        the parent is not known.
+    `parent`: hash of the block before this block, words [8]; None if this block begins its
+        sequence, or if the parent is not known.
+    `content`: token ids, adapter and extra keys of the block.
     """
 
     parent: Words | None
@@ -306,13 +323,14 @@ def moved_events(
     tier: str,
     content_of: Callable[[int, int, bytes], Content],
 ) -> Iterator[BlocksStored]:
-    """Yields an event of a single block for each of these entries, which a tier has moved. Of a
-    sequence, earlier blocks come first.
+    """Yields the events of a move by a tier: an event for each block. In a sequence, earlier blocks
+    come first.
 
-    medium, tier: where the blocks now are.
-    content_of: returns the content and parent of a block, given the number of its key space, its
-        group and its hash (32 bytes). The parent is not read from the index, whose links between
-        blocks are only hints (`cache.table.index`).
+    `index`, `entries`: the moved blocks, in the index of host memory or of the disk.
+    `medium`, `tier`: the medium to which the blocks were moved, and the tier's name.
+    `content_of`: returns content and parent of a block, given the number of its key space, its
+        group and its hash (32 bytes). The parent is not read from the index, because the index's
+        links between blocks are only hints (`cache.table.index`).
     """
     entries = entries[np.argsort(index.depths(entries), kind="stable")]
     key_spaces, groups, hashes = index.keys(entries)
@@ -330,11 +348,12 @@ def removed_events(
     flushed_key_space_id: int,
     below: Sequence[EvictionNotice] = (),
 ) -> list[Event]:
-    """Returns the events of removed blocks. The blocks of a flushed key space become one
-    `KeySpaceCleared`, after the other events.
+    """Returns the events of removed blocks. If a key space was flushed, its blocks become one
+    `KeySpaceCleared`, which follows the other events.
 
-    notices: blocks removed from host memory. below: blocks removed from the disk tier.
-    flushed_key_space_id: key space that was flushed; 0 if no key space was flushed.
+    `notices`: blocks that were removed from host memory.
+    `flushed_key_space_id`: the key space that was flushed; 0 if no key space was flushed.
+    `below`: blocks that were removed from the disk tier.
     """
     removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
     removed += [

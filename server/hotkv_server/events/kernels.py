@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Encodes integers in MessagePack, for `wire` (numba kernel). Load it with
+"""A Numba kernel that encodes integers in MessagePack, for `events.wire`. Load it with
 `hotkv_proto.native.require`.
 
-The kernel releases Python's global lock, so the event loop runs at the same time. An encoder in
-Python would hold the lock for a tenth of a millisecond per 4,096 integers.
+The kernel releases the GIL, so that the event loop can run at the same time. An encoder in Python
+would hold the GIL for a tenth of a millisecond per 4,096 integers.
 """
 
 from typing import Any
@@ -12,17 +12,18 @@ import numba
 from numba import types
 
 MOST_BYTES = 5
-"""Most bytes of an encoded int32."""
+"""Most bytes of an int32 in MessagePack."""
 _INPUT = types.Array(types.int32, 1, "C", readonly=True)
 
 
 @numba.njit(types.int64(_INPUT, types.uint8[::1]), nogil=True, cache=True)
 def pack_int32s(values: Any, out: Any) -> int:
-    """Writes the shortest MessagePack form of each value, one after the other. Returns the number
-    of bytes written.
+    """Writes the values in their shortest MessagePack form to `out`, one after the other. Returns
+    the number of bytes written.
 
-    values: int32 [n].
-    out: uint8, with room for MOST_BYTES per value.
+    `values`: int32 [n].
+    `out`: uint8, with space for MOST_BYTES per value.
+
     Source: https://github.com/msgpack/msgpack/blob/master/spec.md#int-format-family
     """
     at = 0

@@ -1,19 +1,19 @@
-"""Publishes events over ZMQ in vLLM's frames (topic, sequence number, payload), and replays
-messages that a reader has missed.
+"""Publishes events over ZMQ, in messages with vLLM's frames (topic, sequence number, payload).
+Replays messages that a reader has missed. A *clear* is vLLM's event AllBlocksCleared.
 
 Always true:
 
-- the first sequence number is the clock at the start, in microseconds, so that numbers also grow
-  over restarts: a router drops messages whose numbers go back;
-- the numbers of each topic form a sequence without gaps, as if the topic were an engine's
-  publisher. With `per_endpoint`, the numbers of all topics together form one such sequence;
+- the first sequence number is the clock at the start, in microseconds, so numbers also grow over
+  restarts. This is needed because a router drops messages whose numbers go back;
+- the numbers of each topic form a sequence without gaps, as if an engine published the topic. With
+  `per_endpoint`, the numbers of all topics together form one such sequence;
 - the event loop only queues events; a thread translates, encodes and sends them;
 - the queue and the messages kept for replay are bounded in bytes;
-- if the queue is full, new events are lost. If a lost event was a removal or a clear, the topic's
-  next message begins with AllBlocksCleared, so that readers don't count on removed blocks;
-- if a reader asks for a replay and some of the messages are no longer kept, it gets the present
-  state in place of the topic's messages: AllBlocksCleared and then the cached blocks, in messages
-  that carry the last numbers sent.
+- if the queue is full, new events are lost. If a removal or a clear was lost, the next message of
+  the topic begins with a clear, so that readers don't count on removed blocks;
+- if a reader asks for a replay of messages of which some are no longer kept, it gets the present
+  state in their place: a clear and then the cached blocks, in messages with the last numbers that
+  were sent.
 """
 
 import itertools
@@ -41,40 +41,43 @@ SEQUENCE_BYTES = 8
 POLL_S = 0.05
 GATHER_S = 0.01
 MOST_AT_ONCE = 1000
-"""Most queued items to send before the thread checks for requests of readers to replay messages."""
+"""Most queued items that the thread takes before it checks whether a reader asks for a replay."""
 STOP_TIMEOUT_S = 2.0
+"""Longest time that `close` waits for the thread."""
 LINGER_MS = 200
+"""Longest time that a socket, when it is closed, still sends its messages."""
 HIGH_WATER_MESSAGES = 100_000
-"""Most messages that ZMQ queues for a slow reader. If its queue is full, ZMQ drops new messages for
-this reader, as in vLLM's publisher."""
+"""Most messages that ZMQ queues for a slow reader. If this queue is full, ZMQ drops new messages
+for the reader, as in vLLM's publisher."""
 STATE_BYTES = 1 << 20
-"""Approximate bytes of events in each message that sends the present state."""
+"""Approximate bytes of events in each message with the present state."""
 MESSAGE_BYTES = 1 << 20
-"""Most bytes of events that are merged into one message if they were queued separately."""
+"""Most bytes of separately queued events that are merged into one message."""
 EVENT_BYTES = 64
 """Estimated memory of an event, without its arrays."""
 
 
 def binds(endpoint: str) -> bool:
-    """Returns True if the publisher must bind the endpoint, False if it must connect to it. As in
-    vLLM, the publisher binds an endpoint with a wildcard address, `ipc://` or `inproc://`."""
+    """Returns True if the publisher must bind the endpoint, False if it must connect to it. Like
+    vLLM's publisher, it binds endpoints that have a wildcard address or begin with `ipc://` or
+    `inproc://`."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """The state of a ZMQ topic.
+    """The state of a ZMQ topic. Only the event loop changes `key_spaces` and `must_clear`, only the
+    thread changes the other fields.
 
-    key_spaces: numbers of the key spaces whose events are sent under the topic.
-    must_clear: True if a removal was lost, so that the topic's next message must begin with
-        AllBlocksCleared.
-    sequence: counter of the topic's sequence numbers; None before its first message.
-    last_sent: number of the topic's newest message; -1 if no message was sent.
-    last_forgotten: number of the newest message no longer kept for replay; -1 if all are kept.
-    sent: number and payload of each message kept for replay, oldest first.
-    sent_bytes: bytes of these payloads.
-
-    Only the event loop changes `key_spaces` and `must_clear`, only the thread the other fields.
+    `key_spaces`: numbers of the key spaces whose events are sent under the topic.
+    `must_clear`: True if a removal was lost, so that the topic's next message must begin with a
+        clear.
+    `sequence`: counter of the topic's sequence numbers; None before its first message.
+    `last_sent`: number of the topic's newest message; -1 before its first message.
+    `last_forgotten`: number of the newest message that is no longer kept for replay; -1 if all
+        messages are kept.
+    `sent`: number and payload of each message that is kept for replay; the oldest comes first.
+    `sent_bytes`: bytes of these payloads.
     """
 
     name: bytes
@@ -89,11 +92,12 @@ class _Topic:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Events of one key space, queued for a topic.
+    """An item of the queue: events of one key space, to be sent under a topic.
 
-    clears_first: True if AllBlocksCleared must precede the events.
-    is_alone: True if a clear of the key space may be sent as AllBlocksCleared (see `_is_alone`).
-    num_bytes: estimated memory of the events.
+    `clears_first`: True if a clear must be sent before the events.
+    `is_alone`: True if the removal of all blocks of the key space may be sent as a clear (see
+        `_is_alone`).
+    `num_bytes`: estimated memory of the events.
     """
 
     topic: _Topic
@@ -106,10 +110,10 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Queued to end a key space.
+    """An item of the queue: a key space has ended.
 
-    number: number of the key space.
-    topics: topics that no other key space has, and that so end too.
+    `number`: number of the key space.
+    `topics`: the topics that end with it, because they have no other key space.
     """
 
     number: int
@@ -118,26 +122,28 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    """Queued to send the present state (the cached blocks) to all readers of these topics."""
+    """An item of the queue: send the present state (the cached blocks) to the readers of these
+    topics."""
 
     topics: tuple[_Topic, ...]
 
 
 class ZmqPublisher:
-    """Publishes events; see the module. Raises zmq.ZMQError if an endpoint can't be bound or
-    connected to. Must be closed.
+    """Publishes events over ZMQ; see the module. The constructor raises zmq.ZMQError if an endpoint
+    can't be bound or connected to. The publisher must be closed.
 
-    endpoint, replay_endpoint: ZMQ addresses for events and for replay; an empty `replay_endpoint`
-        turns replay off.
-    topic_of: returns the topic of a key space, given its number and a name of its model.
-    buffer_steps: most messages of a topic to keep for replay.
-    buffer_bytes: most bytes of the queue, and most bytes of all messages kept for replay.
-    int_hashes: True sends the last 8 bytes of each hash as a number, False all bytes.
-    per_endpoint: True numbers messages in one sequence for the whole endpoint, False in one
-        sequence for each topic.
-    state: yields the cached blocks of all key spaces, and None for a step without one. Runs on the
-        thread; events queued meanwhile are sent afterwards. None if the state is not known: a
-        replay then sends only the messages that are kept.
+    `endpoint`: ZMQ address for events.
+    `replay_endpoint`: ZMQ address for requests for replay; empty: no replay.
+    `topic_of`: returns the topic of a key space, given its number, the key space, and a name of its
+        model.
+    `buffer_steps`: most messages of a topic to keep for replay.
+    `buffer_bytes`: most bytes of the queue, and most bytes of all messages kept for replay.
+    `int_hashes`: True sends the last 8 bytes of each hash as a number, False sends all bytes.
+    `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
+        messages of each topic in a separate sequence.
+    `state`: yields the present state: events for the cached blocks of all key spaces, and None for
+        a step that has no event. It runs on the thread; events that are queued meanwhile are sent
+        afterwards. None: the state is not known, so a replay has only the messages that are kept.
     """
 
     def __init__(
@@ -164,17 +170,17 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
-        # Each counter has a single thread that writes it.
+        # Only one thread writes each of these counters.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
         # Topics that have messages kept for replay.
         self._kept: dict[_Topic, None] = {}
-        # First sequence number of new topics: the numbers of a topic that ends and is made again
-        # must not go back.
+        # First sequence number of a new topic. It grows, because the numbers of a topic that ends
+        # and is made again must not go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
-        # Newest message of all, and newest message of the topics that have ended.
+        # Number of the newest message of all topics, and of all topics that have ended.
         self._last_sent = self._last_ended = -1
         self._context = zmq.Context()
         try:
@@ -213,10 +219,11 @@ class ZmqPublisher:
         return self._put_bytes - self._taken_bytes
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Declares a key space, before its first event.
+        """Registers a key space, before its first event.
 
-        names: names by which requests address the key space's model; if empty, the key space's own
-            model name.
+        `number`: the number of the key space on this node.
+        `names`: names by which requests address the model of the key space. Each name gives a
+            topic. If empty, the model name in the key space is used.
         """
         self._key_spaces[number] = key_space
         self._by_key_space[number] = []
@@ -224,14 +231,15 @@ class ZmqPublisher:
             self._add_topic(number, name)
 
     def add_name(self, number: int, name: str) -> None:
-        """Publishes the events of a key space also under another name of its model. The new topic
-        begins with the present state."""
+        """Adds a name of a key space's model: the key space's events are also published under the
+        topic for this name. If the topic is new for the key space, queues the present state for
+        it."""
         if (topic := self._add_topic(number, name)) is not None:
             self._queue.put(_Announcement((topic,)))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Adds the key space to the topic for a name of its model. Returns the topic; None if the
-        topic had this key space already."""
+        """Adds a key space to the topic for a name of its model. Returns the topic; None if it had
+        the key space already."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -242,8 +250,8 @@ class ZmqPublisher:
         return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. A topic without any other key space ends too, and
-        its messages are no longer kept for replay."""
+        """Ends a key space, after its last event. A topic that has no other key space ends too: its
+        messages are no longer kept for replay."""
         ended = []
         for topic in self._by_key_space.pop(number):
             topic.key_spaces.remove(number)
@@ -253,21 +261,23 @@ class ZmqPublisher:
         self._queue.put(_Ended(number, tuple(ended)))
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
-        """Queues events, in order. Drops the events if the queue is full."""
+        """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
+        of the events, in seconds since 1970."""
         for number, part in itertools.groupby(events, _key_space_id):
             of_key_space = tuple(part)
             for topic in self._by_key_space[number]:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear of every topic of a key space, also of other key spaces' blocks there. If
-        the queue is full, `settle` queues the clear later."""
+        """Queues a clear of each topic of a key space. It also clears blocks of other key spaces in
+        these topics. If the queue is full, `settle` queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True
             self._put(topic, time.time(), ())
 
     def announce(self) -> None:
-        """Queues the present state (the cached blocks) for all topics, behind all queued events."""
+        """Queues the present state for all topics: events for all cached blocks, behind all queued
+        events."""
         self._queue.put(_Announcement(tuple(self._topics.values())))
 
     def settle(self) -> None:
@@ -294,9 +304,9 @@ class ZmqPublisher:
         topic.must_clear = False
 
     def _is_alone(self, topic: _Topic) -> bool:
-        """Returns True if a clear of the topic's key space may be sent as AllBlocksCleared: the
-        topic must have no other key space. With `per_endpoint` the endpoint must have no other key
-        space either, because readers then apply a clear to all of its topics."""
+        """Returns True if the removal of all blocks of a key space may be sent as a clear: no other
+        key space may have the topic. With `per_endpoint` the whole endpoint must have no other key
+        space, because readers then apply a clear to all of its topics."""
         others = self._by_key_space if self._of_endpoint is not None else ()
         return len(topic.key_spaces) == 1 and len(others) <= 1
 
@@ -305,11 +315,13 @@ class ZmqPublisher:
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long ago the thread last began work or an idle turn."""
+        """Returns the seconds since the thread last began work or an idle turn. `now_s`: a time of
+        time.monotonic."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Sends queued events for a short time, then closes the sockets."""
+        """Makes the thread send the queued events and close the sockets. Waits for it, at most
+        STOP_TIMEOUT_S."""
         self._queue.put(None)
         self._thread.join(STOP_TIMEOUT_S)
 
@@ -332,7 +344,7 @@ class ZmqPublisher:
                     self._end(item)
             self._send_gathered(gathered)
             try:
-                # A request at a time: an answer can be long, and events wait for it.
+                # Answer only one request before the next events are sent: an answer can be long.
                 if self._replay is not None and self._replay.poll(0):
                     self._serve_replay(self._replay)
             except zmq.ZMQError:
@@ -343,9 +355,9 @@ class ZmqPublisher:
         self._context.term()
 
     def _next(self) -> "Iterator[_Item | _Ended | _Announcement | None]":
-        """Yields the queued items; waits for the first at most POLL_S. Gathers items for a moment:
-        otherwise each store would wake this thread, which competes for the interpreter with the
-        event loop."""
+        """Yields the queued items, at most about MOST_AT_ONCE. Waits for the first item, at most
+        POLL_S, and then GATHER_S more, so that further items are queued. Otherwise each store would
+        wake this thread, which competes with the event loop for the GIL."""
         try:
             item = self._queue.get(timeout=POLL_S)
         except queue.Empty:
@@ -363,9 +375,9 @@ class ZmqPublisher:
                 return
 
     def _send_gathered(self, gathered: dict[_Topic, list[_Item]]) -> None:
-        """Sends the events of each topic, and empties the dictionary. Puts many events of a topic
-        into one message, because each message takes time of this thread and so of the event
-        loop."""
+        """Sends the gathered events of each topic, and empties `gathered`. Merges events of a topic
+        into few messages, because each message takes time of this thread and so, by the GIL, of the
+        event loop."""
         for topic, items in gathered.items():
             events: list[Any] = []
             num_bytes = 0
@@ -397,7 +409,8 @@ class ZmqPublisher:
             log.exception("events of topic %s could not be sent", topic.name.decode())
 
     def _send(self, topic: _Topic, payload: bytes, num_events: int) -> None:
-        """Sends a message with the next sequence number, and keeps it for replay."""
+        """Sends a message with the next sequence number of the topic, and keeps it for replay.
+        `num_events`: number of events in the payload."""
         if topic.sequence is None:
             topic.sequence = self._of_endpoint or itertools.count(self._first_number)
         topic.last_sent = next(topic.sequence)
@@ -418,11 +431,12 @@ class ZmqPublisher:
                 self._first_number = max(self._first_number, next(topic.sequence))
 
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
-        """Keeps a message for replay, and drops old messages beyond the limits.
+        """Keeps a message for replay, and drops old messages that exceed the limits.
 
-        If all topics together exceed the limit in bytes, this topic drops its oldest messages if
-        it has more than an equal share, otherwise the topic with the most bytes does. The number of
-        topics is not bounded here, because clients choose the names of models.
+        If the messages of all topics together exceed the limit in bytes, the oldest messages of one
+        topic are dropped: of this topic if it has more than an equal share of the bytes, otherwise
+        of the topic with the most bytes. There may be any number of topics, because clients choose
+        the names of models.
         """
         self._kept[topic] = None
         topic.sent.append((number, payload))
@@ -443,8 +457,9 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Answers a request for replay. The request's frames: an empty frame, the first sequence
-        number wanted, and optionally the name of a topic; without a name, all topics are sent."""
+        """Receives and answers a request for replay. Its frames are an empty frame, the first
+        sequence number to send, and optionally the name of a topic; without a name, the messages of
+        all topics are sent."""
         client, *frames = socket.recv_multipart()
         if len(frames) not in (2, 3) or frames[0] or len(frames[1]) > SEQUENCE_BYTES:
             log.warning(
@@ -458,8 +473,8 @@ class ZmqPublisher:
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
         stale = partial
         if self._of_endpoint is not None and self._state is not None:
-            # Readers don't tell topics apart, so all topics get their state. The messages of topics
-            # that have ended are not kept.
+            # Readers don't distinguish topics, so the state of all topics must be sent if a message
+            # of any topic is missing. The messages of ended topics are no longer kept.
             stale = topics if partial or self._last_ended >= first else []
         answers = [
             (number, topic.name, payload)
@@ -484,8 +499,8 @@ class ZmqPublisher:
     # The state
 
     def _send_state(self, topics: Sequence[_Topic]) -> None:
-        """Sends the present state (the cached blocks) to all readers of these topics, without an
-        AllBlocksCleared before it."""
+        """Sends the present state (events for the cached blocks) to all readers of these topics,
+        without a clear before it."""
         try:
             for topic, events in self._encoded_state(topics):
                 for part in _parts(events, len(events)):
@@ -497,10 +512,11 @@ class ZmqPublisher:
     def _answer_state(
         self, socket: "zmq.Socket[bytes]", client: bytes, topics: Sequence[_Topic], first: int
     ) -> None:
-        """Answers a replay request with a clear and the present state of these topics.
+        """Answers a request for replay with a clear and the present state of these topics.
 
-        The messages carry the last numbers that were sent, from `first` on if that gives enough
-        numbers. So messages that are sent later have higher numbers.
+        The messages reuse the last numbers that were sent, so all later messages have greater
+        numbers. `first`: the first number that the reader wants. The messages use no lower numbers,
+        unless there are too few numbers from `first` on.
         """
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]
@@ -522,7 +538,7 @@ class ZmqPublisher:
         return self._encoder.encode([time.time(), events, RANK])
 
     def _encoded_state(self, topics: Sequence[_Topic]) -> list[tuple[_Topic, list[msgspec.Raw]]]:
-        """Returns, for each topic, encoded BlockStored events for all cached blocks. Of a sequence,
+        """Returns the present state of each topic, as encoded BlockStored events. In a sequence,
         earlier blocks come first."""
         by_key_space = {
             number: [topic for topic in topics if number in topic.key_spaces]
@@ -543,8 +559,8 @@ _key_space_id = operator.attrgetter("key_space_id")
 
 
 def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:
-    """Splits events into messages of about STATE_BYTES each. If that makes more than `most`
-    messages, splits them into `most` larger messages."""
+    """Splits encoded events into the contents of messages, about STATE_BYTES each. If that gives
+    more than `most` messages, makes `most` larger messages."""
     num_bytes = sum(len(bytes(event)) for event in events)
     count = max(1, min(most, -(-num_bytes // STATE_BYTES)))
     step = max(1, -(-len(events) // count))

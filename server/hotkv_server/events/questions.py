@@ -1,11 +1,12 @@
-"""Translates the block hashes of Dynamo's router into the engine's, so that a router can ask which
-blocks of a prompt are cached.
+"""Translates the block hashes of Dynamo's router into the block hashes of the engine, so that the
+router can ask which blocks of a prompt are cached.
 
-The router asks with one 64-bit hash for each block, XXH3-64 of the block's tokens (seeded with the
-adapter, if there is one). It does not depend on the blocks before. The server knows blocks only by
-the engine's hashes. `PromptIndex` reads the token ids of stored blocks (`contents`), computes the
-router's hashes from them, chains these as the router does, and so finds the engine's hash of each
-block.
+The router sends a 64-bit hash for each block of a prompt: the XXH3-64 of the block's tokens, seeded
+with the adapter if there is one. This hash does not depend on the blocks before. The server knows
+blocks only by the engine's hashes. So `PromptIndex` reads the token ids of stored blocks
+(`events.contents`) and computes the router's hashes from them. It also chains the hashes of a
+sequence, as the router does: the result, a *prefix hash*, identifies a block together with all
+blocks before it, and `PromptIndex` maps it to the engine's hash.
 
 Source of the hashes: `compute_block_hash_for_seq` and `compute_next_sequence_hash` of Dynamo 1.6.
 """
@@ -29,8 +30,11 @@ MASK = (1 << 64) - 1
 
 
 def block_hashes(content: RunContent, count: int) -> list[int]:
-    """Returns the router's 64-bit hash of each of the `count` blocks of a run (consecutive blocks),
-    computed from the block's tokens and the adapter's name."""
+    """Returns the router's 64-bit hash of each block of a run (consecutive blocks).
+
+    `content`: tokens and adapter of the run.
+    `count`: number of blocks in the run.
+    """
     adapter = xxhash.xxh3_64_intdigest(content.lora_name.encode()) if content.lora_name else 0
     packed = content.token_ids.astype("<u4").tobytes()
     size = len(packed) // count
@@ -41,10 +45,11 @@ def block_hashes(content: RunContent, count: int) -> list[int]:
 
 
 def chained(parent: int | None, block_hash: int) -> int:
-    """Returns the router's hash of the prompt's prefix up to and including a block.
+    """Returns the prefix hash of a block: the router's hash of the prompt up to the end of the
+    block.
 
-    parent: hash of the prefix before the block; None for a prompt's first block.
-    block_hash: the router's hash of the block.
+    `parent`: prefix hash of the block before; None for the first block of a prompt.
+    `block_hash`: the router's hash of the block.
     """
     if parent is None:
         return block_hash
@@ -53,10 +58,10 @@ def chained(parent: int | None, block_hash: int) -> int:
 
 @dataclass(slots=True)
 class _Prefixes:
-    """The stored blocks of a group, with the router's prefix hash of each.
+    """The stored blocks of a KV cache group, with their prefix hashes.
 
-    of_block: prefix hash by the engine's 32-byte block hash.
-    blocks: the engine's block hash by prefix hash.
+    `of_block`: maps the engine's block hash (32 bytes) to the prefix hash.
+    `blocks`: maps the prefix hash to the engine's block hash.
     """
 
     of_block: dict[bytes, int] = field(default_factory=dict)
@@ -64,21 +69,23 @@ class _Prefixes:
 
 
 Prefixes = dict[tuple[bytes, int], _Prefixes]
-"""The stored blocks by key space (fingerprint) and group."""
+"""The stored blocks by the fingerprint of their key space and their group."""
 UPDATE_S = 0.25
-"""Longest time that a call reads contents."""
+"""Longest time that a call of `find` reads new contents."""
 TURN_RUNS = 16
-"""Runs that are read before another thread gets its turn: a millisecond."""
+"""Number of runs that are read before other threads get a turn; it takes a millisecond."""
 
 
 class PromptIndex:
-    """Finds stored blocks by the router's hashes of a prompt.
+    """Finds stored blocks by the router's hashes of a prompt; see the module.
 
-    Always true: a block with extra keys other than its adapter's name (a salt, an image) is not
-    found, because the router's hash does not include these keys. `find` reads the contents that
-    were stored since the last call, so stores do no work for the index. It reads for UPDATE_S at
-    most, and later calls read on: after a restart the first calls find too few blocks. Thread-safe;
-    a call does not wait for another call.
+    `find` itself reads the contents that were stored since the last call, so stores do no work for
+    the index. It reads for at most UPDATE_S, and the next call continues. So after a restart the
+    first calls find too few blocks.
+
+    Always true: a block that has extra keys other than the name of its adapter (a salt, an image)
+    is not found, because the router's hash does not include these keys. Thread-safe; a call does
+    not wait for another call.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -86,7 +93,7 @@ class PromptIndex:
         self._lock = threading.Lock()
         self._prefixes: Prefixes = {}
         self._read_to = 0
-        # The reading that is under way, and the prefixes that it fills.
+        # An iteration over contents that is not at its end yet, and the table that it fills.
         self._reading: Iterator[KnownRun] | None = None
         self._filling: Prefixes = self._prefixes
 
@@ -96,11 +103,11 @@ class PromptIndex:
     def find(
         self, fingerprint: bytes, group_index: int, hashes: Sequence[int]
     ) -> tuple[Words, BoolMask]:
-        """Translates the router's hashes of a prompt's blocks into the engine's block hashes.
+        """Translates the router's hashes of a prompt into the engine's block hashes. Returns the
+        engine's hashes as uint32 words [n, 8], with zeros for a block that was not found, and a
+        mask [n] of the blocks that were found.
 
-        hashes: the router's 64-bit hash of each block, from the prompt's first block on.
-        Returns the engine's 32-byte hashes as uint32 [n, 8], zeros for a block that was not found,
-        and a mask [n] of the blocks that were found.
+        `hashes`: the router's 64-bit hash of each block, from the first block of the prompt on.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -118,13 +125,14 @@ class PromptIndex:
         return words, np.array([bool(name) for name in names], np.bool_)
 
     def _update(self, until_s: float) -> None:
-        """Reads contents until `until_s`, a time of time.monotonic, or the end."""
+        """Adds the blocks of new contents to the index: reads contents until all are read, at most
+        until `until_s`, a time of time.monotonic."""
         if self._reading is None:
             num_known = sum(len(one.blocks) for one in self._prefixes.values())
             begin, self._filling = self._read_to, self._prefixes
             if num_known > 2 * self._contents.num_blocks + 1000:
-                # Most of the index is about blocks whose contents have been overwritten: make
-                # another, and answer from this one until it is complete.
+                # Most of the index is about blocks whose contents have been overwritten. Make a new
+                # index, and answer from the old one until the new one is complete.
                 begin, self._filling = 0, {}
             self._read_to = self._contents.head
             self._reading = self._contents.runs(begin)
@@ -133,7 +141,7 @@ class PromptIndex:
             if time.monotonic() >= until_s:
                 return
             if count % TURN_RUNS == 0:
-                # Releases Python's global lock, for the event loop.
+                # Release the GIL, for the event loop.
                 time.sleep(0)
         self._reading, self._prefixes = None, self._filling
 

@@ -1,5 +1,5 @@
-"""Serves events over gRPC: to tools (EventService) and to engines (EngineReader). Converts events
-into protobuf messages."""
+"""Serves events over gRPC: to tools (`EventService`) and to engines (`EngineReader`). Converts
+events into protobuf messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -30,22 +30,22 @@ MEDIA = {
 MOST_EVENTS = 256
 """Most events in an answer to an engine."""
 ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
-"""Most bytes of the events in an answer to an engine, if there are several."""
+"""Most bytes of the events in an answer to an engine, unless a single event is larger."""
 STATE_EVENTS = 32
 """Most events of the present state that are made before the event loop runs other tasks."""
 STATE_STEPS = 128
-"""Most steps of the present state, also without an event, before the event loop runs other
-tasks."""
+"""Most steps of the iteration over the present state, with or without an event, before the event
+loop runs other tasks."""
 
 State = Callable[[bytes | None], Iterator[BlocksStored | None]]
-"""Yields the cached blocks of the key space with this fingerprint, and None for a step without one.
-Without a fingerprint: of all key spaces."""
+"""Yields the present state: events for the cached blocks of the key space with this fingerprint, or
+of all key spaces for None. Yields None for a step that has no event."""
 
 
 class EventService(events_pb2_grpc.EventServiceServicer):
-    """Sends events to tools over gRPC. events.proto describes the call.
+    """Sends events to tools over gRPC; `events.proto` describes the call.
 
-    state: yields the cached blocks, for subscribers that ask for the present state first.
+    `state`: yields the present state, for subscribers that ask for it first.
     """
 
     def __init__(self, node: Node, hub: EventHub, state: State) -> None:
@@ -96,13 +96,13 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 
 
 class EngineReader:
-    """Reads the events of a key space for an engine: first the present state (the cached blocks),
-    then each event.
+    """Reads the events of a key space for an engine: first the present state (events for all cached
+    blocks), then the events as they happen.
 
-    state: yields the cached blocks of the key space, and None for a step without one.
+    `state`: yields the present state of the key space, and None for a step that has no event.
 
-    Always true: an event that follows the state tells a newer fact about its block than the state.
-    If events are lost, the state is sent again.
+    Always true: if the state and an event after it are about the same block, the event is newer. If
+    events are lost, the present state is sent again.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class EngineReader:
         self._begins = True
 
     def close(self) -> None:
-        """Closes the reader's feed, so that it no longer receives events."""
+        """Closes the feed of this reader, so that no further events are queued for it."""
         self._stack.close()
 
     def read(self, most: int) -> session_pb2.ConnectResponse:
-        """Returns the next events, at most `most` of them and at most MOST_EVENTS; `most` = 0 asks
-        for MOST_EVENTS.
+        """Returns the answer to a call of the engine, with the next events: at most `most` of them,
+        and at most MOST_EVENTS. `most`: 0 means MOST_EVENTS.
 
-        Returns the outermost message of the stream. If this method returned only the part with the
-        events, protobuf would copy it into that message, which takes long for long prompts.
+        Returns the whole message of the session's stream, and not only its part with the events:
+        protobuf would copy that part into the message, which takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)
@@ -150,8 +150,8 @@ class EngineReader:
         return whole
 
     def _of_state(self, present: Iterator[BlocksStored | None], most: int) -> Iterator[TimedEvent]:
-        """Yields the next events of the present state, at most `most`. Sets `_present` to None at
-        its end."""
+        """Yields the next events of the present state, at most `most`. When the state has ended,
+        sets `_present` to None."""
         left_bytes, count = ANSWER_BYTES, 0
         for _ in range(STATE_STEPS):
             if count >= most:
@@ -176,7 +176,7 @@ class EngineReader:
 
 
 def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
-    """Writes an event into an empty message."""
+    """Writes an event into an empty protobuf message."""
     value, key_space = item.event, item.key_space
     message.key_space_id = value.key_space_id
     message.unix_time_ms = int(item.unix_time_s * 1000)
@@ -202,6 +202,6 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
 
 
 def _is_of_host(item: TimedEvent) -> bool:
-    """Returns True if the event is about blocks in host memory or clears a key space, so that
-    subscribers who did not ask for tiers receive it."""
+    """Returns True if subscribers that did not ask for tiers receive the event: it is about blocks
+    in host memory, or it clears a key space."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

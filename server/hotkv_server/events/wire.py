@@ -1,14 +1,17 @@
-"""Converts hotkv's events into vLLM's event classes, which msgspec encodes for ZMQ.
+"""Converts hotkv's events (`events.drive`) into vLLM's event classes, which msgspec encodes for
+ZMQ.
 
-The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the encoded bytes
-are the same as an engine's. The server does not import vLLM; a test compares the structs. Host
-memory has vLLM's medium "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a disk
-and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk has no
-`ownership`, because Dynamo's indexer credits a worker only with blocks that have no other owner.
+The classes here copy `vllm.distributed.kv_events` of vLLM 0.32 field by field, so the server sends
+the same bytes as an engine. The server does not import vLLM; a test compares the classes.
 
-If the token ids of a run are not known, its event has no tokens and block size 0, as when vLLM
-publishes a run that it can't describe. A router that matches prompts by tokens skips the event; a
-router that matches hashes can use it.
+Host memory has vLLM's medium "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
+disk and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk
+has no `ownership`, because Dynamo's indexer counts a block for a worker only if the block has no
+other owner.
+
+If the token ids of a run (consecutive blocks) are not known, its event has no tokens and block size
+0, as in vLLM's own events for such runs. A router that matches prompts by tokens skips this event;
+a router that matches hashes can use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,9 +32,9 @@ MEDIA = {
     Medium.DISK: ("STORAGE", "LOCAL"),
     Medium.REMOTE: ("STORAGE", "REMOTE"),
 }
-"""vLLM's medium and locality for each of the server's media."""
+"""vLLM's medium and locality for each medium of the server."""
 RANK = 0
-"""Data parallel rank in each message. The server has no rank, so it sends 0."""
+"""The data parallel rank in each message. The server has no rank, so it sends 0."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -39,17 +42,19 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""vLLM's `KVCacheSpecKind` for each kind of group; a test proves that no kind is missing."""
+"""vLLM's `KVCacheSpecKind` for each kind of KV cache group. A test proves that no kind is
+missing."""
 
 ExternalHash = bytes | int
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Base of all events; encoded as a map whose key `type` has the name of the class."""
+    """Base class of all events. An event is encoded as a map; its key `type` has the name of the
+    class."""
 
 
 class BlockStored(KVCacheEvent):
-    """An event: consecutive blocks of a sequence became ready in a medium (host memory or a
+    """An event: consecutive blocks of a sequence have become ready in a medium (host memory or a
     tier)."""
 
     block_hashes: list[ExternalHash]
@@ -79,11 +84,11 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """An event: all blocks of the publisher were removed."""
+    """An event: all blocks of the publisher were removed (a *clear*)."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The payload of a message. `ts`: seconds since 1970."""
+    """The payload of a message. `ts`: time of the message, in seconds since 1970."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -91,11 +96,12 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def external_hashes(words: NDArray[Any], hash_bytes: int, *, as_ints: bool) -> list[ExternalHash]:
-    """Returns hashes in the form of vLLM's events.
+    """Returns block hashes in the form that vLLM's events use.
 
-    words: uint32 words [n, 8] or [8].
-    hash_bytes: length of the key space's hashes; the rest of the 32 bytes is padding.
-    as_ints: returns the last 8 bytes of each hash as an integer; otherwise all bytes.
+    `words`: the hashes, as uint32 words [n, 8] or [8].
+    `hash_bytes`: length of the key space's hashes; the rest of the 32 bytes is padding.
+    `as_ints`: True returns the last 8 bytes of each hash as an integer, False returns all bytes.
+
     Source: `maybe_convert_block_hash` in vLLM 0.32.
     """
     rows = words.reshape(-1, 8).view(np.uint8)
@@ -112,8 +118,8 @@ LONGEST_HEAD = 5
 
 
 def _array_head(count: int) -> bytes:
-    """Returns the bytes that begin a MessagePack array of `count` elements. Source: the format's
-    specification, "array format family"."""
+    """Returns the first bytes of a MessagePack array of `count` elements. Source: specification of
+    MessagePack, "array format family"."""
     if count < 16:
         return bytes((0x90 | count,))
     if count < 1 << 16:
@@ -126,8 +132,11 @@ def _owner(event: BlocksStored | BlocksRemoved) -> str | None:
 
 
 class Translator:
-    """Converts the server's events into vLLM's classes. `as_ints`: True sends the last 8 bytes of
-    each hash as an integer, False all bytes."""
+    """Converts the server's events into vLLM's classes.
+
+    `key_spaces`: the key spaces by number.
+    `as_ints`: True sends the last 8 bytes of each hash as an integer, False sends all bytes.
+    """
 
     def __init__(self, key_spaces: Mapping[int, KeySpace], *, as_ints: bool) -> None:
         self._key_spaces = key_spaces
@@ -137,10 +146,10 @@ class Translator:
     def translate(
         self, events: Iterable[Event], *, is_alone: bool
     ) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """Converts events of a topic.
+        """Converts events that are sent under one topic.
 
-        is_alone: True if no other key space shares the topic. A clear of the key space then becomes
-            AllBlocksCleared, otherwise the removal of its blocks.
+        `is_alone`: True if no other key space shares the topic. A `KeySpaceCleared` then becomes an
+            AllBlocksCleared. Otherwise it becomes the removals of the key space's blocks.
         """
         translated: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         for event in events:
@@ -184,7 +193,7 @@ class Translator:
         )
 
     def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
-        """Returns token ids as a MessagePack array, encoded."""
+        """Encodes token ids as a MessagePack array."""
         count = len(token_ids)
         packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
         head = _array_head(count)

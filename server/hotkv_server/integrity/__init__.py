@@ -1,6 +1,7 @@
-"""Integrity: checks whether a slot still holds the bytes that were stored, and drops damaged
-blocks.
+"""Integrity: checks whether slots of the arena still have the bytes that were stored, and drops
+damaged blocks.
 
-`check_values` defines check values; it lies below the core, which keeps them. `evidence` describes
-the blocks to compare and condemns blocks. `sums` reads bytes. `verifier` decides when to compare.
+`check_values` defines the check values, which the core keeps in the blocks' records. `sums` reads
+the bytes of slots. `evidence` describes the blocks to compare with their check values, and drops
+damaged blocks. `verifier` decides when blocks are compared.
 """

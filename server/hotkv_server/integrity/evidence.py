@@ -1,7 +1,8 @@
-"""Describes the blocks to compare with check values, and condemns blocks that disagree.
+"""Describes the blocks to compare with their check values, and condemns (drops) blocks that do not
+match.
 
-Always true: this module decides and reads no bytes. After `condemn`, a block is no longer found. As
-long as a lease keeps its slot, the slot stays marked as unverified.
+Always true: this module reads no bytes of blocks. After `condemn`, lookups no longer find the
+block. While a lease still keeps the block's slot, the slot stays marked as unverified.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,13 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Blocks of the same shape whose bytes are to be compared with their check values.
+    """The description of n blocks of the same shape, for comparing their bytes with their check
+    values.
 
-    `entries` [n]: entry numbers in the index. `offsets` [n]: offsets of the entries' slots in the
-    arena, in bytes.
-    `shard_bytes`: bytes of each shard of a block.
-    `keys` [n]: mixed keys, as `BlockIndex.mixed` returns them.
+    `entries` [n]: entry numbers of the blocks in the index.
+    `offsets` [n]: offsets of the blocks' slots in the arena, in bytes.
+    `shard_bytes`: size of each shard of a block.
+    `keys` [n]: the blocks' keys, as `BlockIndex.mixed` returns them.
     `checks` [n]: check values in the blocks' records.
     """
 
@@ -34,8 +36,8 @@ class Evidence:
 
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
-    """Returns slots, shapes and check values of entries that are ready or detached, in parts of the
-    same shape."""
+    """Describes blocks for comparison. Returns a description for each group of blocks of the same
+    shape. `entries`: ready entries, or detached entries (removed, but still pinned)."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     kinds = key_spaces.astype(np.uint64) << np.uint64(16) | groups
@@ -51,8 +53,8 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 
 def condemn(core: CacheCore, entries: Entries) -> None:
-    """Drops ready entries whose bytes have changed. Announces the removal of blocks. A pinned entry
-    keeps its slot until it is unpinned."""
+    """Drops ready entries whose bytes do not match their check values, and announces the removal of
+    the blocks among them. A pinned entry keeps its slot until it is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernel of `sums`. Load it by `hotkv_proto.native.require`, never at import time.
-`tests/oracles/sums.py` has the same function in numpy."""
+"""The Numba kernel that sums over the bytes of slots. Load it with `hotkv_proto.native.require`,
+never at import time. `tests/oracles/sums.py` has the same function in numpy."""
 
 from typing import Any
 
@@ -22,10 +22,12 @@ _U64 = np.uint64
 
 @intrinsic
 def _products(typingctx: Any, line: Any, salts: Any) -> Any:
-    """Multiplies neighbours among the 16 words at address `line`, after adding their salts at
-    address `salts`, and sums up the products.
+    """Returns a sum of products over a line: adds a salt to each of the 16 words at address `line`,
+    multiplies each pair of neighbouring words, and adds up the 8 products.
 
-    Uses vectors: word by word this would take as long as reading the line.
+    `salts`: address of the 16 salts.
+
+    Uses vectors, because word by word this would take as long as reading the line from memory.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -53,7 +55,8 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
-    """Returns the sum of products of neighbours, mixed with the line's number."""
+    """Returns the sum of a line (`_products`), mixed with the number of the line and the seed of
+    the shard."""
     total = _products(address, salts.ctypes.data)
     total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(
         0xD6E8_FEB8_6659_FD93
@@ -69,15 +72,15 @@ def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
 def add_sums(
     base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any
 ) -> None:
-    """Adds to out[i] the sum over sampled lines of the `num_bytes` bytes at address base +
-    offsets[i]; every `strides[i]`-th line."""
+    """Adds to `out[i]` the sum over the sampled lines of the `num_bytes` bytes at address `base` +
+    `offsets[i]`. One line in each `strides[i]` lines is sampled, and the last line."""
     words = np.zeros(LINE_WORDS, np.uint32)
     num_lines = (num_bytes + LINE_BYTES - 1) // LINE_BYTES
     for i in range(offsets.shape[0]):
         start, stride, last, total = base + offsets[i], strides[i], num_lines - 1, _U64(0)
         following = base + offsets[min(i + 1, offsets.shape[0] - 1)]
-        # Places shift by PHASE_STEP from stride to stride; divisions would take longer than the
-        # sums.
+        # The sampled line shifts by PHASE_STEP lines from stride to stride. Avoid divisions, which
+        # would take longer than the sums.
         place, step, further = 0, PHASE_STEP % stride, AHEAD_LINES * PHASE_STEP % stride
         for first in range(0, num_lines, stride):
             line, ahead = first + place, first + AHEAD_LINES * stride

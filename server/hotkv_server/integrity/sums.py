@@ -1,4 +1,4 @@
-"""Sums over the bytes of slots, from which check values are made.
+"""Computes sums over the bytes of slots. `check_values` makes check values from these sums.
 
 Reads bytes without the GIL, and writes only its results.
 """
@@ -18,7 +18,7 @@ from hotkv_server.integrity.evidence import Evidence
 
 MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
-"""Slots with fewer than 2 parts of this size are read by a single thread."""
+"""Least number of bytes for each thread. Fewer than twice as many bytes are read by one thread."""
 _SALTS = np.array(
     [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
 )
@@ -28,11 +28,14 @@ _SEED_FACTOR = 0xA076_1D64_78BD_642F
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
 ) -> None:
-    """Adds to `sums` [n] the sums of a shard: `num_bytes` bytes at `offsets` [n] of the memory, 1
-    line in every `strides[i]`.
+    """Adds the sums of one shard of n blocks to `sums` [n]. Releases the GIL. The bytes must not
+    change until the call returns. Raises ValueError if a range is not inside the memory.
 
-    Releases the GIL; the bytes must not change until the call returns. Raises ValueError if a range
-    leaves the memory.
+    `memory`: the memory with the blocks' slots.
+    `offsets` [n]: offsets of the shard of each block in the memory, in bytes.
+    `num_bytes`: size of the shard.
+    `shard`: number of the shard; equal bytes in different shards have different sums.
+    `strides` [n]: one line in each `strides[i]` lines is read.
     """
     if len(offsets) and (
         int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes
@@ -47,12 +50,12 @@ def add_sums(
 
 
 class SumThreads:
-    """Runs `add_sums` on several threads if there are many bytes: a store from a GPU is copied
-    faster than a single thread computes the store's sums."""
+    """Runs the function `add_sums` on several threads if there are many bytes. This is needed
+    because a store from a GPU is copied faster than a single thread computes its sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
-        """Starts the threads. `num_threads`: 0 uses half of the processors, at least 1 and at most
-        MAX_SUM_THREADS."""
+        """Starts the threads. `num_threads`: 0 means half of the processors, but at least 1 and at
+        most MAX_SUM_THREADS."""
         self._num_threads = num_threads or min(
             MAX_SUM_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)
         )
@@ -70,7 +73,8 @@ class SumThreads:
         strides: Int64s,
         sums: Sums,
     ) -> None:
-        """Runs the function `add_sums` in parts. Blocks; from any thread."""
+        """Does the same as the function `add_sums`, in parts on several threads. Blocks the calling
+        thread until all parts have ended. Thread-safe."""
         num_parts = min(self._num_threads, len(offsets) * num_bytes // PART_BYTES)
         if num_parts < 2:
             add_sums(memory, offsets, num_bytes, shard, strides, sums)
@@ -87,26 +91,31 @@ class SumThreads:
             future.result()
 
     def close(self) -> None:
-        """Ends the threads once they are idle; does not wait."""
+        """Ends the threads once they are idle. Does not wait for them."""
         self._threads.shutdown(wait=False)
 
 
 def _seed(shard: int) -> np.uint64:
-    """Returns a number that makes the sums of equal shards differ."""
+    """Returns the seed of a shard, because of which equal bytes in different shards have different
+    sums."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
-    """Returns a mask [n] of the blocks whose bytes match their check value; False for a missing
-    check value. Blocks for as long as reading takes."""
+    """Compares blocks with their check values. Returns a mask [n] of the blocks whose bytes match;
+    False if the check value is missing. Reads the bytes, which blocks the calling thread."""
     strides = np.maximum(strides_of(evidence.checks), 1)
     sums = sums_of(memory, evidence.offsets, evidence.shard_bytes, strides)
     return agree(sums, evidence.keys, evidence.checks)
 
 
 def sums_of(memory: Region, offsets: Int64s, shard_bytes: Sequence[int], strides: Int64s) -> Sums:
-    """Returns the sums [n] over all shards of blocks of the same shape, in slots at `offsets` [n].
-    See `add_sums`."""
+    """Returns the sums over all shards of n blocks of the same shape, uint64 [n].
+
+    `offsets` [n]: offsets of the blocks' slots in the memory, in bytes.
+    `shard_bytes`: size of each shard of a block.
+    `strides` [n]: see `add_sums`.
+    """
     sums, begin = np.zeros(len(offsets), np.uint64), 0
     for shard, num_bytes in enumerate(shard_bytes):
         add_sums(memory, offsets + begin, num_bytes, shard, strides, sums)

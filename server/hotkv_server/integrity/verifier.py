@@ -1,10 +1,13 @@
-"""Compares blocks with their check values: as many as time allows at the start, the rest at their
-first use, and all of them again in the background.
+"""Verifies blocks: compares their bytes with their check values. After a restart, as many blocks as
+time allows are compared at the start, and the others at their first use. In the background, the
+*scrub* compares all blocks again and again.
 
-Always true: a block of an earlier server is compared before it is loaded and before clients learn
-its place. A block that disagrees is condemned: it is no longer found, and each load of it fails,
-also under an older lease. Bytes are read on other threads. A block that is not pinned may be
-evicted while it is read, so a disagreement counts only if the entry is still the same afterwards.
+Always true: a block that an earlier server left is compared before it is loaded, and before clients
+learn the place of its slot. A block that does not match is condemned: lookups no longer find it,
+and each load of it fails, even under an older lease.
+
+Bytes are read on other threads. A block that is not pinned may be evicted while it is read. So a
+mismatch counts only if the entry still belongs to the same block afterwards.
 """
 
 import asyncio
@@ -28,25 +31,35 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 64 << 20
 """Most bytes of slots that are compared at a time."""
 SCANNED_ENTRIES = 1 << 17
-"""Entries that a scrub looks at per turn of the event loop; this takes a millisecond."""
+"""Most entries that the scrub checks for being ready in one turn of the event loop. This takes a
+millisecond."""
 MIN_PAUSE_S = 0.05
+"""Least pause of the scrub between two batches."""
 PASS_PAUSE_S = 5.0
-"""Pause between two passes over all blocks. Reading a small cache takes less time than this, and it
-need not be read every second."""
+"""Pause of the scrub between two passes over all blocks, so that the blocks of a small cache are
+not read every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Entries to compare, and their generations [n] when the case was made. A generation counts how
-    often an entry number was used, so a later entry with the same number is recognized."""
+    """Blocks of the same shape to compare.
+
+    `generations` [n]: the generation of each entry when the case was made. A generation counts how
+        often an entry number was used, so it shows whether the entry still belongs to the same
+        block.
+    """
 
     evidence: Evidence
     generations: Entries
 
 
 class Verifier:
-    """Verifies blocks; see the module. All methods but `judge` belong to the event loop's
-    thread."""
+    """Verifies blocks; see the module. Only `judge` may be called on any thread, the other methods
+    only on the thread of the event loop.
+
+    `verified_blocks`, `condemned_blocks`: numbers of blocks since the start.
+    `passes`: number of passes over all blocks that the scrub has completed.
+    """
 
     def __init__(self, core: CacheCore, arena: Region) -> None:
         self._core = core
@@ -64,7 +77,8 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """Returns the cases of entries that are ready or detached, in parts of the same shape."""
+        """Returns the cases for comparing these entries, one for each group of blocks of the same
+        shape. `entries`: ready entries, or detached entries (removed, but still pinned)."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -72,8 +86,11 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases (blocks not yet compared with their check values) that a load must
-        compare before it copies; usually empty."""
+        """Returns the cases that must be compared before a load copies its blocks: the blocks that
+        were not compared with their check values yet. Usually there are none.
+
+        `slots`: the blocks of the load.
+        """
         index = self._core.space.index
         waiting = [run.entries[index.unverified[run.entries]] for run in slots]
         return [
@@ -81,22 +98,25 @@ class Verifier:
         ]
 
     def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
-        """Returns whether a block of the load has been condemned since it was compared."""
+        """Returns True if a block of a load was condemned after it had been compared. Called after
+        the copy; `slots`: the blocks of the load."""
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
-        """Compares blocks with their check values; returns for each case a mask of the entries that
-        agree. Blocks for as long as reading takes. From any thread, without the GIL."""
+        """Compares blocks with their check values. Returns, for each case, a mask of the entries
+        whose bytes match. Reads the bytes, without the GIL, and blocks the calling thread. Callable
+        on any thread."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
-        """Marks blocks that agree as verified and condemns the others. Returns the others, without
-        duplicates, including blocks that were condemned elsewhere during the comparison."""
+        """Processes a result of `judge`: marks the blocks that match as verified, and condemns the
+        others. Returns the entries that do not match, without duplicates; they include blocks that
+        another comparison has condemned meanwhile."""
         records, index = self._core.space.index.table.records, self._core.space.index
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
             entries = case.evidence.entries
-            # An entry that was read under a lease still exists; it may be detached by now.
+            # An entry that a lease pins still exists, but it may have been removed (detached).
             same = index.can_be_read(entries) & (
                 records[entries, table.W_GENERATION] == case.generations
             )
@@ -117,8 +137,9 @@ class Verifier:
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares the unverified entries. Returns the entries that disagree, without duplicates. A
-        lease must pin all of them."""
+        """Compares the unverified blocks among `entries`, and condemns blocks that do not match.
+        Returns the entries that do not match, without duplicates. A lease must pin all `entries`.
+        """
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting
@@ -134,8 +155,9 @@ class Verifier:
     # At start
 
     def verify_for(self, budget_s: float) -> int:
-        """Compares blocks of an earlier server, in random order, for at most `budget_s`. Returns
-        the number of unverified blocks that are left. Blocks the calling thread."""
+        """Compares the blocks that an earlier server left, in random order, for at most `budget_s`
+        seconds. Returns the number of blocks that are still unverified. Blocks the calling
+        thread."""
         deadline_s = time.monotonic() + budget_s
         index = self._core.space.index
         waiting = np.random.default_rng().permutation(
@@ -145,13 +167,15 @@ class Verifier:
         while at < len(waiting) and time.monotonic() < deadline_s:
             batch = waiting[at : at + self._batch_length(waiting[at:])]
             at += len(batch)
-            # Representations of a condemned block were dropped with it.
+            # Skip entries that are no longer unverified: if a block was condemned, its
+            # representations were dropped with it.
             cases = self.cases(batch[index.unverified[batch]])
             self.settle(cases, self.judge(cases))
         return int(index.unverified.sum())
 
     def _batch_length(self, entries: Entries) -> int:
-        """Returns how many of the first entries take BATCH_BYTES together; at least 1."""
+        """Returns how many entries, from the first on, have slots of at most BATCH_BYTES in total;
+        at least 1."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )
@@ -160,12 +184,13 @@ class Verifier:
     # In the background
 
     def next_batch(self) -> Entries | None:
-        """Returns the ready entries that a scrub compares next, by number; None at the end of a
-        pass; the next call begins another pass. Looks at no more than SCANNED_ENTRIES entries, so a
-        batch may be empty.
+        """Returns the ready entries that the scrub compares next, in the order of their numbers.
+        Returns None at the end of a pass; the next call begins the next pass. Checks at most
+        SCANNED_ENTRIES entries, so the result may be empty.
 
-        Numbers that come into use during a pass belong to the next pass: otherwise a pass would
-        follow the stores, a few blocks at a time, and never end."""
+        Entry numbers that are used for the first time during a pass belong to the next pass.
+        Otherwise new stores could prolong a pass for ever.
+        """
         index, first = self._core.space.index, self._next_entry
         self._pass_end = self._pass_end or index.num_numbers
         if first >= self._pass_end:
@@ -181,12 +206,16 @@ class Verifier:
         return batch
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how long the scrub has been reading the present batch; 0 between batches."""
+        """Returns for how many seconds the scrub has read the present batch; 0 between batches.
+        `now_s`: a time of time.monotonic."""
         return now_s - self._reading_since_s if self._reading_since_s else 0.0
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
-        """Compares all blocks again and again, `bytes_per_s` of slots per second. Calls `tell`
-        after each batch, because blocks may have been condemned. Runs until it is cancelled."""
+        """Runs the scrub until it is cancelled: compares all blocks again and again.
+
+        `bytes_per_s`: bytes of slots that are compared per second.
+        `tell`: called after each batch, because blocks may have been condemned.
+        """
         while True:
             batch = self.next_batch()
             if batch is None or not len(batch):

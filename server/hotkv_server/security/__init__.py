@@ -1,2 +1,2 @@
-"""Access control: peers and their proofs, tenants, single-use tickets, and checks of files and
-paths before a server starts."""
+"""Access control: the identity of peers, their tenants, single-use tickets, access to the status
+page, and checks of files and paths before a server starts."""

@@ -1,10 +1,15 @@
-"""Decides which tenant a peer may act for, from its proofs. Keeps the single-use tickets with which
-users on the Unix socket prove their identity.
+"""Decides for which tenant a peer (the other end of a connection) may act. The proof of a peer's
+identity is the user or group of its process, a token, or a client certificate. Also keeps the
+single-use tickets with which users on the Unix socket prove their identity.
 
-Pure: no I/O and no clock. Always true: with tenants, a peer acts for a tenant only with a proof
-that the tenant lists; without tenants, every peer may name any tenant. A refusal is the same for
-existing and missing tenants. The server keeps only the SHA-256 of secrets, and compares in constant
-time.
+Always true:
+
+- if the settings list tenants, a peer acts for a tenant only with a proof that the tenant lists; if
+  they list no tenants, every peer may name any tenant;
+- a refusal is the same for existing and missing tenants;
+- the server keeps only the SHA-256 of secrets, and compares them in constant time.
+
+Pure: no I/O and no clock.
 """
 
 import hashlib
@@ -24,9 +29,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer with its proofs; by default without proofs.
+    """The other end of a connection, with its proofs; by default without proofs.
 
-    `where`: the peer's address, for people.
+    `where`: the peer's address, for messages.
     `uid`: user id of the peer's process; -1 if unknown.
     `gids`: all groups of the peer's process.
     `token_digest`: SHA-256 of the bearer token that the peer sent; empty without a token.
@@ -41,7 +46,7 @@ class Peer:
 
     @property
     def has_proof(self) -> bool:
-        """Whether the peer has shown any proof."""
+        """True if the peer has shown a proof of any kind."""
         return self.uid >= 0 or bool(self.token_digest) or bool(self.certificate_names)
 
     def __str__(self) -> str:
@@ -54,20 +59,24 @@ class Peer:
 
 
 def _shown(name: str) -> str:
-    """Returns a name from a certificate. Quotes the name if it could be confused with another kind
-    of name."""
+    """Returns a name in a certificate as text for messages. Quotes a name with unusual characters,
+    so that it can't be mistaken for other text."""
     return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
 def digest_of(token: str) -> bytes:
-    """Returns the SHA-256 of a token; empty for an empty token."""
+    """Returns the SHA-256 of a token; empty bytes for an empty token."""
     return hashlib.sha256(token.encode()).digest() if token else b""
 
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """Proofs of a tenant or of admins. A single proof is enough. `token_digests`: SHA-256, 32 bytes
-    each."""
+    """The proofs that a tenant, or the list of admins, accepts. A peer needs only one of them.
+
+    `uids`, `gids`: users, and groups, of the peer's process.
+    `token_digests`: SHA-256 of tokens, 32 bytes each.
+    `certificate_names`: names in a client certificate.
+    """
 
     uids: frozenset[int] = frozenset()
     gids: frozenset[int] = frozenset()
@@ -75,7 +84,7 @@ class Proofs:
     certificate_names: frozenset[str] = frozenset()
 
     def match(self, peer: Peer) -> bool:
-        """Returns whether the peer has at least one of these proofs."""
+        """Returns True if the peer has at least one of these proofs."""
         is_known_user = peer.uid >= 0 and (
             peer.uid in self.uids or not self.gids.isdisjoint(peer.gids)
         )
@@ -92,9 +101,10 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant.
+    """A tenant in the settings.
 
-    `sees_table`: whether the tenant's sessions may map the block table.
+    `proofs`: a peer with one of these proofs may act for the tenant.
+    `sees_table`: True if the tenant's sessions may map the block table.
     `max_sessions`: most sessions of the tenant; 0: no limit for this tenant.
     """
 
@@ -106,12 +116,13 @@ class Tenant:
 
 @dataclass(slots=True)
 class AccessControl:
-    """Access control; see the module. Without tenants access is open.
+    """Decides on the access of peers; see the module. Without tenants access is open.
 
-    `admins`: proofs of admins over TCP.
+    `tenants`: the tenants by name.
+    `admins`: proofs that admins need over TCP.
 
-    Tenants and admins may be replaced while the server runs. Whether there are tenants at all must
-    not change.
+    Both may be replaced while the server runs. A server with tenants must keep at least one tenant;
+    a server without tenants must not get any.
     """
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
@@ -119,12 +130,13 @@ class AccessControl:
 
     @property
     def is_open(self) -> bool:
-        """Whether a peer may act for any tenant without proof."""
+        """True if a peer needs no proof to act for a tenant, because there are no tenants."""
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """Returns the tenant that the peer acts for; None if access is open. Raises UNAUTHENTICATED
-        or NOT_ALLOWED."""
+        """Returns the tenant with this name if the peer may act for it; None if access is open.
+        Raises HotKVError: UNAUTHENTICATED if the peer has no proof, NOT_ALLOWED if the tenant
+        accepts none of its proofs or does not exist."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -145,7 +157,8 @@ class AccessControl:
         return tenant
 
     def admit_admin(self, peer: Peer) -> None:
-        """Raises UNAUTHENTICATED or NOT_ALLOWED unless the peer is an admin."""
+        """Checks that the peer is an admin. Raises HotKVError: UNAUTHENTICATED if the peer has no
+        proof, NOT_ALLOWED if it is no admin."""
         if not peer.has_proof:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,
@@ -159,26 +172,34 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Returns True if any tenant lists a proof of this peer. Such a peer may use the descriptor
-        socket."""
+        """Returns True if the peer may use the descriptor socket, because a tenant accepts one of
+        its proofs."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 
 # ------------------------------------------------------------------------------------------ Tickets
-# Tickets tie a session on the Unix socket to the user whose process fetched them.
+# A ticket proves, over gRPC on the Unix socket, which user a session belongs to. A process of the
+# user fetches it from the descriptor socket, which identifies the process.
 #
-# Always true: a ticket is valid once, for TTL_S seconds, and for its peer. The number of
-# outstanding tickets is bounded, for each user and in all, so a user can't use up the tickets of
-# others.
+# Always true: a ticket can be redeemed once, within TTL_S seconds, and stands for the peer that
+# fetched it. The number of outstanding tickets is bounded, per user and in total, so a user can't
+# use up the tickets of other users.
 
 TTL_S = 10.0
+"""Time for which a ticket is valid."""
 TICKET_BYTES = 16
 MAX_TICKETS = 8192
+"""Most outstanding tickets of all users together."""
 MAX_TICKETS_OF_USER = 512
+"""Most outstanding tickets of a user."""
 
 
 class Tickets:
-    """Issues tickets, and redeems each once. `fresh`: returns the bytes of a new ticket."""
+    """Issues tickets, and redeems each ticket once. A ticket proves which user a session on the
+    Unix socket belongs to; the user's process has fetched it from the descriptor socket.
+
+    `fresh`: returns the random bytes for a new ticket.
+    """
 
     def __init__(
         self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)
@@ -194,8 +215,8 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """Returns a new ticket for the peer. Raises OVERLOADED if the peer's user has too many
-        outstanding tickets."""
+        """Returns a new ticket for the peer. Raises OVERLOADED if too many tickets are outstanding,
+        of the peer's user or in total."""
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER
@@ -212,8 +233,8 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, now_s: float) -> Peer | None:
-        """Uses a ticket up and returns its peer. Returns None if the ticket is unknown, used or too
-        old."""
+        """Redeems a ticket, which is then no longer valid, and returns the peer for which it was
+        issued. Returns None if the ticket is unknown, was redeemed before, or is too old."""
         self._expire(now_s)
         if ticket not in self._issued:
             return None

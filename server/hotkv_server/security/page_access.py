@@ -1,10 +1,15 @@
-"""Decides who sees the status page and its API, and whether with names.
+"""Decides whether a request may see the status page and its API, and whether the page shows names
+(of tenants, models, engines) or only sums.
 
-Pure except for the token's file, which is read at each request that needs it. Always true: beyond
-this machine, figures are shown only with a token. If there are tenants, the names of tenants are
-shown only with an admin's token. Without a token, the request must name a host that only this
-machine has. Otherwise a foreign page could resolve its host name to this address and read the
-answer (DNS rebinding).
+Always true:
+
+- if the server listens beyond this machine, or the settings name a token, a request needs a token;
+- if there are tenants, names are shown only with an admin's token;
+- if no token is needed, the Host header of the request must name this machine. Otherwise a web page
+  of another site could resolve its own host name to this address, and read the answer in the user's
+  browser (DNS rebinding).
+
+Pure, except that the token's file is read at each request that needs it.
 """
 
 import enum
@@ -22,15 +27,16 @@ BEARER = "bearer "
 
 
 class Sight(enum.Enum):
-    """The details to show: only sums, or also the names of tenants, models and engines."""
+    """The details that a request may see: SUMS shows only sums, NAMES also the names of tenants,
+    models and engines."""
 
     SUMS = enum.auto()
     NAMES = enum.auto()
 
 
 class PageRefusal(Exception):
-    """A refused request; the message says how to succeed. `needs_token`: True if another token
-    would help."""
+    """A request is refused. The message says how to get access. `needs_token`: True if a request
+    with a valid token would be accepted."""
 
     def __init__(self, message: str, *, needs_token: bool) -> None:
         super().__init__(message)
@@ -38,8 +44,8 @@ class PageRefusal(Exception):
 
 
 def read_token(path: Path) -> str:
-    """Returns the token in a file. Raises OSError, UnsafeError if everybody may read the file, or
-    ValueError if it contains no token."""
+    """Returns the token in the file at `path`. Raises OSError if the file can't be read,
+    UnsafeError if every user of the machine may read it, or ValueError if it contains no token."""
     check_private_key(path)
     token = path.read_text().strip()
     if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and token.isascii()):
@@ -52,13 +58,13 @@ def read_token(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """Access to the page; see the module.
+    """Decides on access to the status page; see the module.
 
-    `is_local`: whether the server listens only for this machine.
-    `read`: returns the token that gives access, and raises as `read_token` does; None: no token is
-        set.
-    `control`: knows the tenants and the admins, whose tokens give access too; may change.
-    `own_name`: the host name in the settings under which the server listens.
+    `is_local`: True if the server listens only for this machine.
+    `read`: returns the token that gives access, and raises like `read_token`; None if the settings
+        name no token.
+    `control`: has the tenants and the admins, whose tokens give access too. It may change.
+    `own_name`: the host name, in the settings, on which the server listens.
     """
 
     is_local: bool = True
@@ -68,12 +74,16 @@ class PageAccess:
 
     @property
     def asks_for_token(self) -> bool:
-        """Whether all requests need a token."""
+        """True if all requests need a token."""
         return not self.is_local or self.read is not None
 
     def judge(self, host: str, authorization: str) -> Sight:
-        """Returns the details to show for a request with these headers, which may be empty. Raises
-        PageRefusal, or any error of `read_token`."""
+        """Returns the details that a request may see. Raises PageRefusal, or any error of
+        `read_token`.
+
+        `host`, `authorization`: the headers Host and Authorization of the request; empty if
+            missing.
+        """
         peer = Peer(token_digest=digest_of(_bearer(authorization)))
         is_admin = self.control.admins.match(peer)
         if self.asks_for_token:
@@ -111,7 +121,7 @@ class PageAccess:
 
 
 def is_address(name: str) -> bool:
-    """Returns whether this is an IP address."""
+    """Returns True if `name` is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -120,14 +130,14 @@ def is_address(name: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Returns the name in a Host header, without the port and without brackets."""
+    """Returns the host name or address in a Host header, without port and brackets."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.rstrip(".")
 
 
 def _bearer(authorization: str) -> str:
-    """Returns the token of an Authorization header; empty without a token."""
+    """Returns the bearer token in an Authorization header; empty if there is none."""
     kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
     return token.strip() if kind.lower() == BEARER else ""
 

@@ -1,4 +1,4 @@
-"""Checks of paths before a server starts, and of descriptors that peers send.
+"""Checks paths before a server starts, and file descriptors that peers send.
 
 A failed check raises an error whose message says what to do.
 """
@@ -13,19 +13,19 @@ from typing import Final
 from hotkv_proto.errors import HotKVError, Reason
 
 # -------------------------------------------------------------------------------------------- Paths
-# Other users must not be able to replace the server's directories and files. Files of another user
-# are refused, not repaired; a missing directory is made.
+# Other users must not be able to replace the server's directories and files. If one of them belongs
+# to another user, the check fails and changes nothing. A missing directory is made.
 
 OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class UnsafeError(Exception):
-    """A path is not safe, so the server must not start; the message says what to do."""
+    """A path is not safe, so the server must not start. The message says what to do."""
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Makes the directory of the sockets if it is missing. Raises UnsafeError unless the
-    directory's owner is this user or root, and other users can't write to it."""
+    """Checks the directory of the sockets; makes it if it is missing. Raises UnsafeError unless
+    this user or root owns the directory, and other users can't write to it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
@@ -40,11 +40,11 @@ def check_runtime_dir(path: Path) -> None:
 
 
 def check_arena_dir(path: Path, *, is_private: bool) -> None:
-    """Makes the directory of the arena if it is missing. Raises UnsafeError unless this user owns
-    the directory, other users have no access to it, and its group can't write to it.
+    """Checks the directory of the arena; makes it if it is missing. Raises UnsafeError unless this
+    user owns the directory, other users have no access to it, and its group can't write to it.
 
-    `is_private`: True: the directory's group must have no access either, because tenants in the
-        group could read each other's blocks.
+    `is_private`: True if the group must not be able to read the directory either. This is needed
+        with tenants, because tenants in the group could read each other's blocks.
     """
     _make(path, 0o700)
     status = _directory(path)
@@ -63,22 +63,23 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
 
 
 def check_sockets(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if there is another kind of file, or another user's socket, at the path of
-    a socket. Sockets of this user or root, left by an earlier server, are accepted."""
+    """Checks the paths at which the server will make its sockets. Raises UnsafeError if one of them
+    has a file of another kind, or a socket of another user. Accepts missing files, and sockets of
+    this user or root, which an earlier server has left."""
     for path in paths:
         _check_place(path, stat.S_ISSOCK, "socket")
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raises UnsafeError if there is anything but a regular file of this user or of root at one of
-    the paths. Missing files are accepted."""
+    """Checks the paths of files that the server will read and write. Raises UnsafeError unless each
+    of them is missing, or a regular file of this user or root."""
     for path in paths:
         _check_place(path, stat.S_ISREG, "regular file")
 
 
 def check_private_key(path: Path) -> None:
-    """Raises UnsafeError if everybody may read the private key; OSError if this process can't read
-    it."""
+    """Checks a file with a private key or another secret. Raises UnsafeError if users outside the
+    file's group have any access to it, and OSError if the file is missing."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
@@ -128,21 +129,22 @@ def _mode(status: os.stat_result) -> str:
 
 
 # ---------------------------------------------------------------------- Descriptors that peers send
-# Checked before they are mapped: they must be memory whose pages are always available. A file on
-# disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket or a
-# device is no memory at all.
+# A descriptor that a peer sends is checked before it is mapped: it must be memory whose pages are
+# always available. A file on disk, on the network or in user space (FUSE) could hang a copy thread;
+# a pipe, a socket or a device is no memory at all.
 
 MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 """File systems in memory, by their magic numbers in statfs(2)."""
 STATFS_BYTES = 256
-"""More than the size of struct statfs on any architecture; its first member is the magic number."""
+"""Size of the buffer for struct statfs, which is smaller on all architectures. The first member of
+the struct is the magic number."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_memory(fd: int, name: str) -> None:
-    """Raises INVALID_LAYOUT unless the descriptor is a regular file in memory: a memfd, or a file
-    in /dev/shm or hugetlbfs."""
+    """Checks that a descriptor is a regular file in memory: a memfd, or a file in /dev/shm or
+    hugetlbfs. Otherwise raises INVALID_LAYOUT. `name`: names the engine's memory in the message."""
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         raise HotKVError(

@@ -1,7 +1,8 @@
-"""Registers the tiers as a capability of the node, which reports their figures.
+"""The capability that reports the figures of the tiers to the node.
 
-The tiers open before the node does, so the node has them already (`Node.tiers`) and calls them
-through the protocols in `node.capability`.
+Unlike other capabilities, the tiers open before the node. The node gets them when it is made
+(`Node.tiers`), and calls them through the protocols in `node.capability`. So this capability only
+reports figures.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,9 +25,11 @@ def attach(settings: Settings, node: Node) -> "TiersCapability":
 
 
 class TiersCapability(Capability):
-    """Reports the tiers' states, counters, gauges and read times to the node; see the folder's
-    README. `tiers`: None for a node without tiers; the capability then reports no tier, and all
-    figures are 0."""
+    """Reports the states, counters, gauges and read times of the tiers to the node.
+
+    `tiers`: None for a node without tiers. The capability then reports no tier, and all figures
+        are 0.
+    """
 
     def __init__(self, tiers: Tiers | None) -> None:
         self._tiers = tiers

@@ -1,10 +1,11 @@
 """The command `hotkv-server tiers check`: writes and reads blocks in each tier of the settings. A
 server that uses the same tiers may run at the same time.
 
-Always true: the check does not change other data. On a disk it writes a slab file in a new folder
-inside the tier's folder, and removes the folder. In a store it writes keys under a random
-fingerprint, and removes them. If the store fails before that, or can't remove single blocks, the
-keys stay until they expire. The check reports such keys if the store still answers.
+Always true: the check changes only data that it has written itself. On a disk it writes a slab file
+in a new folder inside the tier's folder, and then removes the new folder. In a store it writes keys
+under a random fingerprint (name of a key space), and then removes these keys. If the store fails
+before the removal, or can't remove single blocks, the keys stay until they expire. The check
+reports such keys if the store still answers.
 """
 
 import argparse
@@ -38,18 +39,18 @@ from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = ((64 * KIB, 32), (MIB, 8))
-"""Pairs of a block's size in bytes, and the number of blocks of this size to write."""
+"""The blocks to write, as pairs: size of a block in bytes, number of blocks of this size."""
 NUM_BYTES = sum(size * count for size, count in SIZES)
 ANSWER_S = 15.0
-"""Longest wait for an answer. A slower tier is of no use to a request."""
+"""Longest wait for the answer to a call of a tier. A request can't use a tier that is slower."""
 REMOVE_S = 5.0
-"""Longest wait until the keys of the check are removed."""
+"""Longest wait for a store to remove the keys of the check."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times to write and read blocks of the same size, one block at a time. Each time is the median
-    over the blocks."""
+    """Times to write and to read a block of `block_bytes` in a tier: medians over `num_blocks`
+    blocks, which were written and read one at a time."""
 
     tier: str
     block_bytes: int
@@ -62,7 +63,8 @@ class Timing:
 class Checked:
     """The result for a tier that works.
 
-    `left`: describes the data of the check that stays in the tier; empty if all is removed.
+    `left`: a message about the keys of the check that the store did not remove; empty if it removed
+        all keys.
     """
 
     timings: list[Timing]
@@ -105,7 +107,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
-    """Returns each tier's name and the function that checks it."""
+    """Returns, for each tier in the settings, its name and the function that checks it."""
     checks: list[tuple[str, Callable[[], Checked]]] = []
     disk = settings.tiers.disk
     if disk.path is not None:
@@ -118,8 +120,9 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 
 
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
-    """Checks the disk in a new folder inside `path`. If `path` is missing, creates it and removes
-    it at the end. Raises StartError or OSError."""
+    """Checks the disk tier: writes and reads blocks in a new folder inside `path`, and removes that
+    folder at the end. If `path` is missing, creates it and removes it too. Raises StartError or
+    OSError if the disk does not work."""
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -141,7 +144,11 @@ def _make_folders(path: Path, made: contextlib.ExitStack) -> None:
 
 
 def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
-    """Raises StartError if the disk has no room for a server's slab file."""
+    """Raises StartError if the disk has no room for the slab file of a server.
+
+    `slabs`: path of the slab file. If the file exists, only the missing bytes need room.
+    `num_bytes`: size that the settings give to the slab file.
+    """
     taken_bytes = slabs.stat().st_blocks * 512 if slabs.exists() else 0
     space = os.statvfs(path)
     free_bytes = space.f_bavail * space.f_frsize
@@ -153,8 +160,8 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
-    """Checks a shared tier, with keys under a random fingerprint, and closes it. Raises
-    StartError."""
+    """Checks a shared tier: writes and reads blocks of a key space with a random fingerprint, and
+    removes them. Closes the tier. Raises StartError if the tier does not work."""
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
@@ -177,8 +184,9 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the epoch of the check. Returns a description of the keys that stay;
-    empty if all are removed. Raises StartError if the tier does not answer."""
+    """Removes the blocks and the epoch of the check from the store. Returns a message about the
+    keys that the store has not removed after REMOVE_S; empty if it has removed all. Raises
+    StartError if the tier does not answer."""
     keys = [key for size, count in SIZES for key in _keys(prefix, size, count)]
     everything = [*keys, b"hotkv/1/%s/epoch" % fingerprint.encode()]
     until_s = time.monotonic() + REMOVE_S
@@ -198,8 +206,9 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
 
 
 def _arena() -> tuple[Region, int]:
-    """Returns an arena with room for all blocks twice (written and read back), and its file
-    descriptor. The arena is never unmapped, because a tier that hangs may still write to it."""
+    """Returns memory that serves as arena, and its file descriptor. Its first half has the blocks
+    to write, its second half gets the blocks that are read back. It is never unmapped, because a
+    tier that hangs may still write to it."""
     descriptor = os.memfd_create("hotkv-check")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     memory = mmap.mmap(descriptor, 2 * NUM_BYTES)
@@ -217,8 +226,12 @@ def _keys(prefix: bytes, size: int, count: int) -> list[bytes]:
 
 
 def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> Iterator[Timing]:
-    """Writes blocks of each size, reads them back and compares their bytes. Yields the times of
-    each size. Raises StartError if the tier fails or returns other bytes."""
+    """Writes the blocks of SIZES, reads them back and compares their bytes. Yields the times for
+    each size. Raises StartError if the tier fails or returns other bytes.
+
+    `prefix`: the first bytes of the blocks' keys.
+    `epochs`: epoch of the check's key space, by fingerprint; empty for the disk.
+    """
     memory, offset = arena.array(), 0
     for size, count in SIZES:
         slots = offset + size * np.arange(count)
@@ -272,8 +285,11 @@ def _kib(num_bytes: int) -> str:
 
 
 def _answer(tier: Tier, call: Callable[[Callable[..., None]], None]) -> tuple[Any, ...]:
-    """Makes a call of the tier, waits for its `on_done` and returns the arguments of `on_done`.
-    Raises StartError if that takes longer than ANSWER_S + 1 seconds."""
+    """Calls a method of the tier and returns the arguments that the tier passes to `on_done`.
+    Raises StartError if the tier has not called `on_done` after ANSWER_S + 1 seconds.
+
+    `call`: the method, with all arguments except `on_done`.
+    """
     answers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     call(lambda *answer: answers.put(answer))
     try:

@@ -1,6 +1,7 @@
-"""The kinds of shared tiers. `TIERS` is the only place that lists them.
+"""The list of all kinds of shared tiers (`TIERS`), and the function that opens the tiers of a
+server's settings.
 
-A server imports only the modules of the tiers in its settings.
+A server imports the modules of a kind of tier only if the settings name such a tier.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The resources with which a tier is opened.
+    """The resources that a tier gets when it is opened.
 
-    `arena`: memory that blocks are read from and written to.
-    `fd`: file descriptor of the arena's file, for tiers that map it in child processes.
-    `relay`: receives the epochs (numbers that flushes raise) that the tier finds changed because
-        other servers flushed.
+    `arena`: host memory with the slots of blocks.
+    `fd`: file descriptor of the arena's file, for tiers that map the file in child processes.
+    `relay`: the tier calls it when the store has another epoch than expected, because another
+        server has flushed a key space.
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not compress.
     """
 
@@ -35,7 +36,7 @@ class Place:
 
 
 OpenTier: TypeAlias = Callable[[Any, Place], SharedTier]
-"""Opens a tier with its settings and resources, without waiting for its store."""
+"""Opens a tier, given its settings and its resources. Does not wait for the tier's store."""
 
 
 TierKind: TypeAlias = Callable[[], OpenTier]
@@ -78,14 +79,15 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""Maps a tier's name in `TierSettings` to its kind. A lookup asks the tiers in this order."""
+"""Maps the name of a tier in `TierSettings` to its kind. Lookups ask shared tiers in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:
-    """Yields the name of each shared tier of the settings, and the function that opens it.
+    """Yields, for each shared tier in the settings, its name and the function that opens it. Raises
+    ImportError or MissingError if a library of the tier is not installed.
 
-    That function allocates staging memory if the tier compresses, and raises OSError if memory is
-    short. Raises ImportError or MissingError if a library is not installed.
+    If the tier compresses, the yielded function also allocates the tier's staging memory; it raises
+    OSError if memory is short.
     """
     for name, kind in TIERS.items():
         given = getattr(settings.tiers, name)

@@ -1,13 +1,14 @@
-"""The protocol of tiers: the calls that each tier offers, on batches of blocks.
+"""The protocol of tiers (`Tier`, `SharedTier`) and the values in its calls. Each call is for a
+batch of blocks, and reports its result to a function, `on_done`.
 
 Always true for every tier:
 
 - a call never blocks and never raises;
-- its `on_done` is called exactly once, from any thread, after the tier has stopped using the
-  call's slots (places in the arena). This also holds for calls that are queued when the tier is
-  closed;
-- a block is FOUND only if its slot holds, bit for bit, the bytes written under its key;
-- a block is STORED only if a read that follows at once would find it.
+- the tier calls `on_done` exactly once, from any thread, after it has stopped using the call's
+  slots (places in the arena). This also holds for calls that are queued when the tier is closed;
+- a read reports a block as FOUND only if the block's slot holds, bit for bit, the bytes that were
+  written under its key;
+- a write reports a block as STORED only if a read that follows at once would find the block.
 """
 
 import enum
@@ -26,7 +27,7 @@ Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
 Epochs: TypeAlias = Mapping[str, int]
-"""Maps the fingerprint of a key space to its epoch (a number that each flush raises)."""
+"""Maps the fingerprint (name) of a key space to its epoch (a number that each flush raises)."""
 NO_EPOCHS: Epochs = MappingProxyType({})
 
 
@@ -35,27 +36,27 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 # An epoch is a number that a shared store keeps for each key space, and that each flush of the key
 # space raises. It encodes the time at which the epoch began.
 #
-# Always true: of two epochs of a key space in a store, the later is greater. An epoch is computed
-# from the wall clock, and is greater than all epochs known to the node that makes it. So if a store
-# loses its epoch, in a restart or by returning to an old copy of its data, no later epoch repeats
-# the lost number.
+# Always true: of two epochs of a key space in a store, the later is greater. A node computes an
+# epoch from the wall clock, and makes it greater than all epochs that the node knows. A store may
+# lose an epoch, in a restart or when it returns to an old copy of its data. Because the clock has
+# advanced, no later epoch repeats the lost number.
 
 RAISES = 1 << 16
-"""Least difference between epochs that `begun` returns for different ticks of the clock. `raised`
-uses the numbers between two ticks."""
+"""`begun` returns multiples of this number, one for each tick of the clock. `raised` may return the
+numbers in between: they serve several flushes within a tick."""
 TICK_US = 64
-"""Length of a tick of the clock in `begun`, in microseconds."""
+"""Length of a tick of the clock that `begun` reads, in microseconds."""
 
 
 def begun(now_us: int) -> int:
-    """Returns the number of an epoch that begins at `now_us`, in microseconds of the wall clock.
-    The number has 19 digits and is less than 2^63. A flush ends an epoch and begins the next."""
+    """Returns the number for an epoch that begins at `now_us`, in microseconds of the wall clock.
+    The number has at most 19 digits and is less than 2^63."""
     return now_us // TICK_US * RAISES
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the next epoch for a flush at `now_us`, in microseconds of the wall clock. The next
-    epoch is greater than all `known` epochs."""
+    """Returns the number for the epoch that a flush at `now_us` begins. The number is greater than
+    all `known` epochs. `now_us`: microseconds of the wall clock."""
     return max([begun(now_us), *(epoch + 1 for epoch in known)])
 
 
@@ -63,8 +64,14 @@ def raised(now_us: int, *known: int) -> int:
 
 
 class Read(enum.IntEnum):
-    """The result of reading a block. Only FOUND fills the block's slot; other slots have undefined
-    bytes."""
+    """The result of reading a block. After a result other than FOUND, the bytes in the block's slot
+    are undefined.
+
+    FOUND: the slot has the block's bytes.
+    ABSENT: the tier does not have the block.
+    CORRUPT: the stored bytes are damaged; they don't match their seal (check value).
+    FAILED: the tier has no answer, because of an error or a time limit.
+    """
 
     FOUND = 1
     ABSENT = 2
@@ -73,35 +80,44 @@ class Read(enum.IntEnum):
 
 
 class Write(enum.IntEnum):
-    """The result of writing a block. PRESENT: the store already had a value under the key, and
-    keeps it. FULL: the store has no room."""
+    """The result of writing a block.
+
+    STORED: the tier has written the block.
+    PRESENT: the store already had a value under the key, and keeps that value.
+    FULL: the store has no room.
+    FAILED: the block was not written, because of an error or a time limit.
+    """
 
     STORED = 1
     PRESENT = 2
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The block's encoded form is larger than its `stored_bytes`. The tier wrote nothing."""
+    """The tier wrote nothing, because the encoded form of the block is larger than its
+    `stored_bytes`, or the block is too large for the staging memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The n blocks of a call. Row i of each field belongs to block i; `epochs` is for the call.
+    """The n blocks of a call. Item i of each field belongs to block i, except that `epochs` holds
+    for all blocks.
 
     `keys`: the key of each block, the same on all nodes that share a tier; at most MAX_KEY_BYTES
         long. A key ends with the block's hash, so it may contain any bytes.
     `slots`: byte offsets of the blocks in the arena, multiples of SLOT_ALIGN.
     `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
-    `places`: byte offsets of the blocks in the tier's space, multiples of SLOT_ALIGN. Empty if the
-        tier chooses the places itself.
-    `seals`: check values that the writes of the blocks returned; a read compares them. Empty for a
-        tier that chooses places itself, because it stores each seal with the block.
-    `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts by
-        itself may use the depths. Empty: all 0.
-    `epochs`: the epochs (numbers that flushes raise) that are part of the keys, for a `SharedTier`.
-        If the store has another epoch after a read, all blocks are ABSENT. Empty: not checked.
-    `stored_bytes`: bytes reserved for each block at its place in the tier. A block is stored
-        encoded (compressed) if this is less than its `num_bytes`. Empty: the same as `num_bytes`.
+    `places`: byte offsets of the blocks in the disk tier's file, multiples of SLOT_ALIGN. Empty for
+        a tier that decides itself where it stores a block.
+    `seals`: for a read from the disk tier, the check values that the writes of the blocks returned.
+        Empty for other tiers, because they store each seal with its block.
+    `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
+        blocks itself may use the depths. Empty: all 0.
+    `epochs`: for a `SharedTier`, the epochs in the blocks' keys. After a read the tier compares
+        them with the store's epochs; if an epoch differs, all blocks are ABSENT. Empty: the tier
+        compares nothing.
+    `stored_bytes`: for the disk tier, the bytes that each block may use in the file. If this is
+        less than the block's `num_bytes`, the tier encodes (compresses) the block. Empty: the same
+        as `num_bytes`.
     """
 
     keys: Sequence[bytes]
@@ -118,12 +134,13 @@ class Blocks:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks in their slots."""
+        """Sum of `num_bytes`: the bytes of all blocks in the arena."""
         return int(self.num_bytes.sum())
 
     @property
     def place_bytes(self) -> Int64s:
-        """Bytes of each block as it is stored."""
+        """Bytes that each block may use in the tier: `stored_bytes`, or `num_bytes` if that is
+        empty."""
         return self.stored_bytes if len(self.stored_bytes) else self.num_bytes
 
 
@@ -131,25 +148,24 @@ MAX_KEY_BYTES = 250
 """Most bytes in the key of a block."""
 
 OnRead = Callable[[Codes], None]
-"""Receives `Read` values, uint8 [n]."""
+"""Called with the results of a read: `Read` values, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
-"""Receives `Write` values, uint8 [n], and the seals (check values) of the STORED blocks, uint64
-[n]."""
+"""Called with the results of a write: `Write` values, uint8 [n], and the seals (check values) of
+the STORED blocks, uint64 [n]."""
 OnProbe = Callable[[Codes], None]
-"""Receives `Read` values, uint8 [n]: FOUND, ABSENT or FAILED. They are only a hint: the store may
-lose or get a block at any time."""
+"""Called with the results of a probe: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The results are
+only a hint, because the store may lose or get a block at any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer when it is asked for the epochs of key spaces. Every flush of a key space
-    raises its epoch.
+    """A store's answer to the question for the epochs of key spaces.
 
-    `epochs`: the epoch of each key space. NO_EPOCH if the store knows none and has no room to
-        record one.
+    `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
+        no room for a new epoch.
     `restored_below`: nonzero if the store has just restarted, perhaps from an old copy of its data.
-        Epochs below this number can't be trusted, since a later flush may be missing from the copy.
-        0: no such restart, or the store can't tell.
+        The caller must not trust epochs below this number, because the copy may lack later flushes.
+        0: the store has not just restarted, or does not report its restarts.
     """
 
     epochs: Epochs
@@ -157,23 +173,23 @@ class Shown:
 
 
 OnEpochs = Callable[[Shown | None], None]
-"""Receives the epochs (numbers that flushes raise); None if the store did not answer."""
+"""Called with the epochs of key spaces; None if the store did not answer."""
 OnEpoch = Callable[[int | None], None]
-"""Receives an epoch (number that each flush raises) or NO_EPOCH; None if the store did not
-answer."""
+"""Called with the new epoch of a key space, or NO_EPOCH; None if the store did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """Constant facts about a tier, for its callers.
+    """Properties of a tier that never change.
 
     `name`: the tier's name in metrics and messages, such as "valkey".
-    `places`: True if the cache core chooses the place of each block in the tier and evicts blocks;
-        False if the tier does both.
+    `places`: True for the disk tier: the cache core chooses the place of each block and evicts
+        blocks. False if the tier itself places and evicts blocks.
     `capacity_bytes`: size of the store; 0 if unknown.
     `is_shared`: True if other nodes read and write the same store.
-    `batch_bytes`: bytes of blocks with which a call is most efficient.
-    `linger_s`: longest time to wait for more blocks before a write of less than `batch_bytes`.
+    `batch_bytes`: a call is most efficient with about this many bytes of blocks.
+    `linger_s`: a caller with less than `batch_bytes` of blocks to write waits up to this time for
+        more blocks.
     """
 
     name: str
@@ -187,11 +203,11 @@ class TierFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Counts of blocks and bytes since the tier's start. A block counts with its bytes in the tier
-    if the core chooses places, and with its bytes in the arena otherwise.
+    """Counts of blocks and bytes since the tier's start. `read_bytes` and `written_bytes` count
+    stored bytes for the disk tier, and bytes in the arena for other tiers.
 
-    `queued_bytes`: bytes in the arena of the blocks whose calls have not ended. This figure falls
-        when calls end.
+    `queued_bytes`: bytes in the arena of the blocks in calls that have not ended; the only count
+        that also falls.
     """
 
     read_blocks: int = 0
@@ -206,10 +222,10 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """Memory of a tier's buffers, indexes and child processes.
+    """Memory that a tier uses for buffers, indexes and child processes.
 
     `held_bytes`: bytes in use now.
-    `most_bytes`: the upper limit; 0 if the memory is unbounded.
+    `most_bytes`: the upper limit of `held_bytes`; 0 if there is no limit.
     """
 
     held_bytes: int
@@ -217,35 +233,37 @@ class TierMemory:
 
 
 class Tier(Protocol):
-    """Moves blocks between slots of the arena and a store. Thread-safe."""
+    """Copies blocks between slots of the arena and a store; see the module. Thread-safe."""
 
     def facts(self) -> TierFacts:
-        """Returns the facts that hold until the tier is closed."""
+        """Returns the tier's properties; they never change."""
 
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Asks which blocks the tier has. Only for tiers that place blocks themselves.
+        """Asks the tier which of these blocks it has. Only for tiers that place blocks themselves.
 
-        `deadline_s`: a time of time.monotonic. After it the caller ignores the answer, so the tier
-        may report FAILED without asking its store.
+        `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
+        then report FAILED without asking its store.
         """
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks into their slots. A block whose read has not begun at the deadline is
-        FAILED. `deadline_s`: a time of time.monotonic."""
+        """Reads blocks from the store into their slots. If the read of a block has not begun at
+        the deadline, the block is FAILED. `deadline_s`: a time of time.monotonic."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Stores the bytes of the blocks' slots. The bytes must not change until `on_done`."""
+        """Writes the blocks from their slots to the store. The caller must not change the slots
+        before the tier calls `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks if that is cheap for the store, and does not wait for the
-        removal. Tiers whose places the core chooses ignore this call."""
+        """Starts to remove blocks from the store, and does not wait for the removal. A tier may
+        remove less if removal is expensive. The disk tier ignores this call, because the core frees
+        its places."""
 
     def problem(self) -> str:
-        """Returns why the tier is unusable; empty if no problem is known."""
+        """Returns the reason why the tier is unusable; empty if no problem is known."""
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the call under way has waited for the store; 0 if no call
-        waits. `now_s`: a time of time.monotonic."""
+        """Returns the longest time, in seconds, that a call under way has already waited for the
+        store; 0 if no call waits. `now_s`: a time of time.monotonic."""
 
     def is_alive(self) -> bool:
         """Returns False if a thread of the tier has died. True once the tier is closed."""
@@ -257,17 +275,17 @@ class Tier(Protocol):
         """Returns the tier's counts since its start."""
 
     def close(self) -> None:
-        """Ends all calls and frees memory and connections. Blocks until the calls under way have
-        ended, at most for the tier's time limits."""
+        """Ends all calls, then frees memory and connections. Blocks until the calls under way have
+        ended; the tier's own time limits bound this wait."""
 
 
 class SharedTier(Tier, Protocol):
-    """A tier that also keeps the epochs of key spaces (numbers that flushes raise), so that a flush
-    holds on all nodes.
+    """A tier whose store several nodes share. The store also keeps the epoch of each key space, so
+    that a flush takes effect on all nodes.
 
-    A read whose `Blocks.epochs` is set finds no block of an epoch that a `raise_epoch` has ended,
-    on any node, if it begins after the answer to `raise_epoch`. Calls of `epochs` and `raise_epoch`
-    are executed and answered in the order in which they were made.
+    Always true: once the tier has answered `raise_epoch`, the old epoch has ended. A read with
+    `Blocks.epochs` that begins after this answer, on any node, finds no block of the old epoch. The
+    tier executes and answers calls of `epochs` and `raise_epoch` in the order of the calls.
     """
 
     def probe(
@@ -277,19 +295,18 @@ class SharedTier(Tier, Protocol):
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """Asks which blocks the tier has, as `Tier.probe` does. `epochs`: the epochs (numbers that
-        flushes raise) that are part of the keys; if the store has another epoch, all blocks are
-        ABSENT."""
+        """Asks the tier which of these blocks it has, as `Tier.probe` does. `epochs`: the epochs in
+        the blocks' keys. If the store has another epoch, all blocks are ABSENT."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks for the epochs of key spaces, and begins an epoch for each that has none. Does not
-        wait behind queued reads and writes."""
+        """Asks the store for the epochs of key spaces. Begins an epoch for each key space that has
+        no epoch there. Does not wait behind queued reads and writes."""
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """Ends the epoch of a key space and reports the next epoch, which is also above `floor`.
-        Does not wait behind queued reads and writes.
+        """Ends the epoch of a key space in the store, begins a greater epoch, which is also above
+        `floor`, and reports the new epoch. Does not wait behind queued reads and writes.
 
-        Reports NO_EPOCH if the store has no room for a new epoch; the old epoch has ended all the
-        same. Reports None if the store did not answer: the epoch may have been raised or not, so
-        call again.
+        Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
+        same. Reports None if the store did not answer. The caller must then call again, because it
+        does not know whether the epoch was raised.
         """

@@ -1,9 +1,9 @@
-"""Seals: check values of blocks in tiers. A seal is computed at the write and compared at each
-read.
+"""Seals: the check values of blocks in tiers. A tier computes the seal of a block when it writes
+the block, and compares it at each read.
 
-A seal is the 64-bit XXH3 of all bytes of a block as they are stored, with a seed computed from the
-block's key, so the bytes of another block don't match. It covers all bytes, because a disk loses
-whole sectors. It does not protect against an adversary.
+A seal is the 64-bit XXH3 hash of all stored bytes of a block. Its seed is computed from the block's
+key, so the bytes of another block don't match. It covers all bytes, because a disk may lose any
+sector. It detects damage, but not forgery.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ SECRET = np.frombuffer(
 
 
 def seal(key: bytes, content: "bytes | memoryview") -> int:
-    """Returns the seal (check value) of a block's bytes, never 0."""
+    """Returns the seal (check value) of a block; never 0. `content`: the block's stored bytes."""
     return xxhash.xxh3_64_intdigest(content, xxhash.xxh3_64_intdigest(key)) or 1
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """Returns for each key the secret that XXH3 derives from the key's seed, uint64 [n, 24]. The
-    seed is the XXH3 of the key."""
+    """Returns, for each key, the secret with which XXH3 computes the block's seal, uint64 [n, 24].
+    XXH3 derives the secret from a seed, which is the XXH3 hash of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
     # XXH3 adds the seed to even words and subtracts it from odd words, modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)

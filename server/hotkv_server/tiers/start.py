@@ -1,4 +1,4 @@
-"""Opens the tiers below host memory before the cache exists, and restores the blocks that an
+"""Opens the tiers below host memory during the start of a server, and restores the blocks that an
 earlier server left on the disk."""
 
 import logging
@@ -45,19 +45,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""Longest wait for the disk at the start, without the time in which its space is allocated."""
+"""Longest wait for the disk at the start. If disk space must be allocated, the wait is longer: see
+SLOWEST_BYTES_PER_S."""
 SLOWEST_BYTES_PER_S = 50 << 20
-"""The wait for the disk is longer by the time in which this speed allocates its space."""
+"""Slowest speed at which a disk is expected to allocate space. At this speed, allocation of the
+whole disk tier ends within the additional wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerPart:
-    """The disk tier of a server.
+    """The opened disk tier.
 
-    `memory`: the records of the tier's blocks, and the lock of the tier's folder. Close `memory`
-        after `tier`; then another server can use the folder.
-    `space`: the slots of the slab file, which the core gives to blocks.
-    `tier`: moves blocks to and from the slab file.
+    `memory`: the records of the tier's blocks, and the lock on the tier's folder. Close `tier`
+        before `memory`; then another server can use the folder.
+    `space`: the places in the slab file, which the core assigns to blocks.
+    `tier`: copies blocks to and from the slab file.
     """
 
     memory: LowerMemory
@@ -68,9 +70,9 @@ class LowerPart:
 def check_tiers(settings: Settings) -> None:
     """Raises StartError if a server with these settings can't start its tiers.
 
-    The reasons: the disk tier's folder is unusable or has no room; the modules of a tier are not
-    installed; another user could have written the notes of flushes. Does not connect to stores,
-    because a server also starts while a store is away.
+    The possible reasons: the folder of the disk tier is unusable or has no room; the modules of a
+    tier are not installed; the file of epochs (`EPOCHS_FILE`) belongs to another user. Does not
+    connect to stores, because a server also starts while a store is down.
     """
     try:
         check_files([settings.arena_dir / EPOCHS_FILE])
@@ -89,10 +91,11 @@ def check_tiers(settings: Settings) -> None:
 
 
 def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
-    """Runs `call`, which uses the disk's folder, on a thread and returns its result.
+    """Runs `call` on a thread and returns its result. Raises StartError if `call` takes longer than
+    `wait_s`, and any error of `call`.
 
-    Raises StartError if the disk does not answer within `wait_s`, and any error of `call`. A server
-    can't start without its disk, because it could not record flushes there.
+    `path`: the folder of the disk tier, which `call` uses. A server refuses to start if its disk
+        hangs, because it could not record flushes there.
     """
     try:
         return Clerk("disk-start").do(call).result(wait_s)
@@ -117,10 +120,10 @@ def _check_disk(path: Path, num_bytes: int) -> None:
 
 
 def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:
-    """Opens the disk tier; returns None if the settings have no disk. Blocks while disk space is
-    allocated. Raises StartError.
+    """Opens the disk tier, and allocates its disk space. Returns None if the settings have no disk.
+    Blocks the calling thread. Raises StartError.
 
-    `reset`: drops the blocks that an earlier server left.
+    `reset`: True drops the blocks that an earlier server left on the disk.
     """
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
@@ -152,10 +155,10 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
 
 
 class OpenedTiers:
-    """The tiers of a server during its start. The server calls `add_books`, `take_over` and `drive`
-    in this order.
+    """Takes the tiers through the start of a server. The server calls `add_books`, `take_over` and
+    `drive`, in this order.
 
-    `lower`: the disk tier; None without a disk.
+    `lower`: the opened disk tier; None without a disk.
     """
 
     def __init__(self, settings: Settings, arena: Region, lower: LowerPart | None) -> None:
@@ -170,14 +173,14 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Adds the books of the tiers (their state) to the core."""
+        """Makes the books of the tiers (`TierBooks`), which register themselves in the core."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 
     def take_over(self, core: CacheCore) -> bool:
-        """Restores the blocks that an earlier server left on the disk, encoded blocks included, and
-        starts to write the disk's records. Returns True if there is a disk; the core may then know
-        more key spaces than before. Blocks the calling thread. Raises StartError."""
+        """Restores the blocks that an earlier server left on the disk, then starts the thread that
+        writes the disk's records. Returns True if there is a disk; its blocks may have added key
+        spaces to the core. Blocks the calling thread. Raises StartError."""
         if self._lower is None:
             return False
         memory, began_s = self._lower.memory, time.monotonic()
@@ -194,8 +197,9 @@ class OpenedTiers:
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
-        """Opens the shared tiers, and returns the object that drives all tiers. The core must be
-        restored already. Does not wait for stores, so a store may be away. Raises StartError."""
+        """Opens the shared tiers, and returns the object that drives all tiers. The core must have
+        restored its blocks before. Does not wait for stores, so a store may be down. Raises
+        StartError."""
         shared: list[tuple[SharedTier, EpochRelay]] = []
         for name, open_at in shared_tiers(self._settings):
             relay = EpochRelay()
@@ -214,31 +218,33 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, epochs, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Opens the notes of flushes that an earlier server kept in the folders of its blocks (the
-        arena's and the disk's). The core must have restored these blocks."""
+        """Returns the files with the record of flushes (`EpochNotes`). Each folder with blocks has
+        a copy: the arena's folder and the disk's folder. The core must have restored the blocks
+        before."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
         return EpochNotes(folders)
 
     def close(self) -> None:
-        """Releases the disk's folder for another server. Called after the tiers have closed."""
+        """Unlocks the disk's folder for another server. Called after the tiers have closed."""
         if self._lower is not None:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Discards the notes of flushes, unless there is a disk, which keeps blocks. Called if the
-        server leaves no blocks in the arena. Blocks the calling thread."""
+        """Removes the files with the record of flushes (`EpochNotes`), unless there is a disk: its
+        blocks outlive the server and need the record. Called if the server leaves no blocks in the
+        arena. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
-    """Opens the disk tier of the settings, and returns it with the settings of the shared tiers,
-    which `OpenedTiers.drive` opens. Returns None if the settings have no tier. Blocks while disk
-    space is allocated. Raises StartError.
+    """Opens the disk tier if the settings have a disk. Returns an object whose `drive` later opens
+    the shared tiers; returns None if the settings have no tier. Blocks while disk space is
+    allocated. Raises StartError.
 
-    `reset`: drops the blocks that an earlier server left on the disk.
+    `reset`: True drops the blocks that an earlier server left on the disk.
     """
     lower = open_lower(settings, arena, reset=reset)
     if lower is None and not any(shared_tiers(settings)):
@@ -247,9 +253,9 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Reads how much an earlier server wrote to the disk and when, so that these writes count in
-    the daily budget of disk writes. If the note is unusable, logs the reason and begins with the
-    full budget."""
+    """Counts the disk writes of an earlier server in the daily budget of disk writes. Reads sizes
+    and times of these writes from a file. If the file is unusable, logs the reason and begins with
+    the full budget."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()
@@ -259,8 +265,8 @@ def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
 
 
 def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
-    """Restores the disk's blocks from the records of an earlier server. Returns the number of
-    encoded blocks among them."""
+    """Restores the blocks on the disk from the records that an earlier server left. Returns the
+    number of restored blocks that are encoded (compressed)."""
     memory = part.memory
     if memory.old is None or memory.state is None:
         return 0

@@ -1,5 +1,5 @@
-"""Computes figures of the tiers below host memory, for metrics and the admin service. All figures
-are 0 if there are no tiers."""
+"""Computes the figures of the tiers below host memory, for metrics and the admin service. All
+figures are 0 if there are no tiers."""
 
 import time
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ class TierState:
 
     `is_shared`: True for a store that other nodes use too, False for the disk.
     `used_bytes`, `capacity_bytes`: 0 if the tier does not report them.
-    `reads`: counts and times of lookups and reads.
-    `moved`: the tier's own counts of blocks and bytes.
-    `is_up`: False if the tier is known to be broken or hangs, so that lookups skip it.
-    `problem`: why lookups skip the tier; empty if they don't.
-    `lost_blocks`: number of blocks that the tier returned damaged, since the start.
-    `waiting_blocks`: number of blocks that wait to be written.
+    `reads`: counts of lookups, and counts and times of reads.
+    `moved`: counts of the blocks and bytes that the tier has read and written.
+    `is_up`: False if lookups skip the tier, because it is broken or hangs.
+    `problem`: the reason why lookups skip the tier; empty if they use it.
+    `lost_blocks`: number of blocks that came back damaged since the start; for the disk also blocks
+        that were missing.
+    `waiting_blocks`: number of blocks in host memory that wait to be written.
     `budget_bytes`: most bytes to write in 24 hours; 0: no limit.
-    `left_bytes`: the rest of this budget now; 0 without a limit.
+    `left_bytes`: bytes of this budget that are not spent yet; 0 without a limit.
     """
 
     name: str
@@ -45,7 +46,7 @@ class TierState:
 
 
 def states(tiers: Tiers | None) -> list[TierState]:
-    """Returns the state of each tier below host memory, in the order in which lookups ask them."""
+    """Returns the state of each tier, in the order in which lookups ask the tiers."""
     if tiers is None:
         return []
     below = [] if tiers.below is None else [_below(tiers.below)]
@@ -53,7 +54,7 @@ def states(tiers: Tiers | None) -> list[TierState]:
 
 
 def activity(state: TierState) -> dict[str, Any]:
-    """Returns the activity of a tier, as fields of its message in the admin service."""
+    """Returns the figures of a tier as fields of a message in the admin service."""
     reads, moved = state.reads, state.moved
     return {
         "is_shared": state.is_shared,
@@ -111,8 +112,8 @@ def _shared(one: TierShared) -> TierState:
 
 
 def budget(below: TierBelow | None) -> tuple[int, int]:
-    """Returns the most bytes that may be written to the disk in 24 hours, and how many of them are
-    left now. Returns (0, 0) if there is no limit or no disk."""
+    """Returns the budget of disk writes, in bytes per 24 hours, and the bytes of it that are not
+    spent yet. Returns (0, 0) if there is no limit or no disk."""
     if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
         return 0, 0
     return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))
@@ -188,7 +189,8 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
 
 
 def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Returns the memory of the disk tier's staging memory and records; zeros without a disk."""
+    """Returns the memory that the disk tier uses: its staging memory and the table with its
+    records. Zeros without a disk."""
     if below is None:
         return TierMemory(0, 0)
     memory = below.tier.memory()

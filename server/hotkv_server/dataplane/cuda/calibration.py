@@ -1,8 +1,8 @@
-"""Calibration: measured speeds of a device's copy methods, by direction and page size. The copy
-engine chooses its method by them.
+"""Calibration: the measured speeds of a device's copy methods, by direction and page size. (A page
+is the bytes of a block in one layer.) The copy engine uses them to choose its method.
 
-A calibration is valid for a single device and driver. It is a value: `measure` makes it, and it can
-be stored as JSON.
+A calibration is valid for one device and one driver. `measure` makes it, and it can be saved as
+JSON.
 """
 
 import json
@@ -23,17 +23,19 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, 
 # ------------------------------------------------------------------------ What is known of a device
 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Page sizes that are measured; other sizes use the nearest of them."""
+"""Page sizes that are measured. For other page sizes, the speeds of the nearest size are used."""
 STAGED_RUN_PAGES = 8
-"""Staging is measured with runs (contiguous byte ranges) in the arena of this many pages, and is
-chosen only for runs of at least this length."""
+"""Staging is measured with runs (contiguous byte ranges) in the arena of this many pages. So it is
+chosen only for runs that are at least as long."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""Weight of a method's speed. The most frugal methods, which use least of the device's time, come
-first. Kernels use the device's time: without MPS a device runs kernels of a single process at a
-time, so the engine's kernels wait while the server's kernel waits for PCIe. The kernels of staging
-only move bytes on the device."""
+"""Factors by which the measured speeds are multiplied before they are compared, in the order in
+which methods are preferred: the methods that use least of the device's time come first.
+
+Copying with a kernel uses much of it: without MPS a device runs kernels of only one process at a
+time, so the kernels of vLLM wait while the server's kernel waits for PCIe. The kernels of staging
+are short, because they only move bytes on the device."""
 NEGLIGIBLE_RATIO = 0.03
-"""A more frugal method is chosen if it is slower than the best by at most this share."""
+"""A preferred method is chosen if it is slower than the best method by at most this share."""
 FORMAT = 1
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
 
@@ -48,10 +50,12 @@ def driver_version(path: Path = DRIVER_VERSION_FILE) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measured speeds of a device; see the module.
+    """The measured speeds of a device; see the module.
 
-    speeds: (direction, method, page bytes) -> GB/s (1e9 bytes a second); 0 for methods that do not
-        work here.
+    `uuid`, `name`: the device.
+    `driver`: version of the driver.
+    `speeds`: by direction, method and page size in bytes, the speed in GB/s (1e9 bytes per second);
+        0 for a method that does not work on this device.
     """
 
     uuid: bytes
@@ -66,14 +70,14 @@ class Calibration:
         )
 
     def holds_for(self, info: DeviceInfo, driver: str) -> bool:
-        """Returns whether this calibration was made on this device with this driver."""
+        """Returns True if this calibration was made on this device with this driver."""
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """Returns the method to use for a page size: the first in `WORTH` whose weighted speed is
-        the best, or nearly.
+        """Returns the method to use for a page size: of the methods whose weighted speed is nearly
+        the best (NEGLIGIBLE_RATIO), the first in `WORTH`.
 
-        slot_run_bytes: length of the runs (contiguous byte ranges) in the arena.
+        `slot_run_bytes`: length of the runs (contiguous byte ranges) in the arena.
         """
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
@@ -95,8 +99,8 @@ class Calibration:
         )
 
     def table(self) -> str:
-        """Returns a table for people, in GB/s: a line for each direction and page size, a column
-        for each method. The fastest method of a line is marked."""
+        """Returns the speeds as a text table in GB/s, with a line for each direction and page size
+        and a column for each method. An asterisk marks the fastest method of a line."""
         lines = [f"{'':6}{'page':>9}" + "".join(f"{method.value:>10}" for method in Method)]
         for direction in Direction:
             for size in sorted({size for _, _, size in self.speeds}):
@@ -136,7 +140,7 @@ class Calibration:
 
     @staticmethod
     def from_json(text: str) -> "Calibration":
-        """Reads the JSON of `to_json`. Raises ValueError that names the field."""
+        """Parses a result of `to_json`. Raises ValueError that names the wrong field."""
         try:
             fields = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -180,22 +184,27 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Returns the method used without a measurement: MEMCPY for long runs (contiguous byte ranges),
-    BATCH for short runs. Both work on every device."""
+    """Returns the method to use without a calibration: MEMCPY for large pages, BATCH for small
+    pages. Both methods work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH
 
 
 # ---------------------------------------------------------------------------------------- Measuring
-# Uses separate memory; the arena is not touched.
+# Measures with scratch memory; the arena is not touched.
 
 NUM_REPEATS = 3
-"""Measured repetitions, of which the fastest counts. One more repetition before them warms up."""
+"""Number of measured repetitions, of which the fastest counts. An unmeasured repetition precedes
+them, as a warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """Scratch memory of `num_bytes` on each side, and a slot with staging memory of the same
-    size."""
+    """The memory for a measurement.
+
+    `slot`: has staging memory of `num_bytes`.
+    `device`, `host`: addresses of `num_bytes` of scratch memory on the device and in pinned host
+        memory.
+    """
 
     runtime: DeviceRuntime
     stream: Stream
@@ -212,10 +221,11 @@ def measure(
     num_bytes: int,
     should_stop: Callable[[], bool],
 ) -> Calibration | None:
-    """Measures the speed of each method; 0 for methods that fail. Returns None if `should_stop`
-    returned True.
+    """Measures the speeds of all methods on a device, and returns the calibration. Blocks for about
+    a second. Raises DeviceError if memory is short or the device is lost.
 
-    Blocks for about a second. Raises DeviceError if memory is short or the device is lost.
+    `num_bytes`: size of the scratch memory on the device and in host memory.
+    `should_stop`: asked between measurements. If it returns True, the function returns None.
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     with _bench(runtime, info.number, num_bytes) as bench:
@@ -256,12 +266,12 @@ def _bench(runtime: DeviceRuntime, device: int, num_bytes: int) -> Iterator[_Ben
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
-    """Measures the speed in GB/s; 0 if the method fails."""
+    """Measures a method and returns its speed in GB/s; 0 if the method fails."""
     num_pages = min(
         max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1),
         MAX_PIECE_RUNS,
     )
-    # In host memory a page is skipped after each run, so that runs do not adjoin.
+    # In host memory, skip a page after each run, so that the runs do not adjoin.
     numbers = np.arange(num_pages, dtype=np.int64)
     host = bench.host + (numbers + numbers // STAGED_RUN_PAGES) * page_bytes
     device = (
@@ -282,7 +292,7 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
             GIVE[method](bench.runtime, bench.stream, piece, bench.slot)
         except DeviceError as error:
             failure = error
-        # Parts of a failed call may still be under way.
+        # Wait even after a failure, because parts of the failed call may still be under way.
         bench.runtime.record(bench.slot.event, bench.stream)
         bench.runtime.synchronize(bench.slot.event)
         if failure is not None:

@@ -1,8 +1,8 @@
-"""`CudaCopyEngine`: the two lanes of a device (a lane copies in one direction), and the calibration
-that chooses their methods.
+"""The copy engine of a CUDA device (`CudaCopyEngine`). It has two lanes: one for loads, one for
+stores. A calibration, which measures the device, chooses the copy methods.
 
-Always true: a lost device stays lost, `problem` gives the reason, and every job ends as failed.
-Parts of the arena that are not pinned yet are copied by plain copies.
+Always true: if the device is lost, it stays lost: `problem` has the reason, and every job fails. If
+a part of the arena is not pinned yet, it is copied with plain copies.
 """
 
 import logging
@@ -30,27 +30,32 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priority
 
 # -------------------------------------------------------------------------------------------- Lanes
-# One direction of a device: a stream, and the threads that feed and follow it.
+# A lane executes the copies of one direction: it has a stream of the device, and three threads.
+# Thread `give` plans the pieces of jobs and submits them to the stream. Thread `follow` waits for
+# the submitted pieces, in the stream's order. Thread `finish` reports the ends of jobs, which may
+# take a while.
 #
 # Always true: jobs take turns, piece by piece. At most `depth` pieces are in the device's queue,
-# each with its own slot. The next piece gets a slot only after the device has passed an event
-# behind the slot's last use. A job ends once: when the device has passed all of its pieces, or is
-# lost and accesses no memory. A failure affects only its job, unless the device is lost.
-#
-# Three threads: `give` plans pieces and submits them to the stream, `follow` waits for them in the
-# stream's order, `finish` reports how jobs ended (which may take a while).
+# each with its own slot (`methods.Slot`). A slot is used again only after the device has passed the
+# event behind its last piece. A job ends once: when the device has passed all of its pieces, or is
+# lost and accesses no memory any more. A failure affects only its job, unless the device is lost.
 
 PAGEABLE = "pageable"
+"""Name, in the figures, of copies to or from host memory that is not pinned."""
 MAX_TRIES = 3
-"""Tries to record or await an event. A device that can't be followed counts as lost, because the
-end of its memory accesses can't be known."""
+"""Most tries to record an event or to wait for it. If all tries fail, the device counts as lost,
+because it is unknown when it stops accessing memory."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
     """A job and its progress.
 
-    ended: no further pieces (parts) of the job will be submitted.
+    `pieces`: yields the pieces that are not submitted yet.
+    `bytes_left`: bytes of these pieces.
+    `num_in_flight`: number of pieces in the device's queue.
+    `ended`: True if no further piece will be submitted.
+    `error`: why the job fails; empty if it has not failed.
     """
 
     job: CopyJob
@@ -63,9 +68,9 @@ class _Work:
 
 @dataclass(slots=True)
 class _Given:
-    """A piece (part of a job) that is in the device's queue.
+    """A piece in the device's queue.
 
-    is_recorded: False if the device is lost, so there is no event to wait for.
+    `is_recorded`: False if there is no event to wait for, because the device is lost.
     """
 
     work: _Work
@@ -77,11 +82,14 @@ class _Given:
 
 
 class Lane:
-    """Executes the copies of a device in one direction (loads or stores); see the comment above.
+    """Executes the copies of a device in one direction, loads or stores. Jobs take turns, a piece
+    each. The pieces are submitted to a stream of the device, at most `settings.depth` at a time.
 
-    `choose`: returns the method for a piece (part of a job).
-    `on_lost`: called with the reason when the device is lost, from a thread of the lane.
-    `busy_s`: total time in which the device's queue had pieces of this lane, counted when they end.
+    `choose`: returns the method for a piece.
+    `on_lost`: called with the reason if the device is lost, from a thread of the lane.
+    `num_failed`: number of jobs that have failed.
+    `busy_s`: seconds in which the device's queue had pieces of this lane. The time of a piece is
+        added when it ends.
     """
 
     def __init__(
@@ -140,8 +148,7 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job (the copies of a transfer). All plans of the job must have this lane's
-        direction."""
+        """Starts a job. All plans of the job must have the direction of this lane."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
         work = _Work(
@@ -154,19 +161,19 @@ class Lane:
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
-        """Marks the device as lost: all queued and new jobs fail."""
+        """Marks the device as lost, so that all queued and new jobs fail. `why`: the reason."""
         with self._changed:
             self._problem = self._problem or why
 
     @property
     def num_queued(self) -> int:
-        """Estimated number of pieces that have not begun."""
+        """Estimated number of pieces that are not in the device's queue yet."""
         with self._changed:
             return sum(-(-work.bytes_left // self._settings.piece_bytes) for work in self._works)
 
     @property
     def num_in_flight(self) -> int:
-        """Number of pieces (parts of jobs) in the device's queue."""
+        """Number of pieces in the device's queue."""
         return len(self._in_flight)
 
     def moved(self) -> tuple[Moved, ...]:
@@ -181,14 +188,15 @@ class Lane:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the oldest piece (part of a job) in the device's queue, the
-        submission of a piece or the end of a job has taken, whichever is longest."""
+        """Returns the longest time, in seconds, that one of these has already taken: the oldest
+        piece in the device's queue, the submission of a piece, the report of a job's end. `now_s`:
+        a time of time.monotonic."""
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
 
     def close(self) -> None:
-        """Waits for all jobs, stops the threads, frees the memory."""
+        """Waits until all jobs have ended, stops the threads, and frees the slots' memory."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -201,8 +209,8 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Chooses a method if there is no staging memory: then the length of runs (contiguous byte
-        ranges) in the arena makes no difference."""
+        """Chooses the method for a piece if there is no staging memory. Then the length of the runs
+        (contiguous byte ranges) in the arena makes no difference."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -227,7 +235,8 @@ class Lane:
             del work, piece
 
     def _next(self) -> _Work | None:
-        """Waits for a free slot and returns the next job; None once the lane is closed and idle."""
+        """Waits until a slot is free and a job has pieces left, and returns the job. Returns None
+        once the lane is closed and has no jobs left."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (self._works and self._free) or (self._closing and not self._works)
@@ -248,7 +257,7 @@ class Lane:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
             given.error = work.error = self._judge(failure)
-        # Parts of the piece may be in the queue even if the call failed.
+        # Record the event even if the call has failed: parts of the piece may be in the queue.
         given.is_recorded, error = self._insist(
             partial(self._runtime.record, given.slot.event, self._stream)
         )
@@ -256,7 +265,8 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """Stops submitting pieces of a job, and ends it when all of its pieces have ended."""
+        """Submits no further pieces of a job, so that it ends when its pieces in flight have
+        ended. `error`: why the device is lost; empty if it is not."""
         with self._changed:
             self._works.remove(work)
             work.ended = True
@@ -299,7 +309,8 @@ class Lane:
             self._finished.put(work)
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
-        """Tries a call MAX_TRIES times. Returns whether the call succeeded, and the first
+        """Makes a call, and repeats it if it fails, up to MAX_TRIES times. If all tries fail,
+        reports the device as lost. Returns True if a try has succeeded, and the text of the first
         failure."""
         first = ""
         for _ in range(MAX_TRIES):
@@ -315,7 +326,7 @@ class Lane:
         return False, first
 
     def _judge(self, failure: Exception) -> str:
-        """Returns the failure as text; reports a lost device."""
+        """Returns a failure as text. Reports the device as lost if the failure means that."""
         if isinstance(failure, DeviceError):
             if failure.is_lost:
                 self._on_lost(f"device {self._device} is lost: {failure}")
@@ -338,12 +349,16 @@ log = logging.getLogger(__name__)
 
 
 class CudaCopyEngine:
-    """Executes plans between `device` and host memory. Raises DeviceError if the device can't
-    allocate its tables.
+    """The copy engine of a device; see the module. The constructor raises DeviceError if CUDA can't
+    allocate memory for the slots.
 
-    calibration: measured speeds of the copy methods, from an earlier start. None: the copy engine
-        measures in the background and calls `on_calibrated` with the result, from a thread.
-    driver: the driver's version to record in a new calibration (`calibration.driver_version`).
+    `device`: number of the device.
+    `arena`: the arena, and how much of it is pinned.
+    `calibration`: the measured speeds, from an earlier start. None: the copy engine measures in the
+        background, if the settings don't fix a method.
+    `driver`: version of the driver, for a new calibration (`calibration.driver_version`).
+    `on_calibrated`: called with a new calibration, from a thread.
+    `problem`: why the device is lost; empty if it is not.
     """
 
     def __init__(
@@ -409,31 +424,30 @@ class CudaCopyEngine:
 
     @property
     def num_queued(self) -> int:
-        """Estimated number of pieces that have not begun."""
+        """Estimated number of pieces that are not in the device's queue yet."""
         return sum(lane.num_queued for lane in self._lanes.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device's queue had pieces (parts of jobs), summed over both
-        directions."""
+        """Seconds in which the device's queue had pieces, summed over both lanes."""
         return sum(lane.busy_s for lane in self._lanes.values())
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes: one for each direction of copies."""
+        """Number of lanes: one for loads, one for stores."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:
-        """Returns False if a thread has died. A lost device does not count: see `problem`."""
+        """Returns False if a thread has died. A lost device is no reason for False; see
+        `problem`."""
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the oldest piece (part of a job) in the device's queue, or a
-        thread with a piece, has taken."""
+        """Returns the longest stall of the two lanes, in seconds; see `Lane.stalled_s`."""
         return max(lane.stalled_s(now_s) for lane in self._lanes.values())
 
     def figures(self) -> CudaCopyFigures:
-        """Returns the counters. Callable from any thread."""
+        """Returns the figures of the copy engine. Callable from any thread."""
         lanes = list(self._lanes.values())
         return CudaCopyFigures(
             device=self.info.number,

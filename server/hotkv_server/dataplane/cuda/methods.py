@@ -1,6 +1,9 @@
-"""Submits pieces (runs to copy) to a CUDA stream: a small function for each method, and the slots
-(memory for a piece in flight) that the functions use. All functions return at once. A slot is in
-use until the stream has passed an event behind the piece."""
+"""Submits pieces (parts of jobs) to a CUDA stream, with a function for each copy method. All these
+functions return at once. A *run* is a contiguous byte range of a piece.
+
+For each piece in the device's queue there is a slot: an event, and memory that the copy needs. The
+slot is in use until the stream has passed the event, which is recorded behind the piece.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,11 +23,13 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Memory for a piece (runs to copy at once) that is in the device's queue.
+    """The event and the memory for a piece in the device's queue.
 
-    `table`: address of TABLE_BYTES pinned bytes. The device reads these bytes in place: copying
-        them would queue behind the other lane's copies.
-    `staging`: address of device memory; 0 without staging.
+    `event`: is recorded behind the piece.
+    `table`: address of TABLE_BYTES pinned bytes of host memory, for the addresses of the runs. A
+        kernel reads the table there, without a copy to the device, because such a copy would queue
+        behind copies of the other lane.
+    `staging`: address of staging memory on the device; 0 without staging.
     """
 
     event: Event
@@ -33,8 +38,8 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies each run (contiguous byte range) of the piece separately. Also works for host memory
-    that is not pinned."""
+    """Copies each run of the piece with a separate call. Also works for host memory that is not
+    pinned."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -42,20 +47,20 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs (contiguous byte ranges) of the piece in a single call."""
+    """Copies all runs of the piece with a single call."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs (contiguous byte ranges) of the piece with a kernel, which reads or writes
-    host memory directly over the bus."""
+    """Copies all runs of the piece with a kernel, which reads or writes host memory directly over
+    the bus."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """For a store, gathers the piece's runs (contiguous byte ranges) into staging memory on the
-    device, then copies long runs from there to the arena. For a load, copies long runs into staging
-    memory, then scatters their bytes."""
+    """Copies the piece by way of staging memory on the device. For a store, a kernel gathers the
+    runs there, so that fewer and longer runs are copied to the arena. For a load, such long runs
+    are copied to staging memory, and a kernel scatters their bytes."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(
@@ -95,23 +100,24 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.KERNEL: kernel,
     Method.STAGED: staged,
 }
-"""Functions by method; None stands for host memory that is not pinned."""
+"""The function for each method; None is the key for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
-# Each piece in flight has an event, a pinned table, and staging memory if the device has room.
+# A slot has an event, a pinned table, and staging memory if the device has room for it.
 #
-# Always true: either all slots have staging memory or no slot has. If making slots fails, all of
-# their memory is freed.
+# Always true: either all slots of a lane have staging memory, or no slot has. If the slots can't be
+# made, all of their memory is freed.
 
 log = logging.getLogger(__name__)
 
 
 class Slots:
-    """The slots (memory for pieces in the device's queue) of a lane; see the comment above.
+    """The slots of a lane (the copies in one direction). A slot is needed for each piece in the
+    device's queue.
 
-    all: as many slots as `settings.depth`.
-    can_stage: whether the slots have staging memory.
+    `all`: as many slots as `settings.depth`.
+    `can_stage`: True if the slots have staging memory.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class Slots:
         ]
 
     def close(self) -> None:
-        """Frees all memory, which must not be in use. Failures are logged."""
+        """Frees the memory of all slots, which must not be in use. Logs failures."""
         for slot in self.all:
             try:
                 if slot.staging:

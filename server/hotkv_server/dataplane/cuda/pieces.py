@@ -1,10 +1,14 @@
-"""Splits a job's plans into pieces: runs (contiguous byte ranges) to submit to a device at once.
+"""Splits the plans of a job into pieces. A piece has the runs (contiguous byte ranges) that are
+submitted to a device at once.
 
-Always true: no run crosses the border between two parts of the arena that were registered with CUDA
-separately. A piece is either pinned as a whole or not at all, and is bounded in bytes and runs.
-Runs of several plans are merged and sorted by the arena's addresses, so a block whose layers lie in
-separate memories becomes one run in the arena again. Runs are planned window by window, small
-windows first: the first bytes of a large job do not wait for the plan of its last bytes.
+The arena is registered with CUDA in several parts, the registrations. Always true: no run crosses
+the border between two registrations. The host memory of a piece is either pinned as a whole or not
+at all. The bytes and the number of runs of a piece are bounded.
+
+The runs of all plans are sorted together by their addresses in the arena. So if the layers of a
+block lie in several memories of the engine, the block's runs still adjoin in the arena. Runs are
+planned in windows. The first window is small, so that the first bytes of a large job need not wait
+until its last bytes are planned.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,26 +28,27 @@ from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import Int64s
 
 Choose = Callable[[int, int], Method]
-"""Returns the copy method to use, given the bytes of a page and of a run (contiguous byte range) in
-the arena."""
+"""Returns the copy method for a piece, given the bytes of a page, and the bytes of a run
+(contiguous byte range) in the arena."""
 FIRST_WINDOW_RUNS = 512
-"""Number of runs (contiguous byte ranges) that are planned in the first step (window), which takes
-50 us. Each further window is GROWTH times as large, up to MAX_PIECE_RUNS."""
+"""Number of runs in the first window, whose planning takes 50 us. Each further window is GROWTH
+times as large, up to MAX_PIECE_RUNS."""
 GROWTH = 4
 ALIGN_BYTES = 16
-"""In staging memory, the offset of each contiguous range of the arena is a multiple of this: a
+"""A range that is contiguous in the arena begins in staging memory at a multiple of this, because a
 kernel moves this many bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Runs (contiguous byte ranges) to copy at once: a part of a job.
+    """A part of a job: runs (contiguous byte ranges) that are copied at once.
 
-    method: None if the host's side is not pinned.
-    device, host: addresses on the device's and the host's side, int64 [runs].
-    num_bytes: sizes, int64 [runs].
-    registration: number of the part of the arena, as registered with CUDA, that has the run, int64
-        [runs].
+    `method`: the copy method; None if the host memory is not pinned.
+    `device`: addresses of the runs on the device, int64 [runs].
+    `host`: addresses of the runs in host memory, int64 [runs].
+    `num_bytes`: sizes of the runs, int64 [runs].
+    `registration`: for each run, the number of its registration (part of the arena, as registered
+        with CUDA), int64 [runs].
     """
 
     direction: Direction
@@ -68,12 +73,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """A piece's layout in staging memory.
+    """The layout of a piece in staging memory.
 
-    `offsets`: offset of each run (contiguous byte range) of the piece in staging memory, int64
-        [runs].
-    `starts`, `hosts`, `num_bytes`: copies between staging offsets and host addresses, int64
-        [copies]; each covers a contiguous range on the host's side.
+    `offsets`: offsets of the piece's runs in staging memory, int64 [runs].
+
+    The copies between staging memory and host memory; each of them covers runs that adjoin in host
+    memory:
+
+    `starts`: offsets in staging memory, int64 [copies].
+    `hosts`: addresses in host memory, int64 [copies].
+    `num_bytes`: sizes, int64 [copies].
     """
 
     offsets: Int64s
@@ -89,8 +98,11 @@ def pieces(
     settings: CudaCopySettings,
     choose: Choose,
 ) -> Iterator[Piece]:
-    """Yields pieces (runs to copy at once) that together copy each byte of the plans once. A piece
-    is classified as pinned or not when it is made."""
+    """Yields the pieces of a job. Together they copy each byte of the plans once. Whether the host
+    memory of a piece is pinned is determined when the piece is made.
+
+    `choose`: returns the method for a piece in pinned memory.
+    """
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(
             device, host, num_bytes, (host - arena.address) % arena.piece_bytes, arena.piece_bytes
@@ -119,8 +131,8 @@ def pieces(
 def _windows(
     plans: Sequence[Plan], direction: Direction
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Yields the runs (device, host, bytes) of all plans, without empty runs. Each window has the
-    same share of each plan."""
+    """Yields the runs of all plans in windows, as three arrays: addresses on the device, addresses
+    in host memory, sizes. Each window has the same share of each plan. Leaves out empty runs."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
@@ -152,9 +164,9 @@ def _windows(
 def _cut(
     device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Splits runs at multiples of the grain.
+    """Splits runs at multiples of `grain_bytes`.
 
-    phase: position of each run's first byte, relative to a multiple of the grain.
+    `phase`: for each run, the distance of its first byte from the multiple of the grain before it.
     """
     counts = (phase + num_bytes - 1) // grain_bytes + 1
     if not len(counts) or int(counts.max()) == 1:
@@ -167,15 +179,17 @@ def _cut(
 
 
 def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Returns the bytes of a page (the upper median), and the mean bytes of runs that adjoin on the
-    host's side. The arrays must not be empty."""
+    """Returns two sizes with which the method is chosen: the bytes of a page, which is the upper
+    median of `num_bytes`; and the mean bytes of a run in host memory after adjoining runs are
+    merged. The arrays must not be empty."""
     num_runs = 1 + int(np.count_nonzero(host[1:] != host[:-1] + num_bytes[:-1]))
     middle = len(num_bytes) // 2
     return int(np.partition(num_bytes, middle)[middle]), int(num_bytes.sum()) // num_runs
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Yields the runs of a piece in one or more pieces that are within the bounds."""
+    """Splits a piece that may be too large. Yields pieces that are within the bounds of bytes and
+    runs."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)
@@ -185,8 +199,8 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     )
     registration = piece.registration
     if len(host) > len(registration):
-        # A cut run has the registration of its original run. The order is unchanged, so the ends
-        # identify it.
+        # A part of a run has the registration of the run. The order is unchanged, so the ends of
+        # the parts show to which run each part belongs.
         registration = registration[
             np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
         ]
@@ -208,9 +222,12 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
 
 
 def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> StagedPlan:
-    """Plans the use of staging memory: runs (contiguous byte ranges) that adjoin on the host's
-    side, in the same registration, also adjoin in staging, so that a single copy moves them. Adds
-    at most ALIGN_BYTES per run."""
+    """Plans the layout of a piece in staging memory. Runs that adjoin in host memory, in the same
+    registration, also adjoin in staging memory, so that a single copy moves them. Alignment adds at
+    most ALIGN_BYTES for each run.
+
+    `host`, `num_bytes`, `registration`: see `Piece`.
+    """
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))
     firsts = np.flatnonzero(begins)

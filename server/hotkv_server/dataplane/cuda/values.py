@@ -1,4 +1,5 @@
-"""Values of the CUDA copy engine: settings, directions, methods, figures."""
+"""Values of the CUDA copy engine: settings, directions, methods, figures. A piece is a part of a
+job that is copied at once; a run is a contiguous byte range of a piece."""
 
 import enum
 from collections.abc import Mapping
@@ -6,30 +7,30 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_PIECE_RUNS = 16384
-"""Most runs (contiguous byte ranges) of a piece. Bounds the size of the table that a kernel reads,
-and the time of planning before the first byte of a job moves."""
+"""Most runs of a piece. This limits the size of the table that a kernel reads, and the time to plan
+a piece."""
 
 
 class Direction(enum.Enum):
-    """Direction of a copy, as the engine sees it: a load writes device memory, a store reads it."""
+    """Direction of a copy, from the view of the vLLM engine: a load writes device memory, a store
+    reads it."""
 
     LOAD = "load"
     STORE = "store"
 
 
 class Method(enum.Enum):
-    """How a device copies the runs (contiguous byte ranges) of a piece."""
+    """The method by which a device copies the runs of a piece."""
 
     MEMCPY = "memcpy"
-    """One copy for each run (contiguous byte range): best for long runs."""
+    """A call for each run: best for long runs."""
     BATCH = "batch"
-    """All runs (contiguous byte ranges) of a piece in a single call."""
+    """A single call for all runs."""
     KERNEL = "kernel"
-    """A kernel reads and writes the arena directly."""
+    """A kernel reads or writes the arena directly."""
     STAGED = "staged"
-    """A kernel gathers runs (contiguous byte ranges) into a staging buffer on the device, or
-    scatters them from it. Between buffer and arena, a single copy moves each contiguous range of
-    the arena."""
+    """A kernel gathers the runs into a staging buffer on the device, or scatters them from it. A
+    copy between the buffer and the arena moves all runs that adjoin in the arena."""
 
 
 class PinnedArena(Protocol):
@@ -41,25 +42,25 @@ class PinnedArena(Protocol):
 
     @property
     def piece_bytes(self) -> int:
-        """Size of each registration; the last may be shorter. A copy must not cross the border
-        between two registrations."""
+        """Size of the registrations (parts of the arena that are registered separately); the last
+        may be shorter. A copy must not cross the border between two registrations."""
 
     @property
     def pinned_bytes(self) -> int:
-        """Number of registered bytes. Grows from the arena's start in steps of `piece_bytes`, from
-        any thread; never shrinks while a copy engine is open."""
+        """Number of bytes, from the start of the arena, that are registered. Any thread may
+        increase it, in steps of `piece_bytes`. It never falls while a copy engine is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaCopySettings:
     """Settings of a device's copy engine.
 
-    method: None lets the calibration choose.
-    piece_bytes: size of the pieces into which jobs are split; jobs take turns between pieces.
-    depth: pieces of each direction (lane) that are in the device's queue at a time.
-    staging_bytes: device memory for staging, for both directions together; 0: no staging.
-    calibration_bytes: size of the pinned memory and of the device memory for a measurement at
-        start, if no calibration is given; 0 uses a rule of thumb.
+    `method`: the copy method; None: the calibration chooses it.
+    `piece_bytes`: most bytes of a piece. Jobs take turns, a piece each.
+    `depth`: most pieces of a direction that are in the device's queue at a time.
+    `staging_bytes`: device memory for staging, for both directions together; 0: no staging.
+    `calibration_bytes`: size of the scratch memory, on the device and in host memory, for measuring
+        the speeds if there is no calibration. 0: no measurement; a rule of thumb chooses methods.
     """
 
     method: Method | None = None
@@ -81,17 +82,17 @@ class CudaCopySettings:
 
     @property
     def slot_staging_bytes(self) -> int:
-        """Staging memory of a piece (part of a job) in the device's queue, in bytes; a multiple of
-        256."""
+        """Staging memory for each piece in the device's queue, in bytes; a multiple of 256."""
         return min(self.staging_bytes // (2 * self.depth), self.piece_bytes) // 256 * 256
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Numbers of bytes and pieces (parts of jobs) copied since the start, in a direction and by a
+    """Numbers of bytes and pieces that were copied since the start, in one direction and by one
     method.
 
-    method: name of a `Method`, or `pageable` for copies to or from memory that was not pinned yet.
+    `method`: name of a `Method`, or "pageable" for copies to or from host memory that was not
+        pinned yet.
     """
 
     direction: Direction
@@ -102,14 +103,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
-    """Figures of a device's copy engine. A piece is a part of a job; a job is a transfer.
+    """Figures of a device's copy engine.
 
-    num_queued: estimated number of pieces that are not in the device's queue yet.
-    num_in_flight: number of pieces in the device's queue.
-    num_failed: number of jobs that failed.
-    busy_s: for each direction (load, store), the seconds in which the device's queue had pieces of
-        that direction.
-    problem: why every job fails; empty while the copy engine works.
+    `device`: number of the device.
+    `num_queued`: estimated number of pieces that are not in the device's queue yet.
+    `num_in_flight`: number of pieces in the device's queue.
+    `num_failed`: number of jobs (transfers) that have failed.
+    `busy_s`: for each direction, the seconds in which the device's queue had pieces.
+    `problem`: why every job fails; empty while the copy engine works.
     """
 
     device: int

@@ -1,8 +1,8 @@
-"""Records blocks that are moved up from a tier into host memory: reserves their slots, and keeps
-the blocks pinned for the callers that wait.
+"""Records the arrival of blocks from tiers in host memory: reserves their slots, and pins the
+arrived blocks for the waiting callers.
 
 Always true: a block becomes ready in host memory only after the tier has filled its slot with the
-stored bytes. It then stays pinned until `let_go`, so that the callers can lease it.
+stored bytes. From then on it stays pinned until `let_go`, so that the waiting callers can lease it.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,11 @@ from hotkv_server.tiers.book.moves import Move, Moves, joined
 
 
 class Arrivals:
-    """Reserves slots for moves up, and makes the blocks that arrive ready."""
+    """Reserves slots for the blocks of moves up, and makes the blocks ready when they have arrived.
+    In its methods, `groups` has a list of block hashes for each KV cache group.
+
+    `moves`: the moves under way.
+    """
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
@@ -28,9 +32,9 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns for each list the positions of the blocks that are neither ready nor reserved in
-        host memory. Empty for lists of representations (compact forms of keys, for sparse
-        attention), which tiers don't have."""
+        """Returns, for each list, the positions of the blocks that are neither ready nor reserved
+        in host memory. Empty for a list of representations (compact forms of keys, for sparse
+        attention), because tiers don't store them."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -47,11 +51,12 @@ class Arrivals:
         positions: list[Int64s],
         slot_bytes: Callable[[int], int],
     ) -> Move | None:
-        """Begins to move up blocks from a shared tier, as many as there are free slots. Returns
-        None if no block gets a slot. The caller must have made room, as for a store.
+        """Begins to move blocks from a shared tier up to host memory: reserves as many slots as are
+        free. Returns None if no block gets a slot. Before the call, the caller must evict blocks to
+        make room, as for a store.
 
-        `positions`: for each list, the positions of the blocks to move.
-        `slot_bytes`: function from a group to the size of its slots.
+        `positions`: for each list in `groups`, the positions of the blocks to move.
+        `slot_bytes`: returns the size of the slots of a KV cache group.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -62,8 +67,9 @@ class Arrivals:
             at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
             if len(at):
                 size = slot_bytes(one.group_index)
-                # Without depths, positions in the list stand for them. Such lists begin at the
-                # root, except lists of windows, in which later blocks still count as deeper.
+                # If the depths are unknown, use the positions in the list. They are exact if the
+                # list begins at the root. In other lists (of sliding windows) they are too low,
+                # but later blocks still get greater depths.
                 depths = at if one.depths is None else one.depths[at]
                 entries.append(self.reserve(key_space_id, one, at, size, depths, number))
         coming = joined(entries)
@@ -79,13 +85,13 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots for blocks of a list, and links their entries to the entries of the blocks
-        before them. Returns the new entries, in order; fewer than `positions` if there is no more
-        room.
+        """Reserves slots for the blocks at `positions` of a list, and links the entry of each block
+        to the entry of the block before it. Returns the new entries, in order of `positions`; fewer
+        if there is no more room.
 
         `size`: bytes of each slot.
-        `depths`: for each position, the number of blocks before it in its sequence.
-        `number`: number of the move.
+        `depths`: for each position, the number of blocks before its block in the sequence.
+        `number`: number of the move, which owns the reserved entries.
         """
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
@@ -102,11 +108,12 @@ class Arrivals:
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
         """Ends a move up after the tier has stopped writing to its slots. Makes the found blocks
-        ready, and returns their entries, which stay pinned until `let_go`.
+        ready, and frees the other slots. Returns the entries of the ready blocks, which stay pinned
+        until `let_go`.
 
-        `is_found` [n]: True if the slot now has the block's bytes.
-        `checks` uint64 [n]: check values of the blocks that were found; None if the server computes
-            no check values.
+        `is_found` [n]: True if the tier has written the block's bytes to its slot.
+        `checks` uint64 [n]: check values of the found blocks; None if the server computes no check
+            values.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]
@@ -122,21 +129,22 @@ class Arrivals:
         return came
 
     def forsake(self, move: Move) -> None:
-        """Gives up a move whose tier hangs, so that its blocks can be stored or moved up from
-        elsewhere. The slots stay reserved until `end`, because the tier may still write to them."""
+        """Abandons a move up whose tier hangs. Engines may then store its blocks again, in other
+        slots, and other tiers may move them up. The move's slots stay reserved until `end`, because
+        the tier may still write to them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def let_go(self, move: Move) -> None:
-        """Unpins the blocks of a move up that has ended. To be called when no caller waits for the
-        move any more."""
+        """Unpins the blocks of a move up that has ended. Called when the last waiting caller has
+        leased the blocks or given up."""
         self._moves.remove(move)
         self._host.index.pin(move.kept, -1)
         self._host.removal.reap(move.kept)
 
     def is_coming(self, key_space_id: int, group_index: int, hashes: table.Words) -> BoolMask:
-        """Returns a mask [n] of the blocks that are being moved up."""
+        """Returns a mask [n] of the blocks that are being moved up to host memory."""
         words = self._host.index.find(key_space_id, group_index, hashes)
         is_reserved = words >= table.RESERVED_FLAG
         owners = self._host.index.owners(words & ~table.RESERVED_FLAG)
@@ -144,7 +152,7 @@ class Arrivals:
         return coming
 
     def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
-        """Returns the numbers of the moves that are moving up a block of these lists."""
+        """Returns the numbers of the moves up that contain a block of these lists."""
         found: set[int] = set()
         for one in groups:
             words = self._host.index.find(key_space_id, one.group_index, one.hashes)

@@ -1,5 +1,6 @@
-"""The books of all tiers of a node: which blocks are on the disk, and which moves are under way.
-They implement `cache.seams.Below`, through which the core calls the tiers."""
+"""The books of all tiers of a node: the record of which blocks are on the disk, and which moves
+between host memory and tiers are under way. They implement `cache.seams.Below`, the interface
+through which the core calls the tiers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -17,14 +18,13 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Records the blocks on the disk and the moves under way; implements `Below`. The constructor
-    registers the books in the core.
+    """Records the blocks on the disk and the moves under way; implements `Below`, which describes
+    the methods. The constructor registers the books in the core.
 
-    `space`: the places on the disk; None without a disk.
+    `space`: the blocks on the disk and their places; None without a disk.
     `lower`: the books of the disk; None without a disk.
-    `copies`: a `Copies` for each shared tier.
-
-    The other arguments are those of `LowerTier`.
+    `copies`: for each shared tier, the queues of blocks to copy to it.
+    `write_bytes_per_day`, `encoded_bytes`: see `LowerTier`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """Returns the books of this core's tiers. Raises LookupError if the core has no tiers."""
+    """Returns the books that are registered in this core. Raises LookupError if it has no tiers."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

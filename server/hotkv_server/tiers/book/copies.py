@@ -1,9 +1,13 @@
-"""Decides which blocks of host memory are copied to a shared tier.
+"""Decides which blocks of host memory are copied to a shared tier, and when a failed copy is tried
+again.
 
-Blocks that engines stored on this node are copied first, in order. Further queues (lanes) have
-blocks that the tier may already have, and blocks that it failed to store. Always true: a block
-stays pinned in host memory until the tier has stopped reading it. A failed copy is tried again at
-most MAX_TRIES times, and only while the block is in host memory.
+The blocks wait in queues (lanes). The lane STORED has the blocks that engines stored on this node,
+in the order of the stores. The other lanes have blocks that the tier may already have, and blocks
+whose copy failed.
+
+Always true: a block that is being copied stays pinned in host memory until the tier has stopped
+reading it. A failed copy is tried again at most MAX_TRIES times, and only while the block is in
+host memory.
 """
 
 from collections.abc import Callable
@@ -18,16 +22,17 @@ from hotkv_server.tiers.book.moves import Move, Moves
 from hotkv_server.tiers.book.waiting import MAX_LOOKED, PART_BLOCKS, WaitingBlocks
 
 STORED, OLD = 0, 1
-"""Numbers of lanes (queues). STORED has the blocks that engines stored on this node. OLD has blocks
-that came from the disk or an earlier server. Lane OLD + k has blocks whose copy has failed k
+"""Numbers of lanes (queues of blocks). STORED: blocks that engines stored on this node. OLD: blocks
+that came from the disk or were left by an earlier server. OLD + k: blocks whose copy has failed k
 times."""
 MAX_TRIES = 4
+"""Most times that a failed copy of a block is tried again."""
 
 
 class Copies:
-    """Queues blocks, and begins and ends their copies to a tier.
+    """Queues blocks for a shared tier, and begins and ends their copies.
 
-    `on_stored`: called after `add_stored` has queued blocks.
+    `on_stored`: called each time `add_stored` has queued blocks.
     """
 
     def __init__(self, moves: Moves) -> None:
@@ -36,8 +41,8 @@ class Copies:
         self._host = moves.host
         self._host.room.may_keep = False
         index = moves.host.index
-        # These lanes accept blocks whose check values were not compared since a restart, because
-        # they are compared before each copy.
+        # These lanes accept blocks whose bytes were not compared with their check values since a
+        # restart. `drive.copies` compares them before each copy.
         old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]
         self.lanes = (WaitingBlocks(index), *old)
         self._under_way: dict[int, int] = {}
@@ -47,30 +52,31 @@ class Copies:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting blocks in all lanes (queues)."""
+        """Number of blocks that wait in all lanes (queues)."""
         return sum(map(len, self.lanes))
 
     def add_stored(self, entries: Entries) -> None:
-        """Queues blocks that engines stored on this node. Blocks of a sequence must be in the order
-        of the sequence."""
+        """Queues blocks that an engine has stored on this node. Blocks of a sequence must be in the
+        order of the sequence."""
         self.lanes[STORED].add(entries)
         self.on_stored()
 
     def add_old(self, entries: Entries) -> None:
-        """Queues ready blocks that came into host memory from another source than an engine or this
-        tier."""
+        """Queues ready blocks of host memory that came from the disk or were left by an earlier
+        server. The tier may have them already."""
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the number of the lane (queue), other than STORED, that has waiting blocks with
-        the most failed copies; None if all lanes but STORED are empty."""
+        """Returns the lane from which to copy next, apart from STORED: of the lanes that have
+        blocks, the one whose blocks have failed most often. Returns None if these lanes are all
+        empty."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
-        """Removes the next blocks from a lane (queue), in parts, and returns them without
-        duplicates. Stops when the blocks' slots have about `num_bytes` in total, or when about
-        MAX_LOOKED blocks were checked."""
+        """Removes the next blocks from a lane (queue), and returns the removed blocks that are
+        still ready, without duplicates. Stops when these have about `num_bytes` in total, or when
+        about MAX_LOOKED blocks were checked. Yields between parts of the work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         generations = index.table.records[:, table.W_GENERATION]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
@@ -87,9 +93,9 @@ class Copies:
         return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Begins to copy ready blocks, which `take` has removed from the queue `lane`. Returns a
-        move for each key space whose blocks may move; queues the blocks of other key spaces
-        again."""
+        """Begins to copy blocks that `take` has just removed from `lane`: pins them, and returns a
+        move for each key space. If moves of a key space are stopped (`Moves.stopped`), queues its
+        blocks again instead."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
             mine = entries[key_spaces == key_space_id]
@@ -103,11 +109,11 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """Ends a move after the tier has stopped reading its slots. Returns the number of blocks
-        that are given up, because all their tries have failed.
+        """Ends a move after the tier has stopped reading its slots: unpins the blocks, and queues
+        the blocks whose copy failed in the next lane. Returns the number of failed blocks that are
+        not queued again, because all their tries have failed.
 
-        `has_failed` [n]: True if the block's copy failed. Such a block is queued again if it is
-            still ready and has tries left. None: all copies succeeded.
+        `has_failed` [n]: True if the copy of the block failed; None if no copy failed.
         """
         index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
         num_given_up = 0

@@ -1,13 +1,14 @@
-"""Begins and ends moves of blocks from host memory down to the disk, in the order in which they
-were stored. ("Below" means on the disk.)
+"""Begins and ends moves of blocks from host memory down to the disk, in the order in which the
+blocks were stored. ("Below" means on the disk; a place is the part of the disk's file that a block
+gets.)
 
 Blocks are written soon after they are stored, and not when they are evicted, so a store that needs
-room never waits for the disk. If a block was not written then, it is offered again at each use. If
-the encoded form of a block does not fit its place, the block is moved again, to a place as large as
-its slot. Always true:
+room never waits for the disk. A block that was not written then is considered again at each use. If
+the encoded (compressed) form of a block does not fit its place, the block is moved again, to a
+place as large as its slot. Always true:
 
-- a block is ready on the disk only after the tier has reported that it is stored;
-- it stays pinned in host memory until the tier has stopped reading it;
+- a block becomes ready on the disk only after the tier has reported that it has stored the block;
+- the block stays pinned in host memory until the tier has stopped reading it;
 - a place is not reused while the tier writes to it.
 """
 
@@ -25,12 +26,12 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 
 
 class Demotion:
-    """Begins and ends moves down.
+    """Begins and ends moves down, from host memory to the disk; see the module.
 
     `below`: the blocks on the disk and their places.
-    `gate`: decides which blocks are written, so that the disk's write budget lasts.
-    `sizes`: chooses the sizes of blocks' places.
-    `waiting`: blocks that were stored or used, and may not be on the disk yet.
+    `gate`: decides which blocks are written, so that the budget of disk writes lasts.
+    `sizes`: chooses the sizes of the places.
+    `waiting`: queue of blocks that were stored or used, and may not be on the disk yet.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Demotion:
         return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space: the tokens and bytes of a block in each of its groups."""
+        """Registers a key space, with the tokens and bytes of a block in each KV cache group."""
         self._sizes.add_key_space(record)
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
@@ -66,9 +67,10 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from `waiting`, in parts, and returns those that are not on the disk and
-        that the gate admits, without duplicates. Stops when the returned blocks' slots have about
-        `num_bytes` in total, or when about MAX_LOOKED blocks were checked."""
+        """Removes blocks from the queue `waiting`, and returns the blocks to write. A block is to
+        be written if it is ready, is not on the disk, and is admitted by the gate. Stops when the
+        returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks were
+        checked. Yields between parts of the work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -89,8 +91,8 @@ class Demotion:
         return ready
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Returns the description of blocks for the gate. `taken`: blocks that were admitted
-        before, and count as being on the disk."""
+        """Describes blocks for the gate (`WriteGate`). `taken`: blocks that the gate has admitted
+        shortly before; they count as being on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -113,8 +115,8 @@ class Demotion:
         )
 
     def lacks(self, entries: Entries) -> BoolMask:
-        """Returns a mask [n] of the blocks that are neither on the disk nor being moved there.
-        `entries`: n ready blocks of host memory."""
+        """Returns a mask [n] of the blocks that the disk lacks: they are neither on the disk nor
+        being moved there. `entries`: n ready blocks of host memory."""
         missing = np.zeros(len(entries), np.bool_)
         for key_space_id, group, at in by_group(self._host, entries):
             hashes = self._host.index.keys(entries[at])[2]
@@ -122,24 +124,25 @@ class Demotion:
         return missing
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
-        """Makes room on the disk for a move of these blocks, as a generator that yields after each
-        part of the work; the generator yields nothing if there is room already. The caller must
-        call `begin` directly after the last part, with the blocks that are still ready."""
+        """Evicts blocks from the disk, to make room for the blocks of `entries` that the disk
+        lacks. Yields between parts of the work; does not yield if there is room already. The caller
+        must call `begin` directly afterwards, with the blocks that are still ready."""
         wanted: dict[int, tuple[int, int]] = {}
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             size = self._size(key_space_id, group, is_plain=is_plain)
             if self._below.pool.capacity_slots(size):
                 count = wanted.get(size, (0, 0))[1] + len(at)
-                # Tenants have no shares of the disk, so it does not matter whose blocks they are.
+                # Tenants have no shares of the disk, so any of the key spaces serves here.
                 wanted[size] = key_space_id, count
         for size, (key_space_id, count) in wanted.items():
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
-        """Begins to move ready blocks to the disk, as many as there are places for; skips blocks
-        that are there already. Returns a move for each key space. Call `make_room` before.
+        """Begins to move ready blocks to the disk, as many as there are places for. Skips blocks
+        that the disk already has. Returns a move for each key space. Call `make_room` before.
 
-        `is_plain`: True gives the blocks places as large as their slots, so they are not encoded.
+        `is_plain`: True gives each block a place as large as its slot, so that the tier stores it
+            without encoding.
         """
         moves = []
         entries = entries[self.lacks(entries)]
@@ -164,8 +167,8 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Returns the size of the places for the next `num_blocks` of a group. Counts these blocks
-        if the group is not encoded at present."""
+        """Returns the size of the places for the next `num_blocks` blocks of a group. If the group
+        is not encoded at present, reports the blocks to `PlaceSizes.kept_plain`."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -178,8 +181,8 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places of `size` bytes for blocks of a group, in the order of their depth.
-        Returns the blocks that got a place, and the places' entries in the disk's books."""
+        """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
+        Returns the blocks that got a place, and the entries of these places in the disk's books."""
         if not self._below.pool.capacity_slots(size):
             return entries[:0], entries[:0]
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
@@ -191,8 +194,8 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns for each block the entry, in the disk's books, of the block before it in its
-        sequence; 0 if that block is not on the disk."""
+        """Returns, for each block, the disk's entry of the block before it in its sequence; 0 if
+        the disk does not have that block."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
@@ -206,13 +209,14 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """Ends a move after the tier has stopped reading its slots. Returns the blocks that the
-        caller must move again, to places as large as their slots; the gate has admitted them
-        already.
+        """Ends a move after the tier has stopped reading its slots. Makes the stored blocks ready
+        on the disk, and unpins all blocks in host memory. Returns the blocks whose encoded form did
+        not fit: the caller must move them again, with `is_plain`, without asking the gate.
 
         `is_stored` [n]: True if the tier has stored the block.
         `seals` uint64 [n]: seals (check values) of the stored blocks.
-        `is_unfit` [n]: True if the block's encoded form did not fit its place; None: all fitted.
+        `is_unfit` [n]: True if the encoded form of the block did not fit its place; None if all
+            forms fitted.
         """
         self._moves.remove(move)
         good = is_stored & ~move.is_void
@@ -234,8 +238,8 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Counts, for each group, the blocks whose encoded form fitted, and those whose form did
-        not fit. All places must still be reserved."""
+        """Reports to `PlaceSizes`, for each group, how many blocks the tier tried to encode and how
+        many of their forms fitted. The places of the move must still be reserved."""
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

@@ -1,23 +1,26 @@
 """Decides how flushes of key spaces (deletions of all their blocks) reach all nodes. Each shared
 store keeps an epoch per key space: a number that every flush raises.
 
-The book has a record for each key space, named by its fingerprint. The record has, for each store,
-the epoch of all the key space's blocks on this node. The book has no clock: its caller reports
-which epochs the stores show and which flushes have run on this node. The book decides for which key
-spaces the caller must ask a store for the epoch, raise the epoch, or flush this node, and when to
-save the book. Always true:
+The book has a record for each key space, under its fingerprint. For each store, the record has the
+epoch to which the key space's blocks on this node belong. The book has no clock and makes no calls:
+its caller (`drive.epochs`) reports which epochs the stores show and which flushes have run on this
+node. The book decides when the caller must ask a store for epochs, raise an epoch in a store, flush
+a key space on this node, or save the book. Always true:
 
-- The blocks on this node count as blocks of an epoch (they are *vouched for*) only after a flush on
-  this node that began after the store had shown the epoch, or if the node had no blocks then. So
-  none of them is older than the flush on another node that began the epoch.
+- The blocks on this node count as blocks of an epoch (they are *vouched for*) in two cases: this
+  node began to flush the key space after the store had shown the epoch, or this node had no blocks
+  of the key space when the store showed it. So no vouched block is older than the flush that began
+  the epoch, whichever node requested that flush.
 - The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
   raises the store's epoch above all epochs known here.
 - Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
-  and showed the epoch of the record. The caller of a flush is answered only after a raise is older
-  than that. By then every other node has either asked the store again or stopped serving the
-  blocks that need its confirmation.
+  for the epoch and showed the epoch of the record. (A node that can't reach the store also serves
+  blocks from its host memory.) A flush is answered only when CONFIRMED_S have passed since the
+  store raised its epoch. By then every other node has either asked the store again or stopped
+  serving the blocks that need the store's confirmation.
 - A flush that was requested on this node stays in the record until each store has raised its epoch.
-  At most one raise of a key space is under way in a store; it covers all flushes before it.
+  At most one raise of a key space is under way in a store; it covers all flushes that were
+  requested before it.
 """
 
 import heapq
@@ -25,56 +28,56 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""Time for which a store's answer to a question for epochs (numbers that flushes raise) is
-valid."""
+"""A store's answer confirms an epoch for this time, counted from when the question was sent."""
 ASK_EVERY_S = 0.4
-"""Time between two questions to a store for the epoch (number that each flush raises) of a key
-space in use."""
+"""Time between two questions to a store for the epoch of a key space in use."""
 USED_S = 10.0
-"""Time after the last request for its blocks in which a key space counts as in use."""
+"""A key space counts as in use for this time after the last request for its blocks."""
 IDLE_EVERY_S = 30.0
-"""Time between two questions to a store for the epoch (number that each flush raises) of a key
-space that is not in use."""
+"""Time between two questions to a store for the epoch of an idle key space (not in use)."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
-"""Longest wait of a flush until a store has raised the epoch (the number that each flush raises).
-If it takes longer, the flush ends, and the epoch is raised later."""
+"""Longest time that a flush waits for a store to raise the epoch. After this time the flush is
+answered without it, and the store raises the epoch later."""
 SPARE_S = 0.5
-"""Longest wait of a flush, beyond CONFIRMED_S, until the store confirms the new epoch."""
+"""Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
+epoch."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""If there are more records, the book forgets those of idle key spaces that this node no longer
-knows."""
+"""If there are more records, the book forgets the records of idle key spaces that this node no
+longer knows."""
 NO_EPOCH = 0
-"""Stands for "no epoch": the store has no epoch (number that each flush raises) for the key space.
-Blocks are then neither read nor written."""
+"""In place of an epoch: the store has no epoch for the key space. Blocks are then neither read nor
+written."""
 NEVER_S = float("-inf")
 
 
 @dataclass(slots=True)
 class EpochStanding:
-    """The state of a key space in a store.
+    """The state of a key space in one store.
 
     Saved in the file of the book:
-    `epoch`: the highest epoch of the store that this node has known.
-    `is_vouched`: True if all blocks on this node are of this epoch.
+
+    `epoch`: the highest epoch of the store that this node has adopted.
+    `is_vouched`: True if all blocks on this node belong to `epoch`.
     `is_untold`: True if the store must still raise its epoch for a flush of this node.
 
     Only in this process:
-    `target`: the epoch that becomes `epoch` when flush number `target_at` of this node, or a later
-        flush, has ended; None if no such flush is needed.
+
+    `target`: the store's new epoch, which replaces `epoch` once this node has ended its flush
+        number `target_at` or a later flush; None if no such flush is needed.
     `is_none`: True if the store has no epoch and no room for one, and all blocks on this node are
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
-    `confirmed_s`: when the last question was sent whose answer confirmed the settled epoch.
+    `confirmed_s`: when the last question was sent that the store answered with `epoch`.
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
-    `raise_s`: when the last raise was sent, or the earliest time for the next raise.
-    `raise_for`: number of requested flushes that the last raise covers.
-    `told`: number of requested flushes that the store's epoch covers.
-    `told_s`: when the store answered the raise for those requests.
+    `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
+    `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`).
+    `told`: the store's epoch covers the first `told` flush requests.
+    `told_s`: when the store answered the raise that covers them.
     """
 
     epoch: int = NO_EPOCH
@@ -94,23 +97,27 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if neither a flush of this node nor a raise is pending, so that the store's answers
-        can confirm the epoch."""
+        """True if the store's answers can confirm the state: neither a flush of this node nor a
+        raise is pending, and the blocks on this node are vouched for, or the store has no epoch
+        (`is_none`)."""
         return self.target is None and not self.is_untold and (self.is_vouched or self.is_none)
 
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space.
+    """The record of a key space. Requests for a flush and flushes of this node are counted
+    separately, because one flush may serve several requests.
 
-    `local`: the number that the seals (check values) of the key space's blocks on this node's disk
-        include. Each flush changes it, so older blocks don't match. Saved in the file of the book.
+    `local`: the seal number: a number that is part of the seals (check values) of the key space's
+        blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
+        Saved in the file of the book.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
-    `need`, `begun`, `ended`: flushes of this node are numbered; these are the numbers of the last
-        flush that is needed, that has begun, and that has ended.
-    `ended_s`: when the last flush of this node ended.
-    `saved_at`: the revision of the book that includes the last flush of this node.
+    `need`: number of the last flush of this node that is needed.
+    `begun`: number of the last flush of this node that has begun.
+    `ended`: number of the last flush of this node that has ended.
+    `ended_s`: when that flush ended.
+    `saved_at`: the first revision of the book that includes that flush.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
     """
@@ -128,17 +135,16 @@ class Record:
 
     @property
     def is_waiting(self) -> bool:
-        """True if a flush of this node, or a raise in a store, is still to be done."""
+        """True if a flush of this node has not ended, or a store must still raise its epoch."""
         return self.ended < self.need or any(one.is_untold for one in self.stores.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A flush that a caller has requested.
+    """A request for a flush, for asking later whether it is done.
 
-    `number`: number of the request; the flush requests of a key space are counted (`Record.asked`).
-    `need`: number of the flush of this node that serves the request; the flushes of this node are
-        numbered.
+    `number`: number of the request (`Record.asked` after it).
+    `need`: number of the flush of this node that serves the request (`Record.need`).
     `asked_s`: time of the request.
     """
 
@@ -150,8 +156,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to raise a key space's epoch (the number that each flush raises) in a store to a
-    number above `floor`."""
+    """A request to a store: raise the epoch of a key space to a number above `floor`."""
 
     fingerprint: str
     floor: int
@@ -160,11 +165,12 @@ class Raise:
 class EpochBook:
     """Decides on epochs and flushes; see the module.
 
-    `stores`: names of the shared stores.
-    `base`: seal number (`Record.local`) of key spaces without a record.
+    `stores`: names of the shared stores in the settings.
+    `records`: the records that an earlier server saved, by fingerprint; None: no records.
+    `base`: seal number (see `Record.local`) of key spaces without a record.
     `last`: the highest seal number that was ever used.
-    `revision`: grows with each change of the state that is saved.
-    `saved`: the revision that the caller has saved last.
+    `revision`: number of the present state; each change of saved state increases it.
+    `saved`: the last revision that the caller has saved.
     """
 
     def __init__(
@@ -199,15 +205,16 @@ class EpochBook:
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
-        """Returns the number that the seals of the key space's blocks on the disk include."""
+        """Returns the seal number of the key space (`Record.local`): the number that is part of the
+        seals (check values) of its blocks on the disk."""
         record = self.records.get(fingerprint)
         return self.base if record is None else record.local
 
     # Flushes
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
-        """Requests a flush, which removes the key space's blocks on this node and makes them
-        unfindable for other nodes. Returns the ticket for `pending` and `is_saved`."""
+        """Requests a flush of a key space: on this node, and in each store by a raise of the epoch.
+        Returns the ticket, with which `pending` and `is_saved` tell whether the flush is done."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -221,12 +228,13 @@ class EpochBook:
         return Ticket(fingerprint, record.asked, record.need, now_s)
 
     def begin_flush(self, now_s: float) -> str:
-        """Returns a key space to flush on this node now, and counts the flush as begun. Returns ""
-        if no flush is due.
+        """Returns the fingerprint of a key space that the caller must now flush on this node, and
+        counts the flush as begun. Returns "" if no flush is due.
 
-        First waits up to TELL_S until each shared store has raised the key space's epoch. A new
-        epoch needs a flush here that begins after the store has answered; a flush that began
-        earlier would have to run again.
+        A requested flush is due once each shared store has raised the key space's epoch, or has
+        failed to raise it, at the latest TELL_S after the request. A flush that began before a
+        store's answer would have to run again: the new epoch is adopted only after a flush that
+        begins after the answer.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -242,15 +250,17 @@ class EpochBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Gives the key space a new seal number for the disk. Blocks that were written before don't
-        match the new number, even if a power loss restores their records."""
+        """Gives the key space a new seal number (`Record.local`). The blocks already on the disk
+        don't match the new number, even if a power loss brings their records back."""
         self.last += 1
         record.local = self.last
         self.revision += 1
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of this node has ended: no block from before its begin is left."""
+        """Records that the flush of a key space on this node has ended: it has removed all blocks
+        from before its beginning. Epochs that waited for this flush (`EpochStanding.target`) become
+        the epochs of the record."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -264,17 +274,17 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Records that the flush of this node has failed and must begin again."""
+        """Records that the flush of a key space on this node has failed, so it must begin again."""
         record = self._record(fingerprint)
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns None while the caller of the flush must wait. Then returns the names of the
-        stores that have not raised their epoch, or not confirmed the raise, in time; their epochs
-        are raised later.
+        """Returns None while the caller that requested the flush must wait. Afterwards returns the
+        names of the stores that did not raise the epoch in time, or did not confirm it in time;
+        these stores raise the epoch later.
 
-        If the list is empty, no node that reaches the stores serves blocks from before the
-        flush."""
+        If the list is empty, no node that can reach the stores serves blocks from before the flush.
+        """
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
             return None
@@ -288,28 +298,33 @@ class EpochBook:
             elif now_s < (told_s := standing.told_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < told_s - CONFIRMED_S / 2:
-                # The store may have restarted from a copy without the raise.
+                # The raise is not confirmed: the store may have restarted since, from an old copy
+                # of its data.
                 if now_s < max(told_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if the book's file includes the flush."""
+        """Returns True if the saved book includes the flush of this node."""
         return self.saved >= self._record(ticket.fingerprint).saved_at
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the book's file includes all seal numbers of the disk. Without these numbers the
-        next server could not read the blocks."""
+        """True if the saved book includes the seal numbers (`Record.local`) of all key spaces.
+        Without these numbers the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
         """Returns the key spaces for whose epochs the caller must ask the store now, and counts
-        them as asked. These are key spaces in use, and those of the `idle` key spaces that were
-        asked for longest ago, if enough time has passed."""
+        the question as sent.
+
+        Includes each key space in use every ASK_EVERY_S. Includes each key space in `idle` every
+        IDLE_EVERY_S, but at most MAX_IDLE of them in a call, beginning with the key space for which
+        the last question was sent the longest time ago.
+        """
 
         def asked_s(fingerprint: str) -> float:
             return self.standing(fingerprint, store).asked_s
@@ -336,18 +351,18 @@ class EpochBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Processes a store's answer to a question for epochs that was sent at `sent_s`.
+        """Processes a store's answer to a question for epochs: confirms an epoch, or requires a
+        flush of this node or a raise in the store.
 
-        `epochs`: the epoch of each key space; NO_EPOCH if the store has none and no room for one.
-        `restored_below`: epochs below this number are not trusted, because the store has just
-            restarted; see `tiers.protocol.Shown`.
-        `has_blocks`: key spaces that have blocks on this node.
+        `epochs`, `restored_below`: the fields of the answer, see `tiers.protocol.Shown`.
+        `sent_s`: when the question was sent.
+        `has_blocks`: the key spaces in `epochs` that have blocks on this node.
         """
         for fingerprint, epoch in epochs.items():
             record = self._record(fingerprint)
             standing = record.stores[store]
             if standing.is_untold or standing.is_raising or sent_s < standing.raise_s:
-                # The question is older than a raise, whose answer is newer.
+                # The question was sent before a raise, so the answer may be out of date.
                 continue
             if NO_EPOCH < epoch < standing.epoch:
                 standing.is_untold, standing.raise_s = True, NEVER_S
@@ -371,7 +386,7 @@ class EpochBook:
                 self._aim(fingerprint, standing, epoch)
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Makes a flush of the key space on this node necessary. When the flush has ended, `epoch`
+        """Requires a flush of the key space on this node. When this flush has ended, `epoch`
         becomes the epoch of the record."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
@@ -381,8 +396,8 @@ class EpochBook:
         self.revision += 1
 
     def begin_raise(self, store: str, now_s: float) -> Raise | None:
-        """Returns the next request to the store to raise an epoch, and counts it as sent; None if
-        no such request is due."""
+        """Returns the next raise that the caller must send to the store, and counts it as sent.
+        Returns None if no raise is due."""
         for fingerprint in self._active:
             record, standing = self._record(fingerprint), self.standing(fingerprint, store)
             if standing.is_untold and not standing.is_raising and now_s >= standing.raise_s:
@@ -392,15 +407,15 @@ class EpochBook:
         return None
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Processes the store's answer to a request to raise the epoch. `epoch`: the new epoch;
-        None if the request failed or was not answered."""
+        """Processes the store's answer to a raise. `epoch`: the new epoch; None if the raise failed
+        or the store did not answer."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
         if epoch is None:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
-        # A flush that was requested after the raise began needs another raise.
+        # If a flush was requested after the raise was sent, the store must raise once more.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = standing.raise_for, now_s
         standing.has_failed = False
@@ -409,46 +424,50 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Records that blocks of the key space were requested, so the key space is in use."""
+        """Records that blocks of the key space were requested, so that it counts as in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
     def epoch(self, fingerprint: str, store: str) -> int:
-        """Returns the epoch (number that each flush raises) with which blocks in the store are read
-        and written; NO_EPOCH if reads and writes are not allowed."""
+        """Returns the epoch under which the key space's blocks in the store may be read and
+        written. Returns NO_EPOCH if they may not be read or written now."""
         standing = self.standing(fingerprint, store)
         return standing.epoch if standing.is_settled and standing.is_vouched else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Drops the stores' confirmations of the key space's epoch, because a read has seen another
-        epoch than this node expected. The stores are then asked for the epoch at once."""
+        """Withdraws the confirmations of the key space's epochs, because a call of a tier has seen
+        another epoch than this node expected. `due` then returns the key space at once."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns True if no flush of this node and no raise of the epoch is pending, and the store
-        has confirmed the epoch in the last CONFIRMED_S."""
+        """Returns True if the store has confirmed the epoch in the last CONFIRMED_S, and neither a
+        flush of this node nor a raise is pending."""
         return self._is_fresh(self.standing(fingerprint, store), now_s)
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Returns True if blocks on this node may be older than a flush that a store has shown."""
+        """Returns True if a store has shown a new epoch and this node has not yet flushed the key
+        space for it. The blocks on this node may then be older than the flush that began the
+        epoch."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Returns the record's states in the stores of this server. A record may also have stores
-        of earlier settings."""
+        """Returns the states in the stores of the present settings. A record may also have states
+        in stores of earlier settings."""
         return [record.stores[name] for name in self.stores]
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
         """Marks key spaces that are no longer in use as idle. If there are more than MAX_RECORDS
-        records, also forgets the records of key spaces that are idle and not in `known`, the key
-        spaces of this node."""
+        records, also forgets the records of idle key spaces that are not in `known`.
+
+        `known`: the fingerprints of all key spaces of this node.
+        """
         for fingerprint in list(self._active):
             record = self.records[fingerprint]
             if now_s >= record.used_s + USED_S and not record.is_waiting:

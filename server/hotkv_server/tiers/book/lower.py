@@ -1,11 +1,12 @@
-"""Records which blocks are on the disk, and the moves between host memory ("up") and the disk
-("down", "below"). The disk tier only moves bytes; the core chooses the place of each block.
+"""The books of the disk tier: the blocks on the disk, and the moves between host memory and the
+disk. A move "up" goes to host memory, a move "down" to the disk; "below" means on the disk.
 
-Owns the `Space` of these places; `place_sizes` chooses their sizes. Always true:
+The disk tier only moves bytes. These books own the `Space` that gives each block its place on the
+disk; `place_sizes` chooses the sizes of the places. Always true:
 
 - a place is not reused while a move reads or writes it;
 - a block that is flushed while it moves does not become ready anywhere;
-- if the disk loses a block, its copy in host memory stays.
+- if the disk loses a block, the copy of the block in host memory stays.
 
 Representations (summaries of blocks for sparse attention) stay in host memory.
 """
@@ -29,10 +30,11 @@ class LowerTier:
     """The books of the disk tier; see the module.
 
     `space`: the blocks on the disk and their places.
-    `down`, `up`: begin and end moves to the disk and from it.
+    `down`: begins and ends moves to the disk.
+    `up`: begins and ends moves from the disk to host memory.
     `write_bytes_per_day`: most bytes to write to the disk in 24 hours; None: no limit.
-    `encoded_bytes`: function from the slot size to the bytes reserved for an encoded block; None:
-        blocks are not encoded.
+    `encoded_bytes`: returns the size of the place for an encoded block, given the size of its slot;
+        None if blocks are never encoded.
     """
 
     def __init__(
@@ -76,19 +78,20 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes a key space's blocks from the disk. Searches `portion` entries at a time, and
-        yields the number of blocks that were removed in each portion. New moves of the key space
-        must be stopped (`Moves.stopped`)."""
+        """Removes the blocks of a key space from the disk, in steps: each step searches `portion`
+        entries, and yields the number of blocks that it has removed. The caller must have stopped
+        new moves of the key space (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
-            # Note the cause in host memory's books, which are asked why a block is missing.
+            # Note the cause in the books of host memory: a lookup that misses asks them for it.
             self.moves.host.removal.remember(self.space.index.mixed(ready), Cause.FLUSH)
             self.space.removal.flush(ready)
             yield len(ready)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books disagree. Takes time linear in the capacity."""
+        """Raises AssertionError if the books contradict each other. Takes time linear in the
+        capacity."""
         self.space.check_invariants()
         reserved, pins = [], np.zeros(self.space.index.capacity + 1, np.int64)
         for move in self.moves:

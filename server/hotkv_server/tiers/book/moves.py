@@ -1,7 +1,9 @@
-"""Records the moves of blocks that are under way between host memory and tiers.
+"""Records the moves of blocks that are under way between host memory and tiers. A move "up" goes to
+host memory, a move "down" to a tier.
 
-Always true: a block is in at most one move up. It may be copied to several tiers at the same time.
-If a block is flushed during its move, the move marks it as void, and it does not become ready.
+Always true: a block is in at most one move up, but several moves may copy it down to different
+tiers at the same time. If a block is flushed during its move, it becomes void in the move: it does
+not become ready.
 """
 
 from collections import Counter
@@ -18,15 +20,16 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """A move of n blocks of a key space.
+    """A move of n blocks of a key space, between host memory and one tier.
 
-    `is_up`: True for a move from a tier to host memory, False for a move or copy to a tier.
-    `entries`: the blocks' entries in host memory.
+    `number`: identifies the move; a move up owns its reserved entries under this number.
+    `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
+    `entries`: the blocks' entries in host memory. Empty once a move up has ended.
     `places`: the blocks' entries in the disk's books; empty for a shared tier.
     `is_void`: mask [n] of the blocks that were flushed during the move.
-    `kept`: entries of blocks that have arrived in host memory, and stay pinned for the callers that
-        wait.
-    `forsaken`: entries of blocks that were given up because the tier hangs. The blocks' slots stay
+    `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
+        waiting callers have leased them or given up.
+    `forsaken`: entries of a move up that was abandoned because the tier hangs. Their slots stay
         reserved until the tier answers.
     """
 
@@ -45,12 +48,12 @@ class Move:
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Numbers of blocks since the start, for the disk.
+    """Numbers of blocks that moved to and from the disk since the start.
 
-    `demoted`: blocks moved down.
-    `encoded`: how many of these in encoded form.
-    `promoted`: blocks moved up.
-    `refused`: blocks that were not moved down, because there was no place for them.
+    `demoted`: blocks moved to the disk.
+    `encoded`: blocks moved to the disk in encoded (compressed) form; also counted in `demoted`.
+    `promoted`: blocks moved from the disk to host memory.
+    `refused`: blocks that were not moved to the disk, because there was no place for them.
     `lost`: blocks that the disk returned damaged, or no longer had.
     """
 
@@ -62,7 +65,7 @@ class MoveCounters:
 
 
 class Moves:
-    """The moves under way to and from `host`, the space of host memory."""
+    """Records the moves under way; see the module. `host`: the blocks and slots of host memory."""
 
     def __init__(self, host: Space) -> None:
         self.host = host
@@ -80,7 +83,8 @@ class Moves:
         return iter(self._under_way.values())
 
     def next_number(self) -> int:
-        """Returns an unused number for a new move, of 32 bits."""
+        """Returns a number for a new move: at least FIRST_MOVE, at most 32 bits, and not the number
+        of a move under way."""
         while self._next_number in self._under_way:
             self._next_number = _after(self._next_number)
         number, self._next_number = self._next_number, _after(self._next_number)
@@ -89,7 +93,7 @@ class Moves:
     def add(
         self, number: int, key_space_id: int, is_up: bool, entries: Entries, places: Entries
     ) -> Move:
-        """Records a move that begins."""
+        """Records and returns a move that begins now. The arguments are the fields of `Move`."""
         void = np.zeros(len(entries), np.bool_)
         move = self._under_way[number] = Move(number, key_space_id, is_up, entries, places, void)
         return move
@@ -99,13 +103,14 @@ class Moves:
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """Returns True if moves of this key space may begin now, because no `stopped` is open."""
+        """Returns True if moves of this key space may begin. False while a `stopped` context of the
+        key space is open."""
         return not self._stopped[key_space_id]
 
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
-        """Prevents new moves of this key space while the context is open. Blocks that are already
-        moving become void."""
+        """Prevents new moves of this key space while the context is open. Blocks in moves under way
+        become void: they don't become ready."""
         self.void(key_space_id)
         self._stopped[key_space_id] += 1
         try:
@@ -116,23 +121,24 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a move up has a slot that is not its own."""
+        """Raises AssertionError if a move up does not own the entries that it has reserved."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
 
     def void(self, key_space_id: int) -> None:
-        """Makes the moves of this key space void: their blocks don't become ready."""
+        """Makes all blocks in the moves of this key space void: they don't become ready."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True
 
     def reserved(self) -> Entries:
-        """Returns the entries of host memory that moves up have reserved."""
+        """Returns the entries that moves up have reserved in host memory."""
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
-        """Returns the number of pins that moves hold on each entry of host memory."""
+        """Returns, for each entry of host memory, the number of pins that moves hold on it, int64
+        [capacity + 1]."""
         counts = np.zeros(self.host.index.capacity + 1, np.int64)
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)
@@ -145,13 +151,13 @@ def _after(number: int) -> int:
 
 
 def joined(parts: list[Entries]) -> Entries:
-    """Concatenates the arrays; returns an empty array if there are none."""
+    """Concatenates arrays of entries. Returns an empty array for an empty list."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space and KV cache group. Yields for each pair the key space, the group,
-    and the positions of its blocks in `entries`."""
+    """Splits blocks by key space and KV cache group. Yields, for each pair of them, the number of
+    the key space, the group, and the positions of the pair's blocks in `entries`."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

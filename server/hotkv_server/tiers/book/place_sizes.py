@@ -1,10 +1,11 @@
-"""Chooses the sizes of blocks' places on the disk: as large as the slot in host memory, or smaller
-for blocks that are stored encoded (compressed).
+"""Chooses the sizes of the places that blocks get on the disk: as large as the block's slot in host
+memory, or smaller, so that the tier stores the block encoded (compressed).
 
-The disk tier encodes a block if its place is smaller than its slot. Whether the encoded form fits
-the place is only known when the block is written. Always true: a block is encoded exactly if its
-place is smaller than its slot. If few blocks of a KV cache group fit, the group's next blocks get
-places as large as their slots; encoding is tried again later.
+Always true: the disk tier encodes a block exactly if its place is smaller than its slot.
+
+Whether the encoded form of a block fits the place is known only when the tier writes the block. If
+the forms of few blocks of a KV cache group fit, the group's next blocks get places as large as
+their slots. Encoding is tried again later.
 """
 
 from collections.abc import Callable
@@ -15,26 +16,30 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import KeySpaceRecord
 
 MIN_TRIED = 64
-"""Number of blocks of a group that are tried before the group can count as not fitting."""
+"""Least number of blocks of a group that the tier must have tried to encode before HARDLY
+applies."""
 MAX_TRIED = 4096
-"""At twice this number of tried blocks the counts are halved, so that old tries weigh less."""
+"""When a group has twice this number of tries, its counts are halved, so that old tries weigh
+less."""
 HARDLY = 8
-"""A group's blocks are no longer encoded if fewer than 1 in 8 of the tried blocks fit."""
+"""A group is no longer encoded if the forms of fewer than 1 in 8 of the tried blocks fitted."""
 RETRY_BLOCKS = 1 << 15
-"""Encoding such a group is tried again after this number of its blocks was written plain."""
+"""A group that is no longer encoded is tried again after this number of its blocks was written
+without encoding."""
 EncodedBytes = Callable[[int], int]
-"""Maps the size of a slot to the size of the place for its encoded block, a multiple of SLOT_ALIGN.
-Encoding is useless if that is not smaller than the slot."""
+"""Returns the size of the place for an encoded block, given the size of the block's slot. The
+result is a multiple of SLOT_ALIGN. If it is not smaller than the slot, encoding is useless."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """A KV cache group of a key space.
+    """A KV cache group of a key space, with counts of its blocks.
 
     `slot_bytes`: size of the group's slots in host memory.
     `encoded_bytes`: size of the place for an encoded block.
-    `tried_blocks`, `fitted_blocks`: recent blocks whose encoding was tried, and that fitted.
-    `plain_blocks`: blocks that were written plain since the group is no longer encoded.
+    `tried_blocks`: recent blocks that the tier tried to encode.
+    `fitted_blocks`: how many of the tried blocks had an encoded form that fitted its place.
+    `plain_blocks`: blocks written without encoding since the group is no longer encoded.
     """
 
     slot_bytes: int
@@ -52,7 +57,7 @@ class _Group:
 
 
 class PlaceSizes:
-    """Chooses sizes of places; see the module. `encoded_bytes`: None if blocks are never
+    """Chooses the sizes of places; see the module. `encoded_bytes`: None if blocks are never
     encoded."""
 
     def __init__(self, encoded_bytes: EncodedBytes | None = None) -> None:
@@ -80,13 +85,13 @@ class PlaceSizes:
         return self._groups[key_space_id, group].slot_bytes
 
     def place_bytes(self, key_space_id: int, group: int) -> int:
-        """Returns the size of the places for the group's next blocks."""
+        """Returns the size of the places that the group's next blocks get on the disk."""
         known = self._groups[key_space_id, group]
         return known.encoded_bytes if known.is_encoded else known.slot_bytes
 
     def tried(self, key_space_id: int, group: int, num_fitted: int, num_blocks: int) -> None:
-        """Counts `num_blocks` of a group that the tier tried to encode, of which `num_fitted`
-        fitted their places."""
+        """Counts `num_blocks` blocks of a group that the tier tried to encode. The forms of
+        `num_fitted` of them fitted their places."""
         known = self._groups[key_space_id, group]
         known.tried_blocks += num_blocks
         known.fitted_blocks += num_fitted
@@ -95,8 +100,8 @@ class PlaceSizes:
             known.fitted_blocks //= 2
 
     def kept_plain(self, key_space_id: int, group: int, num_blocks: int) -> None:
-        """Counts blocks of a group that were written plain because the group is not encoded at
-        present."""
+        """Counts blocks that were written without encoding, because their group is not encoded at
+        present. After RETRY_BLOCKS such blocks, the group is encoded again."""
         known = self._groups[key_space_id, group]
         known.plain_blocks += num_blocks
         if known.plain_blocks >= RETRY_BLOCKS:

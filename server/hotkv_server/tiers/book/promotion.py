@@ -1,4 +1,4 @@
-"""Begins and ends moves of blocks from the disk up into host memory."""
+"""Begins and ends moves of blocks from the disk up to host memory. ("Below" means on the disk.)"""
 
 import numpy as np
 
@@ -14,7 +14,11 @@ from hotkv_server.tiers.book.place_sizes import PlaceSizes
 
 
 class Promotion:
-    """Begins and ends moves up. `below`: the blocks on the disk and their places."""
+    """Begins and ends moves up, from the disk to host memory.
+
+    `arrivals`: reserves the slots in host memory, and makes the arrived blocks ready.
+    `below`: the blocks on the disk and their places.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns for each list the positions of the blocks that are ready on the disk, and neither
-        ready nor reserved in host memory."""
+        """Returns, for each list, the positions of the blocks that are ready on the disk, but
+        neither ready nor reserved in host memory."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -43,9 +47,12 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Returns for each block its entry in the disk's books; 0 if the block is not ready on the
-        disk. All 0 for representations (compact forms of keys, for sparse attention), which are
-        never on the disk. `positions`: positions in the list to look up; None: all."""
+        """Looks blocks up on the disk. Returns, for each block, its entry in the disk's books; 0 if
+        the block is not ready on the disk. Returns only 0 for representations (compact forms of
+        keys, for sparse attention), because they are never on the disk.
+
+        `positions`: positions in the list of the blocks to look up; None: all blocks.
+        """
         hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
         if listed.group_index >= MAX_GROUPS:
             return np.zeros(len(hashes), np.uint32)
@@ -53,20 +60,23 @@ class Promotion:
         return np.where(table.is_ready(words), words, 0).astype(np.uint32)
 
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move blocks that are ready on the disk into host memory, as many as there are
-        free slots. Returns None if no block moves. The caller must have made room, as for a store.
+        """Begins to move blocks that are ready on the disk to host memory, as many as there are
+        free slots. Returns None if no block moves. Before the call, the caller must evict blocks to
+        make room, as for a store.
 
-        `groups`: for each KV cache group, block hashes in the order of the sequence; may include
-        blocks that are in host memory already.
+        `groups`: for each KV cache group, block hashes in the order of the sequence. Blocks that
+            are in host memory already are skipped.
 
-        Slots have the size of their group, even if the places on the disk are smaller.
+        The slots have the full size of the group, even if the blocks on the disk are encoded and
+        their places smaller.
         """
         if not self._moves.may_begin(key_space_id):
             return None
         number = self._moves.next_number()
         entries, places = [], []
         for one in groups:
-            # Looked up after the lists before it were reserved: a client may name a group twice.
+            # Look this list up only now, after the lists before it have reserved their slots: a
+            # client may send two lists of the same group.
             (positions,) = self.wanted(key_space_id, [one])
             if not len(positions):
                 continue
@@ -93,16 +103,19 @@ class Promotion:
         now_s: float,
     ) -> None:
         """Ends a move after the tier has stopped writing to its slots. Makes the found blocks ready
-        in host memory, and removes lost blocks from the disk's books. `is_found` [n]: True if the
-        slot now has the block's bytes. `is_lost` [n]: True if the block's place on the disk no
-        longer has the block."""
+        in host memory, and removes the lost blocks from the disk's books.
+
+        `is_found` [n]: True if the tier has written the block's bytes to its slot.
+        `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.
+        `checks` uint64 [n]: check values of the found blocks; None if the server computes none.
+        """
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
         self._below.index.pin(places, -1)
         self._below.removal.reap(places)
         gone = places[is_lost & ~is_found & ~is_void]
         lost = gone[self._below.index.is_ready(gone)]
-        # Host memory's books are asked why a block is missing.
+        # Note the cause in the books of host memory: a lookup that misses asks them for it.
         self._moves.host.removal.remember(self._below.index.mixed(lost), Cause.DAMAGE)
         self._below.removal.flush(lost)
         self._counters.lost += len(gone)

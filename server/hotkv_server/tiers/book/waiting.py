@@ -1,5 +1,5 @@
-"""A queue of blocks of host memory that wait to be copied to a tier, in the order in which they
-were stored or used."""
+"""A queue of blocks in host memory that wait to be copied to a tier. Its order is the order in
+which the blocks were stored or used."""
 
 from collections import deque
 
@@ -10,26 +10,28 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
 MAX_LOOKED, PART_BLOCKS = 1 << 14, 8
-"""Most waiting blocks that a turn checks; each part of the queue counts as PART_BLOCKS more. The
-limit is needed because most blocks that wait after a use, or after an outage of the tier, are in
-the tier already or were evicted."""
+"""MAX_LOOKED: about the most waiting blocks that a tier's driver checks in one turn of its loop.
+Each part of the queue (the blocks of one `add`) counts as PART_BLOCKS blocks in addition. Without
+this limit a turn could take long, because the tier may already have most of the waiting blocks, or
+most may have been evicted."""
 
 
 class WaitingBlocks:
     """A queue of blocks; see the module.
 
-    `take` skips blocks that were evicted meanwhile. If more blocks wait than the index can have
-    entries, the queue drops the oldest.
+    The waiting blocks are not pinned; `take` skips blocks that were evicted while they waited. If
+    more blocks wait than the index can have entries, the queue drops the oldest.
 
     `num_bytes`: total size of the waiting blocks' slots in host memory.
-    `takes_unverified`: True if `take` also returns blocks whose check values were not compared
-        since a restart.
+    `takes_unverified`: True if `take` also returns blocks whose bytes were not compared with their
+        check values since a restart.
     """
 
     def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
         self._index = index
         self._takes_unverified = takes_unverified
-        # Entries with their generations, and the sizes of their slots.
+        # For each `add`: the entries, their generations, and the sizes of their slots. The
+        # generation of an entry changes when its number is reused.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
         self._num_entries = 0
         self.num_bytes = 0
@@ -55,10 +57,9 @@ class WaitingBlocks:
             self.num_bytes -= int(sizes.sum())
 
     def take(self, num_bytes: int) -> Entries:
-        """Removes the next blocks of the queue, whose slots have about `num_bytes` in total; at
-        least one, and only blocks of the same `add`. Returns those that are still in host memory;
-        without `takes_unverified`, only those that are also verified. The queue must not be
-        empty."""
+        """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
+        block, and only blocks of one `add`. Returns the removed blocks that are still ready in host
+        memory and, without `takes_unverified`, verified. The queue must not be empty."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):

@@ -1,20 +1,21 @@
 """Decides which blocks are written to the disk tier, under a budget of bytes per day.
 
 Disks wear, and most blocks are never requested again. The gate admits whole chains (the blocks of a
-sequence), because a chain is useful only up to its first missing block. The hash of an early block
-decides, so all chains with that block get the same answer. A refused block is admitted the second
-time that it is offered. The share of admitted chains is computed from the rate of offered bytes and
-the rest of the budget.
+sequence), because a chain is useful only up to its first missing block. For each chain, the hash of
+one of its first blocks decides (EARLY_TOKENS), so all chains that share this block get the same
+answer. A refused block is admitted when it is offered the second time. The gate computes the share
+of chains to admit from the rate of offered bytes and the rest of the budget.
 
 Always true:
 - in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
-  which blocks exceeded their estimate (`add`). Writes of earlier servers count if they were noted
-  (`written`, `recall`);
-- a block is refused the first time that it is offered if the block before it in its sequence is in
-  host memory but not on the disk.
+  which blocks exceeded their estimated size (`add`). The writes of earlier servers count too, as
+  far as they were saved (`written`, `recall`);
+- if the block before a block in its sequence is in host memory, but neither on the disk nor
+  admitted before, the gate refuses the block when it is offered the first time.
 
-Source of the rule: measurements in docs/tiers.md ("What is written"). Admission by second touch
-alone loses up to .4 of the hits there.
+Source of the rule: measurements on the traces of docs/tiers.md ("What is written to the disk"). A
+gate that only admits blocks when they are offered the second time lost up to 40 % of the hits
+there.
 """
 
 import math
@@ -32,34 +33,37 @@ from hotkv_server.cache.values import BoolMask, Int64s
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""The bytes written in a day are counted in slots of this length."""
+"""Length of the time slots in which `_Day` counts written bytes."""
 SPENDING_S = 6 * 3600.0
 """The gate spends the rest of the budget as if it had to last for this time."""
 DEMAND_S = 600.0
-"""Time constant for the rates of offered bytes."""
+"""Time constant of the exponentially weighted rates of offered bytes (`_Rate`)."""
 EARLY_TOKENS = 8192
-"""The last block of a chain that ends within its first 8192 tokens decides for the chain. So chains
-that differ only after it get the same answer."""
+"""The hash of the block that contains a chain's token 8192 decides for the chain; if the chain is
+shorter, the hash of its last block. So chains that differ only after this block get the same
+answer."""
 MAX_REMEMBERED = 1 << 22
-"""Most refused blocks to remember, at 4 bytes each."""
+"""Most refused blocks that the gate remembers, at 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The n blocks for which the gate decides whether to write them to the disk. The blocks of a
-    chain follow each other.
+    """The n blocks that are offered to the gate for writing to the disk. Blocks of the same chain
+    follow each other.
 
     `keys` uint64 [n]: the blocks' keys in the index. A key includes the number of the KV cache
         group.
     `hashes` uint32 [n, 8]: the block hashes.
     `num_bytes` [n]: sizes of the blocks' places on the disk.
-    `ends_tokens` [n]: number of tokens of the chain up to the end of the block.
-    `begins` [n]: True if the row does not continue the chain of the row before.
+    `ends_tokens` [n]: number of tokens in the chain up to the end of the block.
+    `begins` [n]: True if the block does not continue the chain of the block in the row before.
 
-    Valid only in rows with `begins`:
+    `follows` and `has_gap` are valid only in rows with `begins`. They describe the block before
+    this block in its chain, and are both False if host memory does not have that block:
 
-    `follows` [n]: True if the block before it in its chain is on the disk.
-    `has_gap` [n]: True if the block before it in its chain is known and not on the disk.
+    `follows` [n]: True if that block is on the disk, is being moved there, or was admitted shortly
+        before.
+    `has_gap` [n]: True if host memory has that block, but `follows` is False.
     """
 
     keys: Keys
@@ -74,20 +78,21 @@ class Offered:
 class WriteGate:
     """Decides which blocks are written to the disk; see the module.
 
-    `bytes_per_day`: the budget; None for no limit.
-    `capacity`: most blocks that the tier can hold.
+    `bytes_per_day`: the budget; None: no limit, so all blocks are admitted.
+    `capacity`: most blocks that the disk can hold.
     """
 
     def __init__(self, bytes_per_day: int | None, capacity: int) -> None:
         self._written = _Day()
-        # Bytes whose admission was random, and bytes that were admitted without chance.
+        # Rates of two kinds of offered bytes: the hash of a block decided on their admission
+        # (sampled), or they were admitted whatever the hash (sure).
         self._sampled, self._sure = _Rate(), _Rate()
         self._num_remembered = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
         self.set_budget(bytes_per_day)
 
     def set_budget(self, bytes_per_day: int | None) -> None:
-        """Sets the budget; None for no limit. The writes of the last 24 hours count in it. The gate
-        forgets which blocks it has refused."""
+        """Changes the budget; None for no limit. The writes of the last 24 hours count in the new
+        budget. The gate forgets which blocks it has refused."""
         self._budget = math.inf if bytes_per_day is None else bytes_per_day
         size = 1 if bytes_per_day is None else self._num_remembered
         self._refused = np.zeros(size, np.uint32)
@@ -101,29 +106,30 @@ class WriteGate:
         return 0 if math.isinf(self._budget) else int(self._budget)
 
     def left_bytes(self, now_s: float) -> float:
-        """Returns the bytes of the budget that were not spent in the last 24 hours; infinite
-        without a budget."""
+        """Returns the rest of the budget, in bytes: the budget minus the writes of the last 24
+        hours. Infinite without a budget."""
         self._written.forget(now_s)
         return max(0.0, self._budget - self._written.total)
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        """Counts bytes that were written beyond the size with which `admit` counted the blocks."""
+        """Counts written bytes that `admit` has not counted, because the blocks needed larger
+        places than it assumed."""
         self._written.add(num_bytes, now_s)
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
-        """Returns the writes of the last 24 hours, the oldest first: their age in seconds, at most
-        SLOT_S too high, and their bytes."""
+        """Returns the writes of the last 24 hours, the oldest first, as pairs of age and bytes. The
+        age is in seconds, and at most SLOT_S too high."""
         self._written.forget(now_s)
         return [(now_s - begun_s, num_bytes) for begun_s, num_bytes in self._written.slots]
 
     def recall(self, written: Iterable[tuple[float, int]], now_s: float) -> None:
-        """Also counts the writes of an earlier server, as its `written` returned them. Writes with
-        a time in the future count as of now."""
+        """Adds the writes of an earlier server to the count. `written`: the result of `written` in
+        that server. A negative age (a time in the future) counts as 0."""
         self._written.recall([(now_s - max(0.0, age_s), size) for age_s, size in written])
         self._written.forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Returns the share of new chains that is admitted now, 0 to 1."""
+        """Returns the share of new chains that the gate admits at present, 0 to 1."""
         if math.isinf(self._budget):
             return 1.0
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
@@ -131,11 +137,12 @@ class WriteGate:
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0
 
     def _wanted_per_s(self, now_s: float) -> float:
-        """Returns the rate at which to spend the budget, in bytes per second."""
+        """Returns the rate at which the gate should spend the budget now, in bytes per second."""
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
-        """Returns a mask [n] of the blocks to write, and counts their bytes as written."""
+        """Decides which of the offered blocks to write. Returns a mask [n] of these blocks, and
+        counts their bytes as written."""
         if math.isinf(self._budget):
             self._written.add(int(offered.num_bytes.sum()), now_s)
             return np.ones(len(offered.keys), np.bool_)
@@ -153,10 +160,11 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many blocks of a part of a chain to admit, from the first on: either all, or
-        only the first blocks that are offered for the second time.
+        """Returns how many blocks of a part of a chain to admit, counted from the part's first
+        block. The result is all blocks, or only the leading blocks that were refused before.
 
-        `rows`: the part's rows in `offered`. `is_again`: mask of the blocks offered again.
+        `rows`: the part's rows in `offered`.
+        `is_again`: for each row, True if the gate has refused the block before.
         """
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]
         num_rows, num_again = len(ends), 0
@@ -185,17 +193,17 @@ class WriteGate:
         self._refused[at] = tags
 
     def _tags(self, keys: Keys) -> tuple[Keys, NDArray[np.uint32]]:
-        """Returns for each key its index in the table of refused blocks, and the tag that stands
-        for the key in the table (never 0)."""
+        """Returns, for each key, its index in the table of refused blocks, and the tag that
+        represents the key there (never 0)."""
         places: Keys = keys & np.uint64(len(self._refused) - 1)
         return places, (keys >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
 
 class _Day:
-    """Counts the bytes written in the last 24 hours, in slots of SLOT_S seconds. A slot begins at
-    its first write.
+    """Counts the bytes written in the last 24 hours, in time slots of SLOT_S seconds. A slot begins
+    with its first write.
 
-    `slots`: pairs of the begin of a slot and its bytes.
+    `slots`: pairs of the time when a slot began and the bytes written in it; the oldest first.
     """
 
     def __init__(self) -> None:
@@ -210,18 +218,18 @@ class _Day:
         self.total += num_bytes
 
     def recall(self, slots: list[tuple[float, int]]) -> None:
-        """Adds slots, as pairs of their begin and their bytes, to those counted already."""
+        """Adds time slots that an earlier server has counted, in the form of `slots`."""
         self.slots = deque(sorted([*self.slots, *slots]))
         self.total += sum(num_bytes for _, num_bytes in slots)
 
     def forget(self, now_s: float) -> None:
-        """Drops slots whose writes are all older than a day."""
+        """Drops the slots whose writes are all older than a day."""
         while self.slots and self.slots[0][0] + SLOT_S + DAY_S <= now_s:
             self.total -= self.slots.popleft()[1]
 
 
 class _Rate:
-    """An exponentially weighted rate of bytes, with the time constant DEMAND_S."""
+    """An exponentially weighted rate of offered bytes, with the time constant DEMAND_S."""
 
     def __init__(self) -> None:
         self._sum = self._begun_s = self._last_s = 0.0
@@ -233,13 +241,14 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Returns the rate in bytes per second. Soon after a start, the rate is the mean since the
-        start, over at least one minute."""
+        """Returns the rate in bytes per second. In the first minutes after the first bytes it is
+        their mean over the time since then, or over a minute if that is longer."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))
 
 
 def _uniform(words: Words) -> float:
-    """Returns a number in [0, 1) computed from a block hash, uint32 [8]."""
+    """Computes a number in [0, 1) from a block hash (uint32 [8]). Equal hashes give equal
+    numbers."""
     return float(int(words[0]) | int(words[1]) << 32) / 2.0**64

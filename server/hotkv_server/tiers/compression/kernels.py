@@ -1,11 +1,13 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that encode and decode blocks, without the GIL. Load them with
-`hotkv_proto.native.require`. `form` defines the encoded bytes and what a room is;
-`tests/oracles/compression.py` has the same functions in numpy.
+`hotkv_proto.native.require`. The module `form` describes the encoded form of a block. A room is the
+memory reserved for the encoded form. `tests/oracles/compression.py` has the same functions in
+numpy.
 
 Always true: the kernels touch only the block and its room, even if the room has arbitrary bytes.
-Numba's cache does not notice changes of `form`. So whoever changes `form` must change this file
-too.
+
+Numba's cache does not notice a change of `form`. A change of `form` must therefore also change this
+file.
 """
 
 from typing import Any
@@ -54,9 +56,11 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
-    """Returns 16 vectors, one for each exponent of the table, with the exponent in all lanes. `low`
-    and `high`, the table's 16 bytes, stay in registers; a table in memory would be loaded for each
-    group."""
+    """Returns 16 vectors, one for each exponent in the table, with the exponent in all lanes.
+
+    `low`, `high`: the 16 bytes of the table, as two words. The words stay in registers, whereas a
+    table in memory would be loaded again for each group.
+    """
     int32 = ir.IntType(32)
     nothing = ir.Constant(_BYTES, ir.Undefined)
     first = ir.Constant(ir.VectorType(int32, LANES), [0] * LANES)
@@ -70,8 +74,9 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 
 
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
-    """Encodes a vector of values at `source`; writes their signs and mantissas to `rests`. Returns
-    their indices into the table, and a mask of the values whose exponent is not in the table."""
+    """Encodes the vector of values at address `source`, and writes their signs and mantissas to
+    address `rests`. Returns the values' indices into the table, and a mask of the values whose
+    exponent is not in the table."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)
@@ -93,9 +98,14 @@ def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> t
 def _encode_group(
     typingctx: Any, source: Any, rests: Any, indices: Any, low: Any, high: Any
 ) -> Any:
-    """Encodes GROUP_VALUES values at the address `source` to the addresses `rests` and `indices`.
-    `low`, `high`: the table's 16 bytes. Returns two words with a bit for each value that is an
-    escape."""
+    """Encodes GROUP_VALUES values. Returns two words with a bit for each value; the bit is set if
+    the value is an escape (its exponent is not in the table).
+
+    `source`: address of the values.
+    `rests`: address to which their signs and mantissas are written.
+    `indices`: address to which their exponent indices are written.
+    `low`, `high`: the 16 bytes of the table.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, rests, place, low, high = args
@@ -115,8 +125,11 @@ def _encode_group(
 
 
 def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: list[Any]) -> None:
-    """Decodes a vector of values to `target`, from the values' exponent indices and the rests
-    (signs and mantissas) at an address."""
+    """Decodes a vector of values and writes them to address `target`.
+
+    `indices`: vector of the values' exponent indices.
+    `rests`: address of the values' signs and mantissas.
+    """
     left = entries
     for bit in range(4):
         is_set = builder.icmp_unsigned(
@@ -137,8 +150,13 @@ def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: l
 def _decode_group(
     typingctx: Any, rests: Any, indices: Any, target: Any, low: Any, high: Any
 ) -> Any:
-    """Decodes GROUP_VALUES values from the addresses `rests` and `indices` to `target`. `low`,
-    `high`: the table's 16 bytes."""
+    """Decodes GROUP_VALUES values.
+
+    `rests`: address of their signs and mantissas.
+    `indices`: address of their exponent indices.
+    `target`: address to which the values are written.
+    `low`, `high`: the 16 bytes of the table.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rests, place, target, low, high = args
@@ -159,7 +177,7 @@ def _decode_group(
 
 @intrinsic
 def _first_bit(typingctx: Any, word: Any) -> Any:
-    """Returns the number of the lowest bit that is set. The word must not be 0."""
+    """Returns the number of the lowest set bit of a word, which must not be 0."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -169,8 +187,8 @@ def _first_bit(typingctx: Any, word: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
-    """Fills `table` with the most common exponents of a sample of the values begin..end. `counts`:
-    working memory, [256]."""
+    """Fills `table` with the 16 most common exponents in a sample of the values from index `begin`
+    to `end` - 1. `counts`: working memory, int64 [256]."""
     counts[:] = 0
     for at in range(begin, end, SAMPLE_STEP):
         counts[(values[at] >> 7) & 255] += 1
@@ -186,7 +204,7 @@ def _choose(values: Any, begin: Any, end: Any, counts: Any, table: Any) -> None:
             if counts[exponent] > most:
                 best, most = exponent, counts[exponent]
         if not most:
-            # Fewer than 16 exponents occur: fill up with the lowest that are not in the table.
+            # Fewer than 16 exponents occur: fill the table with the lowest unused exponents.
             while counts[unused] < 0:
                 unused += 1
             best = unused
@@ -211,8 +229,8 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns the number of escapes of a tile: the int32 at offset `at`. The number may be negative
-    if the room is damaged."""
+    """Returns the number of escapes in a tile, which is the int32 at offset `at` of the room. The
+    number may be negative if the room is damaged."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 
@@ -229,7 +247,12 @@ def _encode(
     values: Any, first: Any, num_values: Any, rooms: Any, place: Any, room: Any, counts: Any
 ) -> Any:
     """Encodes a block. Returns the size of the encoded form in bytes; 0 if the form does not fit
-    the room."""
+    the room.
+
+    `values`, `first`, `num_values`: the block is the `num_values` values from index `first` on.
+    `rooms`, `place`, `room`: its room is the `room` bytes at offset `place` of `rooms`.
+    `counts`: working memory, int64 [256].
+    """
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -274,8 +297,8 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of `num_values`
-    values."""
+    """Decodes a block, given the arguments of `_encode` in another order. Returns 1; 0 if the room
+    does not hold the encoded form of `num_values` values."""
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -346,12 +369,12 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes n blocks from rooms that `encode_many` filled. The arguments are those of
-    `encode_many`, in another order. Reads only the rooms and writes only the blocks, even if a room
-    has arbitrary bytes.
+    """Decodes n blocks from their rooms. The arguments are the same as for `encode_many`, in
+    another order. Reads only the rooms and writes only the blocks, even if a room has arbitrary
+    bytes.
 
-    Sets `results[i]` to 1; to 0 if the room does not hold the encoded form of a block of
-    `sizes[i]` bytes. The block's bytes are then undefined.
+    Sets `results[i]` to 1 if the room holds the encoded form of a block of `sizes[i]` bytes.
+    Otherwise sets it to 0, and the block's bytes are undefined.
     """
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):

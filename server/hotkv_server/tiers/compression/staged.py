@@ -1,10 +1,11 @@
-"""The staging memory of a tier that encodes (compresses) blocks: it holds encoded forms between the
-arena and the store. A caller allocates a part of it for the blocks of a request.
+"""The staging memory of a tier that encodes (compresses) blocks. It holds blocks in encoded form on
+their way between the arena and the store. For each request, a thread of the tier allocates a part
+of the staging memory, and frees the part afterwards.
 
-Always true: an allocated part is used by its caller alone until it is freed. Writes use at most
-half of the memory, or the memory of one block if that is more, so writes that hang leave room for
-reads. The memory is allocated at the first use, or by `open`. A disk tier that neither encodes nor
-holds encoded blocks allocates no staging memory.
+Always true: only the thread that has allocated a part uses the part until it is freed. Writes use
+at most half of the memory, so that writes that hang leave the rest to reads; only a block that is
+larger than half of the memory may use more. The memory is allocated at the first use, or by `open`.
+A disk tier that neither encodes nor holds encoded blocks allocates no staging memory.
 """
 
 import bisect
@@ -24,13 +25,15 @@ from hotkv_server.tiers.protocol import Codes, Int64s
 
 # ---------------------------------------------------------------------------------------- The codec
 
-# Encodes blocks from a memory to another and back, with kernels that release the GIL.
+# Encodes blocks from one memory to another and decodes them back, with kernels that release the
+# GIL.
 
 
 class Codec:
-    """Encodes blocks from the memory `blocks` to the memory `rooms`, and decodes them back. The
-    constructor loads compiled functions (numba), which takes seconds the first time. Thread-safe if
-    the blocks and rooms of different calls do not overlap.
+    """Encodes blocks from the memory `blocks` to the memory `rooms`, and decodes them back. A room
+    is the part of `rooms` that is reserved for the encoded form of a block. Thread-safe if the
+    blocks and rooms of different calls do not overlap. The constructor loads compiled functions
+    (numba), which takes seconds the first time.
 
     `blocks`: the memory with blocks, uint8 [bytes].
     `rooms`: the memory with encoded forms, uint8 [bytes].
@@ -44,8 +47,8 @@ class Codec:
         return f"Codec({len(self._blocks)} bytes of blocks, {len(self._rooms)} of rooms)"
 
     def encode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Encodes n blocks. Returns the size of each encoded form in bytes, int64 [n]; 0 for a
-        block that was not encoded, for example because its form does not fit its room.
+        """Encodes n blocks. Returns, for each block, the size of its encoded form in bytes, int64
+        [n]; 0 if it was not encoded, for example because the form does not fit its room.
 
         `begins`, `sizes`: the blocks' offsets and sizes in `blocks`, in bytes.
         `places`, `room_sizes`: the rooms' offsets and sizes in `rooms`, in bytes.
@@ -57,9 +60,9 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Decodes n blocks, with the same arguments as `encode`. Returns int64 [n]: 1 for each
-        block that was decoded; 0 if the block's room does not hold an encoded form of a block of
-        this size."""
+        """Decodes n blocks; the arguments are those of `encode`. Returns, for each block, 1 if it
+        was decoded, or 0 if its room does not hold the encoded form of a block of this size, int64
+        [n]."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
             self._rooms, places, room_sizes, self._blocks, begins, sizes, results
@@ -71,8 +74,12 @@ class Codec:
 
 
 class Staged:
-    """Allocates parts of the staging memory, and encodes and decodes in them; see the module.
-    Thread-safe."""
+    """Allocates parts of the staging memory, and encodes and decodes blocks there; see the module.
+    Thread-safe.
+
+    `arena`: the memory with the blocks to encode.
+    `num_bytes`: size of the staging memory.
+    """
 
     def __init__(self, arena: Region, num_bytes: int = STAGING_BYTES) -> None:
         self.num_bytes = num_bytes
@@ -90,12 +97,12 @@ class Staged:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of allocated memory."""
+        """Size of the staging memory in bytes; 0 while it is not allocated."""
         return 0 if self._memory is None else self.num_bytes
 
     def open(self) -> None:
-        """Allocates the memory and loads compiled functions (numba), if that has not been done. May
-        block for seconds. Raises OSError if memory is short."""
+        """Allocates the staging memory and loads compiled functions (numba), unless an earlier call
+        has done so. May block for seconds. Raises OSError if memory is short."""
         with self._changed:
             if self._memory is not None or self._is_closed:
                 return
@@ -104,9 +111,11 @@ class Staged:
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Splits blocks into slices, each small enough for a part of the staging memory (as `fits`
-        says). `rooms`: the bytes of staging memory that each block needs. A block that does not fit
-        is a slice by itself."""
+        """Splits the blocks of a request, so that the staging memory can take each slice of them as
+        one part (`fits`). Yields the slices. A block that is too large is a slice by itself.
+
+        `rooms`: for each block, the bytes of staging memory that it needs.
+        """
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
             if at > begin and not self.fits(total_bytes + room, is_write=is_write):
@@ -117,21 +126,22 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns True if a part of `num_bytes` is within the share of the memory that reads or
-        writes may use. Other parts may still occupy the memory."""
+        """Returns True if a part of `num_bytes` is small enough for the share of the memory that
+        reads or writes may use. Even then the memory may be occupied by other parts."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
-        """Allocates a part and returns its byte offset. Blocks until there is room.
+        """Allocates a part of the staging memory and returns its byte offset. Blocks until enough
+        memory is free, at most until `until_s`, a time of time.monotonic.
 
-        Returns None if the part is larger than the memory, if there was no room until `until_s` (a
-        time of time.monotonic), or after `stop`. Raises OSError if the memory can't be allocated at
+        Returns None if not enough memory has become free, if the part is larger than the whole
+        memory, or after `stop`. Raises OSError if the staging memory itself can't be allocated at
         its first use.
         """
         if num_bytes > self.num_bytes:
             return None
         self.open()
-        # A block larger than half of the memory waits until no other block is being written.
+        # A block that is larger than half of the memory waits until no other block is written.
         most_writing = max(self.num_bytes // 2, num_bytes)
         with self._changed:
             while not self._is_closed:
@@ -147,7 +157,7 @@ class Staged:
             return None
 
     def give(self, place: int, num_bytes: int, *, is_write: bool) -> None:
-        """Frees a part. The arguments must be those of its `take`."""
+        """Frees the part at offset `place`. The other arguments must be those of its `take`."""
         with self._changed:
             self._extents.give(place, num_bytes)
             self._writing_bytes -= num_bytes if is_write else 0
@@ -155,31 +165,35 @@ class Staged:
 
     @property
     def memory(self) -> FileMapping:
-        """The staging memory, which must have been allocated before."""
+        """The staging memory. A caller must have allocated it before (`take`, `open`)."""
         assert self._memory is not None, "staging memory that was not taken"
         return self._memory
 
     def encode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Encodes blocks from slots of the arena to offsets `at` in the memory. Returns the size of
-        each encoded form in bytes, int64 [n]; 0 for a block that was not encoded."""
+        """Encodes n blocks from the arena to the staging memory. Returns, for each block, the size
+        of its encoded form in bytes, int64 [n]; 0 if it was not encoded.
+
+        `slots`, `sizes`: the blocks' offsets and sizes in the arena, in bytes.
+        `at`, `rooms`: offsets and sizes of the staging memory for their encoded forms, in bytes.
+        """
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.encode(slots, sizes, at, rooms)
 
     def decode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
-        """Decodes blocks from offsets `at` in the memory to slots of the arena. Returns int64 [n]:
-        1 for each block that was decoded; 0 if the memory there does not hold an encoded form of
-        its size."""
+        """Decodes n blocks from the staging memory to the arena; the arguments are those of
+        `encode`. Returns, for each block, 1 if it was decoded, or 0 if the staging memory does not
+        hold the encoded form of a block of this size, int64 [n]."""
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.decode(slots, sizes, at, rooms)
 
     def stop(self) -> None:
-        """Refuses new parts and wakes all callers that wait for a part."""
+        """Refuses further parts: all callers that wait in `take` get None at once."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Frees the memory. Threads must have stopped using it."""
+        """Frees the staging memory. All threads must have stopped using it."""
         self.stop()
         with self._changed:
             if self._memory is not None:
@@ -187,8 +201,8 @@ class Staged:
             self._memory = self._codec = None
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless all parts are free. Don't call this method while a part is
-        in use."""
+        """Raises AssertionError if a part was not freed. To be called only while no part is in
+        use."""
         with self._changed:
             self._extents.check_invariants()
             assert self._extents.free_bytes == self.num_bytes, "a part is lost"
@@ -196,15 +210,15 @@ class Staged:
 
 
 def packed(rooms: Int64s, place: int) -> Int64s:
-    """Returns the offsets of ranges that follow each other without gaps, the first at `place`.
-    `rooms`: sizes of the ranges."""
+    """Returns the offsets of ranges that follow each other without gaps. `rooms`: sizes of the
+    ranges. `place`: offset of the first range."""
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 
 
 HUGE_S = 0.5
-"""Longest time for which `open_staging` tries to get huge pages. The rest of the memory gets small
-pages."""
+"""Longest time that `open_staging` spends on getting huge pages. Memory without a huge page by then
+gets small pages."""
 
 
 def open_staging(num_bytes: int) -> FileMapping:
@@ -244,8 +258,8 @@ class Extents:
         return sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocates an extent at the begin of the first free range that is long enough. Returns its
-        offset; None if all free ranges are too short."""
+        """Allocates an extent at the beginning of the first free range that is long enough. Returns
+        the extent's offset; None if all free ranges are too short."""
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= num_bytes:
                 left = [(begin + num_bytes, end)] if end - begin > num_bytes else []
@@ -254,7 +268,7 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Frees an extent. The extent must have been allocated with this offset and size."""
+        """Frees an extent, which `take` must have allocated with this offset and size."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

@@ -1,14 +1,15 @@
-"""Calls of the disk tier, and the queue that splits them into pieces for its threads.
+"""Calls of the disk tier (reads and writes), and the queue from which the tier's threads take them.
+A thread takes a *piece* of a call: some of its blocks, which the thread moves at once. The blocks
+of a call that are in no piece yet are its *rest*.
 
 Always true:
 
 - each block of a call is in at most one piece;
-- a call ends once: when its last piece ends, or when the blocks that are in no piece yet (its rest)
-  are dropped and no piece is under way;
+- a call ends once: when its last piece ends, or when its rest is dropped and no piece is under way;
 - reads go before writes, unless the writes have waited for PATIENCE_S. Calls of the same kind take
   turns, a piece each, so a large call does not delay small calls;
-- if there are several threads, at most three quarters of them write at a time, so reads don't wait
-  until writes end.
+- if there are several threads, at most three quarters of them write at a time, so that reads need
+  not wait for the end of writes.
 """
 
 import math
@@ -23,23 +24,24 @@ import numpy as np
 from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
-"""Bounds of a piece (blocks of a call that a thread moves at once), in bytes. The lower bound keeps
-Python's time for a piece small against the disk's time. The upper bound keeps the wait of a read to
-a few milliseconds when all threads are busy."""
+"""Bounds of the size of a piece (blocks that a thread moves at once). Each piece costs some time in
+Python; the lower bound keeps this time small compared with the disk's time. The upper bound keeps
+the wait of a read at a few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5
-"""Writes that have waited for this time go before reads, because they hold slots of the arena."""
+"""If writes have waited for this time, the next piece is one of a write. Writes must not wait for
+ever, because their slots in the arena can't be evicted."""
 
 
 @dataclass(eq=False, slots=True)
 class DiskCall:
     """A read or a write of n blocks, with its results.
 
-    `deadline_s`: a time of time.monotonic.
+    `deadline_s`: if a piece has not begun at this time of time.monotonic, it is not moved.
     `answer`: called with `codes` and `seals` when the call has ended.
     `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
-    `seals`: uint64 [n], the seals of written blocks; 0 until they are known.
+    `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.
     """
 
     blocks: Blocks
@@ -49,7 +51,7 @@ class DiskCall:
     codes: Codes = field(init=False)
     seals: Seals = field(init=False)
     code: int = field(default=0, init=False)
-    """errno of a block that failed; 0 without a failure."""
+    """errno of the last block that failed; 0 if no block failed with an errno."""
     _ends: Int64s = field(init=False)
     _num_cut: int = field(default=0, init=False)
     _num_open: int = field(default=0, init=False)
@@ -61,8 +63,8 @@ class DiskCall:
         self._ends = np.cumsum(self.blocks.num_bytes)
 
     def cut(self, num_bytes: int) -> "DiskPiece":
-        """Returns the call's next piece, for one thread to move: the next blocks with at most
-        `num_bytes` in total, but at least one block."""
+        """Returns the next piece of the call, for a thread to move: as many of its next blocks as
+        fit into `num_bytes`, but at least one block."""
         begin = self._num_cut
         end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
@@ -70,20 +72,20 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut)
 
     def cut_rest(self) -> "DiskPiece":
-        """Returns all blocks that are in no piece yet as a piece. The piece is marked as late, so
-        its blocks are not moved."""
+        """Returns the rest of the call as one piece, which is marked as late: its blocks are not
+        moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
         return DiskPiece(self, begin, self._num_cut, is_late=True)
 
     def drop_rest(self) -> bool:
-        """Drops the blocks that are in no piece yet. Returns True if the call has ended."""
+        """Drops the rest of the call: blocks that are in no piece yet are not moved. Returns True
+        if the call has ended."""
         self._num_cut = len(self.blocks)
         return not self._num_open
 
     def piece_done(self) -> bool:
-        """Counts a piece (blocks that a thread has moved at once) as done. Returns True if the call
-        has ended."""
+        """Counts a piece of the call as done. Returns True if the call has ended."""
         self._num_open -= 1
         return not self._num_open and not self.has_rest
 
@@ -104,8 +106,8 @@ class DiskCall:
 
 @dataclass(frozen=True, slots=True)
 class DiskPiece:
-    """Blocks `begin` to `end` - 1 of a call, which a thread moves at once. `is_late`: True if the
-    call's deadline has passed, so the blocks are not moved and stay FAILED."""
+    """A piece of a call: its blocks `begin` to `end` - 1, which a thread moves at once. `is_late`:
+    True if the call's deadline has passed, so that the blocks are not moved and stay FAILED."""
 
     call: DiskCall
     begin: int
@@ -114,8 +116,11 @@ class DiskPiece:
 
 
 class CallQueue:
-    """Queues calls; see the module. Thread-safe. Has no bound: the tier's caller bounds the bytes
-    of its calls."""
+    """The queue of calls; see the module. Thread-safe. The queue itself has no bound, because
+    `drive.below` and `drive.tiers` bound the bytes of their calls.
+
+    `num_threads`: number of threads that call `take`.
+    """
 
     def __init__(self, num_threads: int, patience_s: float = PATIENCE_S) -> None:
         self._num_threads = num_threads
@@ -135,7 +140,7 @@ class CallQueue:
         )
 
     def add(self, call: DiskCall) -> bool:
-        """Adds a call, which must have blocks. Returns False if the queue is closed."""
+        """Adds a call, which must have at least one block. Returns False if the queue is closed."""
         with self._changed:
             if self._is_closed:
                 return False
@@ -149,8 +154,8 @@ class CallQueue:
         return True
 
     def take(self) -> DiskPiece | None:
-        """Returns the next piece (blocks of a call that the caller moves at once). Blocks until
-        there is a piece. Returns None once the queue is closed."""
+        """Returns the next piece, which the calling thread must move. Blocks until there is a
+        piece. Returns None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
@@ -162,8 +167,8 @@ class CallQueue:
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """Counts a piece (part of a call) as done. Returns True if its call has ended; then no
-        thread uses the call's slots any more."""
+        """Counts a piece as done, after the calling thread has moved it. Returns True if the
+        piece's call has ended, so that no thread uses the call's slots any more."""
         with self._changed:
             if piece.call.is_write:
                 self._num_writing -= 1
@@ -172,9 +177,11 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops the blocks in no piece yet of reads whose deadline has passed. Returns those of
-        these reads that have ended; the others end with their last piece. Only needed while all
-        threads are busy, because `take` also checks deadlines."""
+        """Drops the rest of each read whose deadline has passed. Returns the reads that have ended
+        by this; the other reads end with their last piece.
+
+        Needed only while all threads are busy, because `take` also checks deadlines.
+        """
         with self._changed:
             late = [call for call in self._reads if call.deadline_s < now_s]
             for call in late:
@@ -182,8 +189,8 @@ class CallQueue:
             return [call for call in late if call.drop_rest()]
 
     def close(self) -> list[DiskCall]:
-        """Closes the queue, and drops the blocks that are in no piece yet. Returns the calls that
-        have ended; the others end with their last piece."""
+        """Closes the queue, and drops the rest of each call. Returns the calls that have ended by
+        this; the other calls end with their last piece."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

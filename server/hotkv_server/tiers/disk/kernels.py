@@ -1,11 +1,12 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that move blocks between memory and a file, and compute their seals (check values),
-without the GIL. Load them with `hotkv_proto.native.require`.
+"""Numba kernels that move blocks between memory and a file, and compute the blocks' seals (check
+values), without the GIL. Load them with `hotkv_proto.native.require`.
 
-Always true: if a block fails, the next blocks are moved all the same.
+Always true: if a block can't be moved, the blocks after it are moved all the same.
 
-A seal is the 64-bit XXH3 with a seed, for inputs of more than 240 bytes. Algorithm, constants and
-names are from the specification of xxHash (doc/xxhash_spec.md).
+A seal is the 64-bit XXH3 hash with a seed. The kernels implement it only for inputs of more than
+240 bytes. Algorithm, constants and names are from the specification of xxHash
+(doc/xxhash_spec.md).
 """
 
 import errno
@@ -27,10 +28,14 @@ _MOVE_MANY = types.void(types.int64, _INPUTS, _INPUTS, _INPUTS, types.int64[::1]
 
 
 def _emit_call(name: str, builder: Any, args: Any) -> Any:
-    """Emits a call of pread or pwrite with `args`: fd, address, num_bytes and offset, int64 each.
-    Returns its value: the number of bytes moved, or -errno.
+    """Emits a call of pread or pwrite. Returns the LLVM value of its result: the number of bytes
+    moved, or -errno.
 
-    errno is read right after the call in the same thread, so it can't change in between.
+    `name`: "pread" or "pwrite".
+    `args`: fd, address, num_bytes and offset, int64 each.
+
+    The emitted code reads errno directly after the call in the same thread, so errno can't change
+    in between.
     """
     int32, int64, byte_pointer = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
     move_type = ir.FunctionType(int64, [int32, byte_pointer, int64, int64])
@@ -72,10 +77,10 @@ def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -
     """Reads n blocks: `sizes[i]` bytes at offset `offsets[i]` of the file to memory at
     `addresses[i]`. All arrays are int64 [n].
 
-    Sets `results[i]` to the number of bytes read, which is less than `sizes[i]` only at the end of
-    the file. Sets `results[i]` to -errno if the read failed, also after a part was read. A read
-    that stops between multiples of SLOT_ALIGN counts as at the end of the file; direct I/O could
-    not continue from there.
+    Sets `results[i]` to the number of bytes read; it is less than `sizes[i]` only at the end of the
+    file. Sets `results[i]` to -errno if pread failed, even if it had read a part before. If pread
+    stops at an offset that is no multiple of SLOT_ALIGN, this counts as the end of the file,
+    because direct I/O could not continue from there.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -97,8 +102,8 @@ def write_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) 
     """Writes n blocks: `sizes[i]` bytes of memory at `addresses[i]` to offset `offsets[i]` of the
     file. All arrays are int64 [n].
 
-    Sets `results[i]` to the number of bytes written, which is less than `sizes[i]` only if pwrite
-    returns 0. Sets `results[i]` to -errno if the write failed, also after a part was written.
+    Sets `results[i]` to the number of bytes written; it is less than `sizes[i]` only if pwrite
+    returned 0. Sets `results[i]` to -errno if pwrite failed, even if it had written a part before.
     """
     for i in range(sizes.shape[0]):
         done = 0
@@ -151,8 +156,8 @@ def _keep(builder: Any, lanes: Any, address: Any) -> None:
 
 @intrinsic
 def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any) -> Any:
-    """Adds `count` stripes (64 bytes each) at `address` to the eight words at `sums`. Stripe i uses
-    the secret from its word i on."""
+    """Adds `count` stripes (64 bytes each) at `address` to the eight words at `sums`. For stripe i,
+    the secret is used from its word number i on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, address, secret, count = args
@@ -175,7 +180,7 @@ def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any
 
 @intrinsic
 def _scramble(typingctx: Any, sums: Any, secret: Any) -> Any:
-    """Scrambles the eight words at `sums`. XXH3 does this after each 1024 bytes of input."""
+    """Scrambles the eight words at `sums`, as XXH3 does after each 1024 bytes of input."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, secret = args
@@ -201,7 +206,7 @@ def _word(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _folded(typingctx: Any, one: Any, other: Any) -> Any:
-    """Returns the xor of the two halves of the 128-bit product."""
+    """Returns the xor of the two halves of the 128-bit product of two 64-bit words."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = ir.IntType(128)
@@ -216,11 +221,12 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """Sets `seals[i]` to the seal (check value) of the `sizes[i]` bytes of memory at
-    `addresses[i]`, as `tiers.seals.seal` computes it. Sizes must be more than 240.
+    """Computes the seals (check values) of n blocks, as `tiers.seals.seal` does: sets `seals[i]` to
+    the seal of the `sizes[i]` bytes of memory at `addresses[i]`.
 
-    `addresses`, `sizes`: int64 [n]. `secrets`: uint64 [n, 24], from `tiers.seals.secrets`. `seals`:
-    uint64 [n].
+    `addresses`, `sizes`: int64 [n]; each size must be more than 240.
+    `secrets`: uint64 [n, 24], from `tiers.seals.secrets`.
+    `seals`: uint64 [n].
     """
     sums = np.empty(8, np.uint64)
     at_sums = np.uint64(sums.ctypes.data)

@@ -1,14 +1,15 @@
-"""Moves the blocks of a piece (part of a call) between the arena and the slab file, and sets each
-block's result.
+"""Moves the blocks of a piece (part of a read or write call) between the arena and the slab file,
+and sets the result of each block.
 
-A block whose place in the file is smaller than its slot is stored encoded, that is compressed
-(`tiers.compression.form`). A place is the block's part of the file, a slot its part of the arena.
+A slot is the part of the arena that a block occupies; a place is its part of the file. If the place
+of a block is smaller than its slot, the block is stored encoded, that is compressed
+(`tiers.compression.form`).
 
-Always true: the seal (check value) covers all bytes of the place. Its seed is computed from the
-block's key; encoded blocks have keys of their own, so the seed differs from that of plain bytes.
-The seal is compared before the bytes are decoded. So a block is FOUND only if the file returned the
-written bytes unchanged. A seal over decoded bytes would miss changes in unused bytes of the encoded
-form.
+Always true: a block is FOUND only if the file has returned the written bytes unchanged. Its seal
+(check value) covers all bytes of its place, and is compared before the bytes are decoded. (A seal
+over decoded bytes would not cover the unused bytes of the encoded form.) The seed of the seal is
+computed from the block's key. For an encoded block the key has a suffix, so plain and encoded bytes
+of a block have different seals.
 """
 
 import errno
@@ -36,13 +37,13 @@ BoolMask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some blocks of a call, as columns, int64 [n] each.
+    """Some of the blocks of a call, as columns, int64 [n] each.
 
     `numbers`: index of each block in the call.
-    `slots`: byte offsets in the arena.
-    `sizes`: bytes in the arena.
-    `places`: byte offsets in the file.
-    `stored`: bytes in the file.
+    `slots`: offset of its slot in the arena, in bytes.
+    `sizes`: size of its slot, in bytes.
+    `places`: offset of its place in the file, in bytes.
+    `stored`: size of its place, in bytes.
     """
 
     numbers: Int64s
@@ -56,12 +57,12 @@ class Rows:
 
     @property
     def is_encoded(self) -> bool:
-        """True if these blocks are stored encoded. The blocks of a `Rows` are all encoded or all
-        plain."""
+        """True if these blocks are stored encoded. Valid only if all of them are stored encoded or
+        all of them plain."""
         return bool((self.stored != self.sizes).any())
 
     def only(self, mask: BoolMask | slice) -> "Rows":
-        """Returns the blocks that the mask or slice selects."""
+        """Returns the blocks that `mask` selects."""
         return Rows(
             self.numbers[mask],
             self.slots[mask],
@@ -72,7 +73,12 @@ class Rows:
 
 
 class BlockMover:
-    """Moves blocks; see the module. Threads may move different pieces at the same time."""
+    """Moves the blocks of pieces; see the module. Several threads may use it at the same time, for
+    different pieces.
+
+    `io`: reads and writes `file`.
+    `staged`: encodes and decodes blocks.
+    """
 
     def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
         """Loads compiled functions (numba), which takes seconds the first time."""
@@ -86,11 +92,11 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Moves the blocks of a piece (part of a call), and sets their codes (results) and, for a
-        write, their seals (check values).
+        """Moves the blocks of a piece, and sets their codes (results) and, for a write, their seals
+        (check values).
 
-        Some blocks are not moved and stay FAILED: those outside the arena, writes beyond the file,
-        and blocks that got no staging memory in time.
+        Does not move a block whose slot is outside the arena, a block to be written outside the
+        file, and a block that gets no staging memory in time. Such a block stays FAILED.
         """
         call, rows = piece.call, self._rows(piece)
         is_plain = rows.stored == rows.sizes
@@ -106,7 +112,9 @@ class BlockMover:
             move(call, encoded.only(part))
 
     def _rows(self, piece: DiskPiece) -> Rows:
-        """Returns the blocks of a piece that may be moved. Logs the number of the others."""
+        """Returns the blocks of a piece that may be moved: their slots must be inside the arena
+        and, for a write, their places inside the file. Logs the number of blocks that may not be
+        moved."""
         blocks = piece.call.blocks
         rows = Rows(
             np.arange(piece.begin, piece.end),
@@ -124,8 +132,8 @@ class BlockMover:
         return rows.only(fits)
 
     def _decode(self, call: DiskCall, rows: Rows) -> None:
-        """Reads encoded blocks to staging memory, decodes them to their slots, and sets the blocks'
-        codes (results)."""
+        """Reads encoded blocks from the file to staging memory, decodes them to their slots, and
+        sets their codes (results)."""
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
         if place is None:
@@ -140,9 +148,13 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=False)
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
-        """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks that
-        match their seals. Of the others, sets those to CORRUPT that differ, are cut short, or can't
-        be read although the disk can read another place; if it can't, they stay FAILED."""
+        """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks whose
+        bytes match their seals.
+
+        Sets a block to CORRUPT if its bytes don't match its seal, if the file ends before them, or
+        if the disk can't read this block but can read another place. A block stays FAILED if the
+        disk can't read another place either.
+        """
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
         found = self._sealed(call, rows.only(whole), addresses[whole])
@@ -170,9 +182,9 @@ class BlockMover:
         return bool(results[0] == SLOT_ALIGN)
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
-        """Encodes blocks in staging memory, and writes their encoded forms to the file. Blocks
-        whose form is larger than their place, or that are too large for the staging memory, become
-        UNFIT."""
+        """Encodes blocks to staging memory, and writes the encoded forms to the file. Sets a block
+        to UNFIT if its form is larger than its place, or if it is too large for the staging
+        memory."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT
@@ -190,8 +202,8 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=True)
 
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
-        """Writes the bytes of memory at `addresses` to the blocks' places in the file. Sets the
-        blocks' codes, and the seals of STORED blocks."""
+        """Writes the stored bytes of blocks, which are in memory at `addresses`, to the blocks'
+        places in the file. Sets the blocks' codes, and the seals of STORED blocks."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
@@ -203,8 +215,8 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Returns the seals (check values) of the blocks' stored bytes, which are in memory at
-        `addresses`, as `tiers.seals.seal` computes them."""
+        """Returns the seals (check values) of blocks whose stored bytes are in memory at
+        `addresses`."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]

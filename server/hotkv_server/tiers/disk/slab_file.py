@@ -1,8 +1,10 @@
-"""The slab file: a file on the local disk with room for all blocks of the disk tier.
+"""The slab file: a file on the local disk with the blocks of the disk tier. It has its full size
+from the start.
 
-Always true: while it is open, no other server uses it (flock). Only its user may access it. All its
-bytes have disk space allocated, so writes succeed even when the file system is full. hotkv never
-punches holes into it, because there might be no disk space to fill them again.
+Always true: while a server has the file open, no other server uses it (flock). Only the server's
+user may access it. Disk space is allocated for all its bytes, so writes succeed even when the file
+system is full. hotkv never punches holes into the file, because there might be no disk space to
+fill them again.
 """
 
 import errno
@@ -27,28 +29,30 @@ log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------- Block I/O
 
-# Block I/O: the interface between the disk tier and the file. Tests replace it with a disk that has
-# faults.
+# Block I/O: the interface between the disk tier and the file. Tests replace it by a simulated disk
+# with faults.
 #
-# Always true: it only returns the numbers of bytes and the errors; the tier decides what they mean.
+# Always true: block I/O only returns numbers of bytes and errors; the tier decides what they mean.
 
 
 class BlockIO(Protocol):
-    """Moves blocks between memory and a file. Thread-safe. Blocks until the disk has answered.
-    Never raises."""
+    """Moves blocks between memory and a file. Thread-safe. A method blocks until the disk has
+    answered, and never raises."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads n blocks from offsets in the file to memory addresses. Returns for each block the
-        number of bytes read, or -errno. Arguments and result: int64 [n]."""
+        """Reads n blocks: `sizes` bytes at `offsets` in the file, to memory at `addresses`.
+        Returns, for each block, the number of bytes read, or -errno. Arguments and result: int64
+        [n]."""
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes n blocks from memory addresses to offsets in the file. Returns for each block the
-        number of bytes written, or -errno. Arguments and result: int64 [n]."""
+        """Writes n blocks: `sizes` bytes of memory at `addresses`, to `offsets` in the file.
+        Returns, for each block, the number of bytes written, or -errno. Arguments and result: int64
+        [n]."""
 
 
 class FileIO:
-    """Block I/O on a file descriptor. The constructor loads the compiled functions that read and
-    write blocks (numba); compiling them takes seconds the first time."""
+    """Block I/O on the file with the descriptor `fd`. The constructor loads compiled functions
+    (numba), which takes seconds the first time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -58,13 +62,13 @@ class FileIO:
         return f"FileIO({self._fd})"
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Implements `BlockIO`."""
+        """Reads blocks from the file; see `BlockIO.read_many`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.read_many(self._fd, addresses, offsets, sizes, results)
         return results
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Implements `BlockIO`."""
+        """Writes blocks to the file; see `BlockIO.write_many`."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.write_many(self._fd, addresses, offsets, sizes, results)
         return results
@@ -74,7 +78,7 @@ class FileIO:
 
 
 class SlabFileError(OSError):
-    """The slab file is unusable. The message says why, and how to mend the file."""
+    """The slab file is unusable. The message says why, and what the operator can do."""
 
 
 class SlabFile:
@@ -99,12 +103,12 @@ class SlabFile:
 
     @staticmethod
     def open(folder: Path, num_bytes: int, *, direct: bool = True) -> "SlabFile":
-        """Opens the file `slabs` in `folder`, and gives it the size `num_bytes`. Creates folder and
-        file if they are missing. Blocks while disk space is allocated.
+        """Opens the file `slabs` in `folder`, locks it, and gives it the size `num_bytes`. Creates
+        folder and file if they are missing. Blocks while disk space is allocated.
 
-        If the file grows, it keeps its bytes; if it shrinks, the bytes beyond `num_bytes` are lost.
-        Raises SlabFileError if the file can't be used; if the file can't grow, it keeps its old
-        size. Raises OSError if the folder can't be created.
+        If the file becomes smaller, the bytes beyond `num_bytes` are lost; the other bytes stay.
+        Raises SlabFileError if the file is unusable or can't get this size; a file that can't grow
+        keeps its old size. Raises OSError if the folder can't be created.
 
         `num_bytes`: a multiple of SLOT_ALIGN.
         `direct`: True uses direct I/O, or logs a warning if the file system does not support it.
@@ -124,9 +128,9 @@ class SlabFile:
         return SlabFile(path, fd, num_bytes, is_direct)
 
     def mend(self) -> bool:
-        """Checks whether the file has become shorter, and if so restores its size. Then returns
-        True; the restored part contains zeros. If disk space is short, logs an error and leaves the
-        file as it is. May block. Thread-safe."""
+        """Restores the file's size if something has shortened the file. The restored part contains
+        zeros. If disk space is short, logs an error and leaves the file as it is. Returns True if
+        the file was shorter. May block. Thread-safe."""
         with self._lock:
             if not self.is_open or (left := os.fstat(self.fd).st_size) >= self.num_bytes:
                 return False
@@ -138,8 +142,8 @@ class SlabFile:
             return True
 
     def close(self) -> None:
-        """Closes and unlocks the file. All I/O must have ended, because another file may then get
-        the descriptor's number."""
+        """Closes and unlocks the file. All I/O must have ended before, because another file may get
+        the same descriptor number."""
         with self._lock:
             if self.is_open:
                 try:
@@ -220,8 +224,8 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
 
 
 def _make_direct(fd: int, path: Path) -> bool:
-    """Turns direct I/O on and tests it with a read, because some file systems refuse direct I/O
-    only at a read. Returns False if the file system does not support direct I/O."""
+    """Turns direct I/O on. Tests it with a read, because some file systems refuse direct I/O only
+    then. Returns False if the file system does not support direct I/O."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

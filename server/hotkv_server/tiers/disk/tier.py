@@ -1,9 +1,12 @@
-"""The disk tier: moves blocks between slots of the arena and the slab file, on its threads.
+"""The disk tier: moves blocks between slots of the arena and the slab file, on its own threads.
 
 The cache core chooses the place of each block in the file, and keeps the block's seal (check
-value). Always true: a block is FOUND only if all its bytes match its seal, so it does not matter in
-which order the disk writes, or whether it loses writes. A call ends only after its slots are no
-longer used, even if the disk hangs and the tier is closed.
+value). Always true:
+
+- a read finds a block only if all its bytes match its seal. So the disk may reorder or lose writes
+  without harm;
+- a call ends only when no thread uses its slots any more, even if the disk hangs and the tier is
+  closed.
 """
 
 import errno
@@ -35,16 +38,17 @@ from hotkv_server.tiers.protocol import (
 )
 
 NUM_THREADS = 20
-"""Number of threads, each with one piece (part of a call) under way. They wait for the disk nearly
-all the time, so small machines can run them too."""
+"""Number of threads. Each thread moves one piece (part of a call) at a time. The threads wait for
+the disk nearly all the time, so small machines can run them too."""
 BATCH_BYTES = 16 << 20
-"""Best size of a call: the call then has several pieces (parts) for each thread."""
+"""Best size of a call: it has enough pieces (parts) to keep the threads busy."""
 CLOSE_WAIT_S = 5.0
+"""Longest time that `close` waits for a disk that hangs."""
 LATE_CHECK_S = 0.1
-"""Time between two checks for reads whose deadline has passed. The checks matter if all threads are
-busy."""
+"""Time between two checks for reads whose deadline has passed. The checks are needed while all
+threads are busy."""
 PROBLEM_CALLS = 3
-"""The disk counts as unusable after this number of calls in a row that failed with an errno."""
+"""The disk counts as unusable when this number of calls in a row have failed with an errno."""
 _ANSWERS = {
     (False, Read.FOUND): "read",
     (False, Read.CORRUPT): "corrupt",
@@ -56,12 +60,12 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """The disk tier; see the module and `Tier`. The core chooses places, which are offsets in the
-    slab file.
+    """The disk tier; see the module and `Tier`. In its calls, `Blocks.places` are offsets in the
+    slab file, which the core has chosen.
 
-    Calls for the same place in the file may run in any order, so the caller must read or reuse a
-    place only after the write to it has ended. Reading, writing, sealing and encoding run without
-    the GIL; Python holds the GIL for microseconds per piece.
+    Calls for the same place may run in any order. So the caller must read or reuse a place only
+    after the write to it has ended. Reading, writing, encoding and the computation of seals run
+    without the GIL; Python holds the GIL for microseconds per piece.
     """
 
     def __init__(
@@ -112,32 +116,34 @@ class DiskTier:
         return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
 
     def prepare_encoding(self) -> None:
-        """Allocates the staging memory and loads the compiled functions (numba) that encode, so
-        that the first encoded block does not wait for them. May block for seconds. Raises OSError
-        if memory is short."""
+        """Allocates the staging memory and loads the compiled functions (numba) for encoding, so
+        that the first block to encode or decode does not wait for them. May block for seconds.
+        Raises OSError if memory is short."""
         self._staged.open()
 
     def facts(self) -> TierFacts:
-        """Implements `Tier`."""
+        """Returns the tier's properties; see `Tier.facts`."""
         return self._facts
 
     def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
-        """Answers FAILED for all blocks: the disk tier does not know keys."""
+        """Answers FAILED for all blocks, because the tier does not know which keys are stored."""
         on_done(np.full(len(keys), Read.FAILED, np.uint8))
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Implements `Tier`.
+        """Reads blocks into their slots; see `Tier.read`.
 
-        CORRUPT: the bytes don't match their seal, the file ends before them, or only their place
-        can't be read. FAILED: the disk can't read, or staging memory was short until the deadline.
+        A block is CORRUPT if its bytes don't match its seal, if the file ends before them, or if
+        the disk can read other places but not the block's. A block is FAILED if the disk can't read
+        at all, or if no staging memory was free until the deadline.
         """
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Implements `Tier`. Reads go first, see `calls`.
+        """Writes blocks from their slots; see `Tier.write`. Queued reads usually go first (see
+        `disk.calls`).
 
-        FULL: the file system has no room; rare, because disk space for the file is allocated.
-        UNFIT: only for blocks whose places are smaller than their slots.
+        A block is FULL if the file system has no room. This is rare, because disk space for the
+        file is allocated. A block can be UNFIT only if its place is smaller than its slot.
         """
         self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
 
@@ -145,8 +151,8 @@ class DiskTier:
         """Does nothing, because the core frees the places of blocks."""
 
     def problem(self) -> str:
-        """Implements `Tier`. While there is a problem, the tier still executes calls; the first
-        call that succeeds ends the problem."""
+        """Returns why the tier is unusable; see `Tier.problem`. The tier executes calls even while
+        it has a problem; the first call that succeeds ends the problem."""
         with self._lock:
             if self._num_failed_calls < PROBLEM_CALLS:
                 return ""
@@ -154,27 +160,29 @@ class DiskTier:
             return f"{self._file.path}: the last {self._num_failed_calls} calls failed ({words})"
 
     def stalled_s(self, now_s: float) -> float:
-        """Implements `Tier`. Returns the time of the piece that has been under way for longest."""
+        """Returns the seconds for which the oldest piece under way has waited for the disk; see
+        `Tier.stalled_s`."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
     def is_alive(self) -> bool:
-        """Implements `Tier`."""
+        """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
         return self._closing.is_set() or all(thread.is_alive() for thread in self._threads)
 
     def memory(self) -> TierMemory:
-        """Implements `Tier`: returns the staging memory."""
+        """Returns the size of the tier's staging memory; see `Tier.memory`."""
         return TierMemory(self._staged.held_bytes, self._staged.num_bytes)
 
     def figures(self) -> TierFigures:
-        """Implements `Tier`."""
+        """Returns the tier's counts since its start; see `Tier.figures`."""
         with self._lock:
             return TierFigures(**self._sums)
 
     def close(self) -> None:
-        """Implements `Tier`. Waits at most `close_wait_s` for a disk that hangs.
+        """Ends all calls and closes the file; see `Tier.close`. If the disk hangs, waits at most
+        `close_wait_s`.
 
-        If the disk still hangs after that time, calls under way have not ended, and the arena must
-        stay mapped. When the disk answers, the calls end and the file is closed. Don't call `close`
+        If the disk still hangs after this wait, calls are still under way, so the arena must stay
+        mapped. Once the disk answers, these calls end and the file is closed. Don't call `close`
         from an `on_done`.
         """
         self._closing.set()
@@ -218,7 +226,7 @@ class DiskTier:
                 self._end(call)
 
     def _end(self, call: DiskCall) -> None:
-        """Adds the results of a call that has ended to the figures, and answers the call."""
+        """Counts the results of a call that has ended in the figures, and calls its `answer`."""
         with self._lock:
             self._sums["queued_bytes"] -= call.blocks.total_bytes
             for code in np.unique(call.codes).tolist():

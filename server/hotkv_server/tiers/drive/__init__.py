@@ -1,1 +1,2 @@
-"""Moves blocks between host memory and tiers, on the event loop."""
+"""Executes the decisions of `tiers.book` on the event loop: moves blocks between host memory and
+tiers, and carries out flushes."""

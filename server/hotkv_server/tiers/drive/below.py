@@ -1,7 +1,7 @@
-"""Copies blocks to and from the tier whose storage places the core chooses (the disk tier).
+"""Drives the disk tier: copies blocks from host memory down to the disk, soon after they were
+stored, and back up when a lease needs them.
 
-It copies a block down soon after the block was stored, and back up when a lease asks for it. Runs
-on the event loop; the tier answers on its threads.
+Runs on the event loop; the tier calls `on_done` on its own threads.
 """
 
 import asyncio
@@ -32,22 +32,25 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 NOTE_S = 10.0
-"""Time between two notes of the bytes that were written to the disk. A server that is killed
-forgets the writes since its last note."""
+"""Time between two notes of the bytes written to the disk (`note_written`). If the server is
+killed, the next server does not count the writes since the last note."""
 PAUSE_S = 0.05
 """Time between two checks for blocks to move down."""
 MAX_DOWN_BYTES = 64 << 20
-"""Most bytes of blocks that are being moved down at a time. Their slots can't be evicted
-meanwhile."""
+"""Most bytes of blocks that are being moved down at a time. These blocks can't be evicted from host
+memory."""
 
 
 class TierBelow:
-    """Drives the disk tier; see the module.
+    """Drives the disk tier; see the module. In its methods, `groups` has a list of block hashes
+    for each KV cache group.
 
-    `tier`: stores the bytes of the blocks that `tiers.book.lower` records.
+    `tier`: reads and writes the bytes of blocks.
+    `lower`: the books of the disk tier, which record the blocks on the disk and the moves.
     `epochs`: tells whether blocks on the disk may be older than a flush.
     `moving_bytes`: most bytes that may be moved down at a time.
-    `memory`: the records, which are written to files; None for a tier that ends with the process.
+    `memory`: the disk's records, which a thread writes to files; None if the tier's blocks need not
+        outlive the process.
     """
 
     def __init__(
@@ -82,9 +85,12 @@ class TierBelow:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
-        """Starts moving blocks down (from host memory to the disk). `tell`: called when blocks may
-        have been removed. `on_ready`: called with the entries, the medium and the tier's name after
-        blocks were moved down."""
+        """Starts the task that moves blocks down.
+
+        `tell`: called when blocks may have been evicted or condemned.
+        `on_ready`: called after blocks were moved down, with their entries in the disk's books, the
+            medium and the tier's name.
+        """
         self._on_ready = on_ready
         if self.memory is not None:
             name = f"the thread that writes the records of {self.name}"
@@ -104,7 +110,7 @@ class TierBelow:
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
             if not self._keep_key_spaces():
-                # A key space has come since, and blocks of it may be among these.
+                # A key space was added meanwhile, and `entries` may contain blocks of it.
                 down.waiting.add(entries)
                 continue
             moves = await self._begin(entries, tell) if len(entries) else []
@@ -112,9 +118,9 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     def _keep_key_spaces(self) -> bool:
-        """Makes the thread of the records write new key spaces, and returns True if all key spaces
-        are in the file. Until then no block is moved down, because the next server might not know
-        the block's key space."""
+        """Returns True if the file of the disk's key spaces has all key spaces of this node. If it
+        lacks some, makes the thread of `LowerMemory` write them. Until then no block is moved down,
+        because the next server might not know the block's key space."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -124,8 +130,8 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Makes a note of the bytes that the write gate has admitted to the disk, so that the next
-        server counts them in the budget."""
+        """Makes the thread of `LowerMemory` save which bytes the write gate has admitted and when,
+        so that the next server counts them in the budget."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]
@@ -137,8 +143,8 @@ class TierBelow:
     async def _begin(
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
-        """Makes room on the disk. Then begins to move down those of `entries` that are still ready
-        and have not been replaced meanwhile. `is_plain`: stores the blocks without encoding."""
+        """Makes room on the disk, then begins to move blocks down. Skips entries that were evicted
+        or reused while room was made. `is_plain`: True stores the blocks without encoding."""
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
@@ -149,9 +155,9 @@ class TierBelow:
         return moves
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move to the disk. A block whose bytes do not match its check value
-        does not become ready on the disk. Blocks that can't be encoded are written again, without
-        encoding."""
+        """Writes the blocks of a move to the disk. If a block's bytes do not match its check value,
+        the block does not become ready on the disk. If its encoded form is too large, writes the
+        block again, without encoding."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
@@ -180,8 +186,9 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Waits until the shared tiers confirm that blocks of the disk may be loaded. Does not ask
-        the disk itself."""
+        """Waits until the shared stores have confirmed the key space's epochs, so that blocks may
+        be loaded from the disk; at most until `until_s`, a time of time.monotonic. Makes no call of
+        the disk, because the books know which blocks it has."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 
@@ -190,23 +197,23 @@ class TierBelow:
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns for each list the positions of the blocks that are on the disk and not in host
-        memory. Empty if blocks of the disk may not be loaded now, because a shared tier's store has
-        not confirmed the key space's epoch (number that each flush raises) lately."""
+        """Returns, for each list, the positions of the blocks that are on the disk and not in host
+        memory. Empty if a shared store has not confirmed the key space's epoch lately: then no
+        block may be loaded from the disk, because it may be older than a flush."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list a mask of the blocks that are ready on the disk. All False if
-        blocks of the disk may not be loaded now, because a shared tier's store has not confirmed
-        the key space's epoch (number that each flush raises) lately."""
+        """Returns, for each list, a mask of the blocks that are ready on the disk. All False if a
+        shared store has not confirmed the key space's epoch lately: then no block may be loaded
+        from the disk, because it may be older than a flush."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to load blocks from the disk: reserves slots for as many blocks as there is room
-        for. Returns None if no block gets a slot."""
+        """Begins to load blocks from the disk: reserves slots in host memory, for as many blocks as
+        there is room for. Returns None if no block gets a slot."""
         return self.lower.up.begin(key_space_id, groups, now_s)
 
     def blocks(self, move: Move) -> Blocks:
@@ -222,8 +229,8 @@ class TierBelow:
         )
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read its blocks. Returns the number of blocks that were
-        damaged or absent."""
+        """Ends a move up after the tier has read its blocks. Returns the number of blocks that the
+        disk has lost: they were damaged or absent. For the arguments see `TierSource.end_up`."""
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
         return int(is_lost.sum())

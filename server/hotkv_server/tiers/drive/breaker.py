@@ -1,9 +1,9 @@
-"""A circuit breaker: makes lookups skip a tier that is broken or hangs, and tries the tier again
-from time to time.
+"""A circuit breaker for a tier: makes lookups skip the tier if it is broken or hangs, and allows a
+trial call from time to time.
 
-Always true: a tier that is known to be broken gets a single call every RETRY_S seconds, which shows
-whether it works again. A tier that hangs gets no trial call; it works again when the call that
-hangs has ended.
+Always true: a tier that is known to be broken gets one call every RETRY_S seconds; this trial call
+shows whether the tier works again. A tier that hangs gets no trial call. It counts as working again
+once the hanging call has ended.
 """
 
 import logging
@@ -15,20 +15,21 @@ from hotkv_server.tiers.protocol import Tier
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
+"""Time between two trial calls of a broken tier."""
 MAX_STALL_S = 1.0
 """A tier counts as hanging if a call takes longer than this."""
 SAY_AGAIN_S = 60.0
-"""Least time between two log lines about a tier that begins to be skipped."""
+"""Least time between two warnings that lookups skip the same tier."""
 StalledS = Callable[[float], float]
-"""Takes a time of time.monotonic. Returns for how many seconds the call under way has lasted; 0
-without a call."""
+"""Returns the seconds for which a call has been under way, given a time of time.monotonic. Returns
+0 if no call is under way."""
 
 
 class Breaker:
-    """The breaker of a tier; see the module.
+    """The circuit breaker of a tier; see the module.
 
-    `stalls`: functions that take the time and return for how many seconds a call of the tier that
-        moves no blocks (such as writing the disk's records) has lasted; 0 without such a call.
+    `stalls`: report further work that makes the tier count as hanging if it takes too long, such as
+        writing the disk's records.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
@@ -42,7 +43,7 @@ class Breaker:
 
     @property
     def problem(self) -> str:
-        """Why lookups skip the tier; empty if they don't."""
+        """The reason why lookups skip the tier; empty if they use it."""
         if words := self._tier.problem():
             return words
         stalled_s = self._stalled_s()
@@ -50,32 +51,32 @@ class Breaker:
 
     @property
     def hangs(self) -> bool:
-        """True if a call has lasted longer than MAX_STALL_S."""
+        """True if a call has been under way for longer than MAX_STALL_S."""
         return self._stalled_s() > MAX_STALL_S
 
     @property
     def is_open(self) -> bool:
-        """True if the tier is known to be broken, or hangs."""
+        """True if the tier is known to be broken, or hangs. Lookups then skip it."""
         return bool(self.hangs or self._tier.problem())
 
     @property
     def lets_pass(self) -> bool:
-        """True if a call may be made: the tier works, or a trial call is due."""
+        """True if a call may be made now: the tier works, or a trial call is due."""
         if self.hangs:
             return False
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
     def take_turn(self) -> bool:
-        """Returns `lets_pass`. If the result is True because a trial is due, the next trial is due
-        only after RETRY_S."""
+        """Returns `lets_pass`, for a caller that makes its call at once if the result is True. If
+        that call is a trial call, the next trial call is due after RETRY_S."""
         passes = self.lets_pass
         if passes and self._tier.problem():
             self._next_try_s = time.monotonic() + RETRY_S
         return passes
 
     def say(self) -> None:
-        """Logs when lookups begin to skip the tier, and when it works again. If the tier breaks and
-        recovers often, logs a line at most once in SAY_AGAIN_S."""
+        """Logs a line if lookups have begun to skip the tier or if it works again, since the last
+        call of this method. Logs at most one warning in SAY_AGAIN_S if the tier breaks often."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

@@ -1,11 +1,13 @@
-"""Copies blocks of host memory to a tier that other nodes share. A block that an engine stored here
-is copied soon. Old blocks (loaded from the disk, left by an earlier server, or failed before) are
-copied at a limited rate.
+"""Copies blocks from host memory to a tier that other nodes share. Blocks that an engine has just
+stored on this node are copied soon. Old blocks are copied at a limited rate. These are blocks from
+the disk, blocks of an earlier server, and blocks whose copy has failed.
 
-Always true: a block is written only under a key space's epoch (a number that each flush raises)
-that the store has confirmed lately, and only if its bytes match its check value. For old blocks the
-tier is first asked whether it has them already; such blocks are not written. While the tier has a
-known problem, copying pauses. Runs on the event loop; the tier answers on threads.
+Always true: a block is written only if the store has lately confirmed the epoch of its key space (a
+number that each flush raises), and if its bytes match its check value. Before old blocks are
+written, the tier is asked which of them it has already; it gets only the others. While the tier has
+a known problem, copying pauses.
+
+Runs on the event loop; the tier calls `on_done` on its own threads.
 """
 
 import asyncio
@@ -40,32 +42,34 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 PAUSE_S = 0.05
+"""Time between two checks for blocks to copy."""
 MAX_OUT_BYTES = 64 << 20
-"""Most bytes of blocks that are being copied at a time. Their slots can't be evicted meanwhile."""
+"""Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
+memory."""
 LEARN_S = 1.0
-"""Longest wait until the store has confirmed the epoch (number that each flush of a key space
-raises) of blocks that are to be written."""
+"""Before a write: longest wait until the store has confirmed the epoch of the blocks' key space."""
 PROBE_S = 2.0
-"""Longest wait for the tier to say which blocks it has."""
+"""Longest wait until the tier has answered which of the old blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
-"""Limit on the mean rate at which old blocks are written, because many nodes may start at the same
-time."""
+"""Limit on the mean rate at which old blocks are written. It protects the store, because many nodes
+may start at the same time."""
 MIN_OLD_BYTES = 8 << 20
 """Least size of a batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
-"""Wait after a copy that failed. It doubles with each further failure."""
+"""Wait after a copy that failed. The wait doubles with each further failure of the same blocks."""
 WALKED_ENTRIES = 1 << 16
-"""Number of entries that are searched for blocks of an earlier server in a turn."""
+"""Number of entries that one turn searches for blocks of an earlier server."""
 
 
 class TierCopies:
-    """Copies blocks to a tier; see the module.
+    """Copies blocks to a shared tier; see the module.
 
     `moving_bytes`: most bytes that may be copied at a time.
     `num_copied`: number of blocks that were written to the tier, or were in it already.
     `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
         all tries failed, a flush removed them, or their bytes did not match their check values.
-    `on_ready`: called with the entries, the medium and the tier's name after blocks were copied.
+    `on_ready`: called after blocks were copied, with their entries in host memory, the medium and
+        the tier's name.
     """
 
     def __init__(
@@ -93,9 +97,10 @@ class TierCopies:
         self._copies.on_stored = self._wake.set
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
-        # When old blocks have their next turn.
+        # The earliest time to copy the next batch of old blocks.
         self._old_at_s = 0.0
-        # Key spaces of an earlier server, and the end of its entries.
+        # Key spaces in which an earlier server left blocks that are not queued yet, and the number
+        # of entries to search for these blocks.
         self._left = deque(core.key_spaces)
         self._num_left = core.space.index.num_numbers
 
@@ -108,14 +113,14 @@ class TierCopies:
         return self._copies.num_waiting
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts copying. `tell` is called when blocks may have been condemned."""
+        """Starts the tasks that copy blocks. `tell`: called when blocks may have been condemned."""
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
         tasks.spawn(self._offer_left(tasks))
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
-        """Queues blocks of host memory that no engine stored here lately, if the store's epoch for
-        the key space is known. Does nothing otherwise."""
+        """Queues old blocks of host memory (see the module), if this node knows the store's epoch
+        for the key space. Otherwise does nothing."""
         if self._epochs.get(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -134,8 +139,8 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time, whenever newly stored blocks leave bytes for
-        it."""
+        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch uses only
+        the part of the limit `moving_bytes` that their copies don't use."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -167,8 +172,8 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Queues the blocks that an earlier server left in host memory, in parts. Begins with a key
-        space once its epoch in the store is known."""
+        """Queues the blocks that an earlier server left in host memory, in parts. Begins with the
+        blocks of a key space once this node knows the store's epoch for the key space."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
@@ -191,8 +196,8 @@ class TierCopies:
                     first = 0
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move that the tier lacks and whose bytes match their check
-        values."""
+        """Writes the blocks of a move to the tier, then ends the move. Skips old blocks that the
+        tier already has, and blocks whose bytes do not match their check values."""
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes
         codes = np.zeros(len(move), np.uint8)
@@ -201,7 +206,7 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Check the epoch last: a flush may have begun during the probe.
+            # Confirm the epoch after the probe, because a flush may have begun during the probe.
             until_s = time.monotonic() + LEARN_S
             if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED

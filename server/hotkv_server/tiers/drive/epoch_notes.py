@@ -1,9 +1,11 @@
-"""Keeps the book of epochs (the record of flushes) in a small file that outlives the server.
+"""Saves the book of epochs (`EpochBook`, the record of flushes) in a small file for the next
+server. Each folder with blocks that outlive the server (the arena's, the disk's) has a copy of the
+file.
 
-Always true: the file is replaced as a whole, and is on its disk when `write` returns. Each folder
-with blocks that outlive the server has a copy; removing the blocks does not remove the copy. If the
-copies disagree on an epoch of a key space in a store, the local blocks of the key space may be
-older than a flush, so they are flushed as soon as the store answers.
+Always true: the file is replaced as a whole, and is on its disk when `write` returns. Removing the
+blocks of a folder does not remove the copy. If the copies disagree on the epoch of a key space in a
+store, the key space's blocks on this node may be older than a flush. They are then flushed as soon
+as the store answers.
 """
 
 import json
@@ -24,8 +26,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """A folder with a copy of the file. `has_blocks`: True if an earlier server left blocks
-    there."""
+    """A folder that has or gets a copy of the file. `has_blocks`: True if an earlier server left
+    blocks in the folder."""
 
     path: Path
     has_blocks: bool = False
@@ -33,7 +35,7 @@ class NotesFolder:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content of a file; see `EpochBook`."""
+    """The content of a copy of the file. `EpochBook` describes the fields."""
 
     base: int
     last: int
@@ -41,8 +43,8 @@ class _Content:
 
 
 class EpochNotes:
-    """Reads and writes the copies of the file; see the module. Without folders this object does
-    nothing, and the book ends with the process."""
+    """Reads and writes the copies of the file; see the module. Without folders it does nothing:
+    the book then ends with the process."""
 
     def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
         self._folders = tuple(folders)
@@ -51,11 +53,11 @@ class EpochNotes:
         return f"EpochNotes({[str(one.path) for one in self._folders]})"
 
     def read(self, stores: Sequence[str]) -> EpochBook:
-        """Returns the book that an earlier server wrote, for the stores with these names; an empty
-        book if there is no file. Blocks the calling thread."""
+        """Returns the book that an earlier server saved; an empty book if there is no file. Blocks
+        the calling thread. `stores`: names of the shared stores in the present settings."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
-        # A folder with blocks and without a file was left by a server that kept no notes.
+        # A folder with blocks but without a usable file: nothing is known about flushes of them.
         is_complete = all(content is not None or not one.has_blocks for one, content in read)
         names = {name for content in contents for name in content.records}
         records = {name: _merged(name, contents, is_complete=is_complete) for name in names}
@@ -77,15 +79,15 @@ class EpochNotes:
             raise failed
 
     def discard(self, book: EpochBook) -> None:
-        """Removes the files, unless a store has not been told of a flush yet. Called if the server
-        leaves no blocks. Blocks the calling thread."""
+        """Removes the files, unless a store must still raise an epoch for a flush in `book`. Called
+        if the server leaves no blocks. Blocks the calling thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)
 
 
 def text_of(book: EpochBook) -> str:
-    """Returns a book as the text for `EpochNotes.write`."""
+    """Returns the content of the file for this book: the text for `EpochNotes.write`."""
     key_spaces = {
         name: {
             "local": record.local,
@@ -101,8 +103,12 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """Returns the record of the key space `name`, merged from the contents of all files.
-    `is_complete`: False if a folder has blocks but no file."""
+    """Returns the record of a key space, merged from all copies of the file.
+
+    `name`: fingerprint of the key space.
+    `is_complete`: False if a folder has blocks but no usable file. The node's blocks then belong to
+        no known epoch.
+    """
     found = [content.records.get(name) or Record(content.base) for content in contents]
     record = Record(max(one.local for one in found))
     for store in {store for one in found for store in one.stores}:
@@ -116,7 +122,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
 
 
 def _read(path: Path) -> _Content | None:
-    """Returns the content of a file; None if it is missing or unusable."""
+    """Returns the content of a copy of the file; None if the copy is missing or unusable."""
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT_VERSION:

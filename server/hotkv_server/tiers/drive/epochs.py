@@ -1,15 +1,17 @@
-"""Executes flushes in all tiers, as the book of flushes (`tiers.book.epochs`) decides: asks the
-stores of shared tiers for epochs (of each key space, a number that every flush raises), raises the
-epochs, flushes key spaces on this node, and saves the book.
+"""Executes flushes in all tiers. The book of epochs (`tiers.book.epochs`) decides what is to be
+done; this module asks the stores of shared tiers for epochs (an epoch is a number per key space
+that every flush raises), raises epochs, flushes key spaces on this node, and saves the book.
 
-Always true: a flush belongs to the node. Callers wait until it is done, and it continues if they
-leave. One task makes the decisions. At most one action of each kind is under way: a question and a
-raise for each store, one flush, one write of the book. A write delays only moves to the disk and,
-for a bounded time, the answers to flushes. Runs on the event loop; tiers answer on threads.
+Always true: a flush belongs to the node, so it continues if the caller that waits for it is
+cancelled. One task makes the decisions. At most one action of each kind is under way: one question
+and one raise for each store, one flush, one write of the book. A slow write of the book delays only
+moves to the disk and, for a bounded time, the answers to flushes.
 
-A store counts as away if it has a known problem or its answer is overdue. Only time in which this
-process runs counts for that. If the process was stopped for a while, it asks the stores again
+A store counts as *away* if it has a known problem or its answer is overdue. Only time in which this
+process runs counts towards that. If the process was stopped for a while, it asks the stores again
 before it uses their old answers.
+
+Runs on the event loop; tiers call `on_done` on their own threads.
 """
 
 import asyncio
@@ -30,34 +32,39 @@ from hotkv_server.tiers.protocol import SharedTier, Shown
 log = logging.getLogger(__name__)
 
 Flush = Callable[[int], Awaitable[int]]
-"""Flushes a key space in this node alone; returns the number of blocks."""
+"""Flushes a key space on this node only. Returns the number of removed blocks."""
 
 TICK_S = 0.05
+"""Time between two turns (ticks) of the task."""
 IDLE_TURN_S = 1.0
-"""Time between two looks at key spaces that are not in use."""
+"""Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
-"""Longest wait for a store's answer to a question for epochs (numbers that flushes raise)."""
+"""Longest wait for a store's answer to a question for epochs."""
 SERVE_WAIT_S = 1.0
-"""Longest wait of a hit in host memory until the stores have confirmed the key space's epochs."""
+"""Longest time that a hit in host memory waits for the stores to confirm the key space's epochs."""
 MEET_S = 1.0
-"""Longest wait of a new session until the stores have sent the key space's epochs (numbers that
-flushes raise)."""
+"""Longest time that a new session waits for the stores to confirm its key space's epochs."""
 LATE_TICKS = 20
-"""A store counts as away if it has not answered for this number of ticks."""
+"""A store counts as away if it has not answered a question for this number of ticks."""
 GAP_S = 0.5
-"""Time between two ticks from which on the process is assumed to have been stopped meanwhile."""
+"""If two ticks are at least this far apart, the process is assumed to have been stopped between
+them."""
 DEAF_TICKS = 30
-"""Number of ticks after such a stop in which a late answer does not make a store count as away."""
+"""For this number of ticks after such a stop, no store begins to count as away."""
 SAVE_AGAIN_S = 1.0
-"""Wait after a write of the book that failed."""
+"""Wait after a failed write of the book, before the next try."""
 NOTES = "disk"
-"""Name that a flush reports as a pending tier if the book can't be written to its file."""
+"""The tier name that a flush reports as pending if the book could not be written to its files in
+time."""
 
 
 class EpochRelay:
-    """Notifies `Epochs` that a tier has seen another epoch (number that each flush of a key space
-    raises) than the tier expected. A tier gets its relay when it is opened; `Epochs.start` connects
-    the relay later."""
+    """The function that a tier calls when the store has another epoch than the tier expected. It
+    passes the call on to `Epochs`.
+
+    A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
+    relay; until then its calls have no effect.
+    """
 
     def __init__(self) -> None:
         self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
@@ -68,7 +75,11 @@ class EpochRelay:
 
 @dataclass(slots=True)
 class _Caller:
-    """A caller that waits for a flush."""
+    """A caller that waits for a flush to be done.
+
+    `done`: gets the result of the flush.
+    `num_blocks`: number of blocks that were removed on this node.
+    """
 
     ticket: Ticket
     done: "asyncio.Future[Flushed]"
@@ -76,7 +87,11 @@ class _Caller:
 
 
 class _Store:
-    """The state of a shared tier's store in this module."""
+    """The state of a shared tier's store in `Epochs`.
+
+    `is_away`: see the module.
+    `is_raising`: True while a raise is under way.
+    """
 
     def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
         self.tier = tier
@@ -88,10 +103,10 @@ class _Store:
 
 
 class Epochs:
-    """Executes flushes, and answers which epochs (numbers that flushes raise) the stores have
-    confirmed; see the module.
+    """Executes flushes, and tells which blocks may be served because the stores have confirmed
+    their epochs; see the module.
 
-    `stores`: each shared tier, with the relay that it calls as its `on_epoch`.
+    `stores`: each shared tier, with the relay that it got when it was opened.
     `notes`: files in which the book outlives the server; None: the book ends with the process.
     """
 
@@ -119,9 +134,9 @@ class Epochs:
         return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Starts the task. The task notices flushes of other nodes, and raises the stores' epochs
-        for flushes of which an earlier server could not notify the stores. `flush`: flushes a key
-        space on this node alone."""
+        """Starts the task. From now on, flushes of other nodes are noticed. If an earlier server
+        could not raise an epoch for a flush, the task raises it now. `flush`: flushes a key space
+        on this node only."""
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
@@ -146,19 +161,20 @@ class Epochs:
 
     def discard(self) -> None:
         """Removes the files of the book, unless a store must still raise an epoch for a flush.
-        Called if the server leaves no blocks. May block."""
+        Called if the server leaves no blocks. Blocks the calling thread."""
         self._notes.discard(self.book)
 
     # Flushes
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space on this node and in shared tiers, so that blocks stored before are no
-        longer found. Returns the number of blocks flushed here, and the names of tiers that don't
-        know of the flush yet.
+        """Flushes a key space on this node and in shared tiers, so that no node finds blocks that
+        were stored before. Returns the number of blocks removed on this node, and the names of the
+        tiers in which the flush is not effective yet.
 
-        With shared tiers this takes CONFIRMED_S, because other nodes may use the last answer of a
-        store for that time. If a store does not answer within TELL_S, the call returns; this server
-        or the next then raises the store's epoch as soon as the store answers.
+        If the stores answer, this takes at least CONFIRMED_S, because other nodes may use the last
+        answer of a store for that time. If a store does not answer within TELL_S, the flush ends
+        without it; this server or the next then raises the store's epoch as soon as the store
+        answers.
         """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
@@ -195,52 +211,53 @@ class Epochs:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the epoch (number that each flush raises) in which the key space's blocks in the
-        store may be read and written; NO_EPOCH if these blocks may not be read or written now."""
+        """Returns the epoch under which the key space's blocks in the store may be read and
+        written. Returns NO_EPOCH if they may not be read or written now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
-        """Returns the prefix of the keys under which the store has the key space's blocks."""
+        """Returns the prefix of the keys of the key space's blocks in the store. The prefix
+        contains the epoch."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """Returns the key space's epoch (number that each flush raises), in the form of
-        `Blocks.epochs`: if the store has another epoch after a read, the read is void."""
+        """Returns the key space's epoch in the form of `Blocks.epochs`. The tier compares it with
+        the store's epoch after a read."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
         """Returns the prefix of the keys of the key space's blocks on the disk. The prefix contains
-        the number of the last flush on this node, so seals (check values) from before that flush
-        don't match."""
+        the seal number (`Record.local`), which each flush changes, so the seals (check values) of
+        flushed blocks don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # 0: no number, as in the seals of earlier servers, which did not number flushes.
+        # With the number 0 the prefix is that of earlier versions, which had no seal numbers.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the flush numbers that seals on the disk include are all in the book's file."""
+        """True if the book's file has all seal numbers (`Record.local`), so that the next server
+        can read the blocks on the disk."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
-        """Returns True if the store has an epoch (number that each flush raises) for the key space
-        and has confirmed it lately, so its blocks may be read and written."""
+        """Returns True if the key space's blocks in the store may be read and written: the store
+        has an epoch for the key space and has confirmed it lately."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have lately confirmed the key space's epoch (number that each
-        flush raises). Then the key space's blocks on this node's disk are newer than all
-        flushes."""
+        """Returns True if all stores have lately confirmed the key space's epochs. Then the key
+        space's blocks on this node's disk are newer than all flushes, so they may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if hits on the key space's blocks in host memory may be granted now, because
-        the stores have confirmed the key space's epoch (number that each flush raises) lately.
-        Stores that are away are ignored."""
+        """Returns True if the key space's blocks in host memory may be served now: all stores that
+        are not away have lately confirmed the key space's epochs, and no flush of this node is
+        pending for a new epoch."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -251,7 +268,8 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns True if a store that is not away must still confirm the key space's epoch."""
+        """Returns True if a store that is not away has not confirmed the key space's epoch
+        lately."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -268,15 +286,15 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits up to MEET_S until the stores have sent the key space's epochs (numbers that
-        flushes raise). Blocks that an engine stores before that count as possibly older than a
-        flush."""
+        """Waits until the stores have confirmed the epochs of a new session's key space, at most
+        MEET_S. If the engine stores blocks earlier, they count as possibly older than a flush, and
+        this node flushes them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
-        """Asks the store for the key space's epoch (number that each flush raises), unless the
-        store has confirmed it lately. Returns True once `is_confirmed` is True. Returns False if
-        the store is away, or has not confirmed at `until_s`, a time of time.monotonic."""
+        """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
+        epoch if the last confirmation is too old. Returns False if the store is away, or has not
+        confirmed the epoch at `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             if self.is_confirmed(store, key_space_id):
@@ -288,8 +306,8 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epoch, and waits until all stores that are not away
-        have confirmed it, at most until `until_s`, a time of time.monotonic."""
+        """Asks the stores for the key space's epochs, and waits until all stores that are not away
+        have confirmed them, at most until `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -297,11 +315,13 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epoch (number that each flush raises), and waits
-        until all stores have confirmed it. Unlike `confirm_all`, also waits for stores that are
-        away, unless their tier reports a problem. This may take some seconds for a store that has
-        just started, so it is for prefetches, which can wait. `until_s`: a time of
-        time.monotonic."""
+        """Asks the stores for the key space's epochs, and waits until all stores have confirmed
+        them, at most until `until_s`, a time of time.monotonic.
+
+        Unlike `confirm_all`, also waits for stores that are away, unless their tier reports a
+        problem. If a store has just started, this may take some seconds. So this method is meant
+        for prefetches only.
+        """
         until_s += now_s() - time.monotonic()
         fingerprint = self.fingerprint(key_space_id)
         while key_space_id in self._core.key_spaces and any(
@@ -313,8 +333,9 @@ class Epochs:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Wakes the task and waits for a change, at most until `until_s`. Returns False at once if
-        that time has passed or the node closes."""
+        """Makes the task work at once, then waits until something has changed, at most until
+        `until_s`. Returns True afterwards. Returns False at once if `until_s` has passed or the
+        node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -333,13 +354,15 @@ class Epochs:
             self._work()
 
     def _nudge(self) -> None:
-        """Makes the task work in the next turn of the event loop, before the task's next tick."""
+        """Makes the task work in the next iteration of the event loop, without waiting for its next
+        tick."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Begins all actions that the book decides: questions, raises, a flush, a write."""
+        """Asks the book which actions are due, and begins them: questions to stores, raises of
+        epochs, a flush of this node, a write of the book."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -367,8 +390,8 @@ class Epochs:
             self._tasks.spawn(self._save())
 
     def _tick(self, at_s: float) -> None:
-        """Counts a tick if TICK_S has passed, and decides which stores are away. Resets the waits
-        if the process was stopped meanwhile."""
+        """Counts a tick if TICK_S has passed since the last tick, and decides which stores count as
+        away. If the process was stopped since the last tick, restarts the waits for answers."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
@@ -392,7 +415,8 @@ class Epochs:
         (shown,) = await ended
         store.asked_tick = None
         if shown is not None:
-            # A store that has just restarted, perhaps with an old copy of its data, counts as away.
+            # A store counts as away if it has just restarted and shows an epoch that may come from
+            # an old copy of its data.
             store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
             has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
             self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)
@@ -414,8 +438,8 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space on this node, unless no caller asked for the flush and the key space
-        has no blocks."""
+        """Flushes a key space on this node, and reports the end of the flush to the book. Skips the
+        removal of blocks if the key space has none and no caller has requested the flush."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -446,13 +470,13 @@ class Epochs:
         self._wake()
 
     def _look_at(self, fingerprint: str) -> None:
-        """Asks the stores for the key space's epoch at once, because a tier has seen another
-        epoch."""
+        """Asks the stores for the key space's epochs at once. Called if a tier has seen another
+        epoch than it expected."""
         self.book.doubt(fingerprint, now_s())
         self._nudge()
 
     def _wake(self) -> None:
-        """Wakes the task, and all callers that wait in `_turn`."""
+        """Makes the task work at once, and wakes all callers that wait in `_turn`."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)
@@ -472,5 +496,6 @@ class Epochs:
 
 
 def now_s() -> float:
-    """Returns the time of CLOCK_BOOTTIME in seconds, which also counts while the machine sleeps."""
+    """Returns the time of CLOCK_BOOTTIME in seconds. Unlike time.monotonic, this clock also runs
+    while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,6 @@
-"""Finds out which blocks are in tiers below host memory, for lookups and operators. For lookups it
-omits tiers from which loading takes longer than computing the blocks. Waits for shared tiers for a
-bounded time. Runs on the event loop."""
+"""Finds out which blocks are in tiers below host memory, for lookups of engines and for operators.
+A lookup does not count the blocks of a tier if loading them takes longer than computing them. Waits
+for the answers of shared tiers for a bounded time. Runs on the event loop."""
 
 import asyncio
 import contextlib
@@ -26,16 +26,16 @@ from hotkv_server.tiers.drive.tasks import TierTasks
 from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
 
 MAX_WAITING = 256
-"""Most leases and lookups of a session that wait for tiers at a time. Further leases and lookups
-get only blocks in host memory."""
+"""Most calls (leases and lookups) of a session that wait for tiers at a time. Further calls don't
+wait, and get only blocks in host memory."""
 EXPLAIN_WAIT_S = 2.0
-"""Longest time that `TierLookups.find` waits for shared tiers, unless the caller says another."""
+"""Default of `TierLookups.find` for the longest wait for shared tiers."""
 
 
 # ------------------------------------------------------------------------------- A source of blocks
 
-# The protocol for reading from a tier. It is the same for the disk, where the core chooses places,
-# and for shared tiers.
+# The protocol for reading from a tier, implemented for the disk (`drive.below`) and for shared
+# tiers (`drive.shared`).
 
 
 class TierSource(Protocol):
@@ -51,32 +51,36 @@ class TierSource(Protocol):
 
     @property
     def tier(self) -> Tier:
-        """The tier that moves the bytes."""
+        """The `Tier` that reads the bytes."""
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier which of the blocks it has, unless the core knows that already. Waits for
-        the answer at most until `until_s`."""
+        """Finds out which of the blocks the tier has, so that `wanted` and `lies_here` know it: a
+        shared tier must be asked. Waits at most until `until_s`, a time of time.monotonic."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block that is not in host memory may be in the tier."""
+        """Returns True if the tier may have a block of these lists that host memory lacks."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns for each list the positions of the blocks that are known to be in the tier and
-        are not in host memory."""
+        """Returns, for each list, the positions of the blocks that host memory lacks and the tier
+        is known to have."""
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list a mask of the blocks that are known to be in the tier."""
+        """Returns, for each list, a mask of the blocks that the tier is known to have."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move the `wanted` blocks up to host memory: reserves slots for as many blocks
+        """Begins to move the `wanted` blocks up to host memory: reserves slots, for as many blocks
         as there is room for. Returns None if no block gets a slot."""
 
     def blocks(self, move: Move) -> Blocks:
         """Returns the blocks of a move as the argument of `Tier.read`."""
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read its blocks. Returns the number of blocks that were
-        lost. `codes`: the `Read` of each block. `checks`: the check value of each block."""
+        """Ends a move after the tier has read its blocks. Returns the number of blocks that the
+        tier has lost.
+
+        `codes`: the `Read` of each block, uint8 [n].
+        `checks`: the check values of the blocks, uint64 [n].
+        """
 
 
 # ------------------------------------------------------------------------------------------ Lookups
@@ -95,7 +99,8 @@ class WaitingCalls:
         return self._waiting.total()
 
     def has_many(self, session: LiveSession) -> bool:
-        """Returns True if MAX_WAITING calls of the session are waiting."""
+        """Returns True if MAX_WAITING calls of the session are waiting. Further calls of the
+        session must then not wait."""
         return self._waiting[session.record.number] >= MAX_WAITING
 
     @contextlib.contextmanager
@@ -112,11 +117,13 @@ class WaitingCalls:
 
 
 class TierLookups:
-    """Finds out which blocks are in tiers; see the module.
+    """Finds out which blocks are in tiers; see the module. In its methods, `groups` has a list of
+    block hashes for each KV cache group.
 
-    `sources`: all tiers, in the order in which their blocks are preferred.
-    `shared`: the sources of shared tiers. This node does not know which blocks such a tier has, so
-        the tier must be asked.
+    `sources`: all tiers. If several tiers have a block, the first of them is preferred.
+    `shared`: the shared tiers among the sources. They must be asked which blocks they have, because
+        this node does not know it.
+    `waiting`: counts the calls that wait for tiers.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     """
 
@@ -149,12 +156,13 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns for each list of a lookup a mask of the blocks that are known to be in a tier, or
-        are being moved up to host memory.
+        """Returns, for each list of a lookup, a mask of the blocks outside host memory that count
+        as hits: blocks that a tier is known to have, and blocks on their way up to host memory.
+        Omits the blocks of a tier if loading them takes longer than computing them.
 
         `ready`: for each list, a mask of the blocks in host memory.
-        `tokens_per_s`: prefill speed of the engine. Blocks of a tier are omitted if loading them
-            takes longer than computing them. 0 if unknown; then all tiers count.
+        `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
+            all tiers count.
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
@@ -197,7 +205,11 @@ class TierLookups:
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:
-        """Returns for each source whether loading its blocks is faster than computing them."""
+        """Returns, for each source, True if loading its blocks is faster than computing them.
+
+        `at_hand`: for each list, a mask of the blocks in host memory or being moved there.
+        `found`: for each source, and each list, a mask of the blocks to load from the source.
+        """
         if not tokens_per_s or not any(map(count, found)):
             return [True] * len(sources)
         specs = self._core.key_space(key_space_id).groups
@@ -211,12 +223,13 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns True if a shared tier must be asked before a lookup can be answered. Either the
-        tier may have a block that host memory lacks, or the tier must first confirm the key space's
-        epoch (number that each flush raises), so that blocks of the disk may be loaded.
+        """Returns True if a lookup must call `ask` before it is answered. There are two reasons: a
+        shared tier may have a block that host memory lacks; or the stores must first confirm the
+        key space's epoch (a number that each flush raises), so that blocks may be loaded from the
+        disk or a shared tier.
 
-        Returns False without a session, if the session does not know tiers, and if MAX_WAITING
-        calls of the session are waiting.
+        Returns False without a session, if the session's client does not support tiers
+        (`Feature.TIERS`), and if MAX_WAITING calls of the session are waiting.
         """
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
@@ -233,8 +246,8 @@ class TierLookups:
         )
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks shared tiers which blocks they have. Waits for their answers, at most for
-        `lookup_wait_s`."""
+        """Asks the shared tiers which of these blocks they have, so that `lies_elsewhere` knows it.
+        Waits for their answers, at most for `lookup_wait_s`."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             await self._look(key_space_id, groups, until_s)
@@ -245,8 +258,8 @@ class TierLookups:
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = EXPLAIN_WAIT_S
     ) -> list[Lying]:
-        """Returns the blocks that each tier has, for operators and routers. Asks shared tiers for
-        blocks that host memory lacks, and waits for their answers at most for `wait_s`."""
+        """Returns, for each tier, which of these blocks it has, for operators and routers. Asks the
+        shared tiers, and waits for their answers at most for `wait_s`."""
         until_s = time.monotonic() + wait_s
         await self._look(key_space_id, groups, until_s)
         return [
@@ -266,8 +279,11 @@ class TierLookups:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Returns the blocks of tiers that the longest possible hit needs. `ready` and `elsewhere`:
-        for each list, masks of the blocks in host memory and in tiers."""
+        """Returns the blocks in tiers that the longest possible hit needs.
+
+        `ready`: for each list, a mask of the blocks in host memory.
+        `elsewhere`: for each list, a mask of the blocks in tiers.
+        """
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
         lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]

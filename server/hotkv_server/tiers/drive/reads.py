@@ -1,8 +1,8 @@
-"""Counts how many blocks lookups asked a tier for and how long its reads took, and decides from
-that which tiers a lookup uses.
+"""Measures how long the reads of a tier take, and decides from these times which tiers a lookup
+uses. Also counts the blocks that lookups asked a tier for.
 
-Always true: memory is fixed. Quantiles and the rate cover the last RECENT reads, sums cover all
-reads. On the event loop only.
+Always true: memory is fixed. Quantiles and speeds cover the last RECENT reads, counts cover all
+reads. Runs on the event loop only.
 """
 
 import time
@@ -17,29 +17,32 @@ from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.values import BoolMask
 
 RECENT = 1024
+"""Number of recent reads over which quantiles and speeds are computed."""
 COSTED = 16
-"""Number of recent reads from which the costs of a read are fitted. It is small, so that the costs
-follow the load."""
+"""Number of recent reads to which the costs of a read are fitted. It is small, so that the costs
+follow the load of the tier."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 """Upper bounds of the buckets in the histogram of read times."""
 
 TRIED_S = 5.0
-"""A tier that was too slow is used again this long after its last read, to measure its speed."""
+"""If a tier has had no read for this time, because it was too slow, lookups use it again, so that
+its speed is measured."""
 
 
 # --------------------------------------------------------------------------------------- The choice
 
-# Chooses the tiers that a lookup uses: loading their blocks must be faster than computing them.
+# Chooses the tiers that a lookup uses: loading the tiers' blocks must be faster than computing
+# them.
 #
 # Pure: no clock, no I/O, no state.
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A list of blocks in a lookup, in the order of the sequence.
+    """The blocks of a KV cache group in a lookup, in the order of the sequence.
 
-    `spec`: the list's KV cache group.
-    `ready`: mask of the blocks that are in host memory, or being moved there.
+    `spec`: the group.
+    `ready`: mask of the blocks that are in host memory or being moved there.
     """
 
     spec: GroupSpec
@@ -48,10 +51,10 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The blocks that a tier could load for a lookup, and how long that takes.
+    """The blocks that a tier could load for a lookup, and the time to load them. Loading n bytes
+    takes wait_s + n * s_per_byte seconds.
 
     `masks`: for each list of the lookup, a mask of the blocks that the tier has.
-    `wait_s`, `s_per_byte`: loading n bytes takes wait_s + n * s_per_byte seconds.
     """
 
     masks: Sequence[BoolMask]
@@ -60,30 +63,30 @@ class Offer:
 
 
 def both(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns for each list the blocks that are in both masks."""
+    """Returns, for each list, a mask of the blocks that both `some` and `others` select."""
     return [one & other for one, other in zip(some, others, strict=True)]
 
 
 def either(some: Sequence[BoolMask], others: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns for each list the blocks that are in at least one of the two masks."""
+    """Returns, for each list, a mask of the blocks that `some` or `others` select."""
     return [one | other for one, other in zip(some, others, strict=True)]
 
 
 def count(masks: Sequence[BoolMask]) -> int:
-    """Returns the number of blocks that the masks select, over all lists."""
+    """Returns the number of blocks that the masks select in all lists together."""
     return sum(int(mask.sum()) for mask in masks)
 
 
 def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
-    """Returns the tokens of the longest hit that is possible with the blocks in `masks` (one mask
-    per list); 0 for empty lists."""
+    """Returns the number of tokens in the longest possible hit; 0 for empty lists. `masks`: for
+    each list, the blocks that are available for the hit."""
     limit = max((len(one.ready) * one.spec.block_tokens for one in lists), default=0)
     return longest_hit([one.spec for one in lists], masks, limit) if limit else 0
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns for each list a mask of the blocks that the longest hit needs. `masks`: the blocks
-    that are available."""
+    """Returns, for each list, a mask of the blocks that the longest possible hit needs. `masks`:
+    for each list, the blocks that are available for the hit."""
     ranges = needed_blocks([one.spec for one in lists], hit_tokens(lists, masks))
     found = []
     for one, blocks in zip(lists, ranges, strict=True):
@@ -94,12 +97,15 @@ def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]
 
 
 def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float) -> list[bool]:
-    """Returns which offers to take, given the engine's prefill speed; all if the speed is 0, which
-    means unknown.
+    """Decides which offers a lookup takes. Returns, for each offer, True if it is taken.
 
-    Tiers are read at the same time, so a lookup waits for the slowest. If that takes longer than
-    computing the tokens that the offers add to the hit, the slowest offer is dropped, and the rest
-    is compared again. A block that several offers have is loaded by the first of them.
+    Tiers are read at the same time, so a lookup waits for the slowest of them. If this wait is
+    longer than the time to compute the tokens that the offers add to the hit, the slowest offer is
+    dropped, and the other offers are compared again. If several offers have the same block, the
+    first of them loads it.
+
+    `tokens_per_s`: speed at which the engine computes prompts. 0 if unknown; then all offers are
+        taken.
     """
     taken = [True] * len(offers)
     if not tokens_per_s:
@@ -125,8 +131,9 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """Returns how many seconds each offer takes to load those of the wanted blocks that no earlier
-    offer has; 0 for an offer that loads no blocks or is not taken."""
+    """Returns, for each offer, the seconds to load its part of the wanted blocks; 0 if it loads no
+    block. A taken offer loads all wanted blocks that it has, except blocks of earlier offers. An
+    offer that is not taken loads no block."""
     lacking = [mask & ~one.ready for one, mask in zip(lists, wanted, strict=True)]
     seconds = []
     for offer, is_taken in zip(offers, taken, strict=True):
@@ -144,15 +151,17 @@ def _seconds(
 
 class TierReads:
     """Counts the lookups and reads of a tier, and estimates the cost of a read from recent reads. A
-    read is one call of the tier, for the blocks of some leases.
+    read is one call of `Tier.read`.
 
     `asked_blocks`: number of blocks that lookups asked the tier for. Lookups ask a tier only for
         blocks that host memory and the tiers before it lack.
-    `hit_blocks`: how many of these the tier had.
-    `left_blocks`: how many of these were not loaded, because the engine computes them sooner.
+    `hit_blocks`: number of these blocks that the tier had.
+    `left_blocks`: number of blocks that the tier had, but that were not loaded, because the engine
+        computes them sooner.
+    `num_reads`: number of all reads.
     `times_s`: histogram of the durations of all reads.
     `last_s`: when the last read ended, a time of time.monotonic.
-    `queued_bytes`: bytes of the reads that have not ended.
+    `queued_bytes`: bytes of the blocks in reads that have not ended.
     """
 
     def __init__(self) -> None:
@@ -168,12 +177,17 @@ class TierReads:
         return f"TierReads({self.num_reads} reads, {self.hit_blocks}/{self.asked_blocks} hit)"
 
     def add_lookup(self, num_asked: int, num_hit: int) -> None:
-        """Counts a lookup that asked for `num_asked` blocks, of which the tier had `num_hit`."""
+        """Counts a lookup that asked the tier for `num_asked` blocks. The tier had `num_hit` of
+        them."""
         self.asked_blocks += num_asked
         self.hit_blocks += num_hit
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Counts a read that took `seconds`. `num_bytes`: bytes of the blocks that were found."""
+        """Counts a read that has just ended.
+
+        `seconds`: duration of the read.
+        `num_bytes`: bytes of the blocks that it found.
+        """
         at = self.num_reads % RECENT
         self._seconds[at], self._bytes[at] = seconds, num_bytes
         self.num_reads += 1
@@ -181,24 +195,26 @@ class TierReads:
         self.last_s = time.monotonic()
 
     def quantile_s(self, share: float) -> float:
-        """Returns a quantile of the durations of recent reads; 0 before the first read."""
+        """Returns a quantile of the durations of recent reads, in seconds; 0 before the first read.
+        `share`: 0.5 for the median."""
         recent = self._seconds[: self.num_reads]
         return float(np.quantile(recent, share)) if len(recent) else 0.0
 
     def bytes_per_s(self) -> float:
-        """Returns the mean speed of recent reads that found blocks, in bytes per second; 0 if no
-        recent read found blocks. The tier as a whole is faster if it does several reads at the same
-        time."""
+        """Returns the mean speed of a read, in bytes per second, over the recent reads that found
+        blocks; 0 if there are no such reads. A tier that executes several reads at the same time
+        delivers more than this."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
 
     def offer(self, masks: Sequence[BoolMask], now_s: float) -> Offer:
-        """Returns the tier's offer to a lookup: the blocks in `masks`, and the time to load them
-        after the queued reads. Writes are not included, because they don't delay reads.
+        """Returns the tier's offer to a lookup: the blocks in `masks`, and the estimated time to
+        load them. The time includes the wait for queued reads, but not for writes, because they
+        don't delay reads.
 
-        The costs are 0 if the last read ended more than TRIED_S ago, because the present speed is
-        then unknown.
+        If the last read ended more than TRIED_S ago, the tier's speed is unknown. The estimate is
+        then 0, so that the lookup uses the tier.
         """
         fixed_s, s_per_byte = self.costs()
         if now_s >= self.last_s + TRIED_S:
@@ -206,9 +222,9 @@ class TierReads:
         return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
 
     def costs(self) -> tuple[float, float]:
-        """Returns the present costs of a read: seconds per read, and seconds per byte. The costs
-        are fitted to the last COSTED reads by least squares, and are at least 0. Both are 0 if
-        these reads found no blocks."""
+        """Returns the estimated costs of a read: seconds per read, and seconds per byte. Both are
+        fitted to the last COSTED reads by least squares, and are at least 0. Both are 0 if these
+        reads found no blocks."""
         if self._costs_at != self.num_reads:
             last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
             self._costs = fitted(self._bytes[last], self._seconds[last])

@@ -1,17 +1,18 @@
-"""The records of the disk tier: a block table in memory, which says which block is at which place,
-the table's key spaces, and a note of the bytes written to the disk. A thread writes changes of them
-to files, from which the next server restores the blocks.
+"""The records of the disk tier, from which the next server restores the blocks on the disk. There
+are three: a block table, which has the place of each block; the key spaces of these blocks; and a
+note of the bytes written to the disk. They are kept in memory, and a thread writes their changes to
+files.
 
 Always true:
 
 - the event loop neither opens nor maps a file of the tier, so a disk that hangs stops only the
   thread;
 - a block is moved to the disk only after its key space was written to a file (`kept_revision`);
-- a start that is killed has changed nothing, because the new table is a separate file until it is
-  complete;
-- a restored record need not be right: the seal (check value) shows at the first read whether its
-  block is at the place. So the file may be older than the table in memory, by KEEP_S and the time
-  that the disk takes.
+- if a server is killed during its start, the next server still finds the old table, because the new
+  table is a separate file until it is complete;
+- a restored record may be wrong: the seal (check value) shows at the first read whether the block
+  is at the place. So the file may lag behind the table in memory, by KEEP_S and the time that the
+  disk takes.
 """
 
 import contextlib
@@ -45,14 +46,15 @@ from hotkv_server.memory.state import (
 LOCK_FILE, STATE_FILE, TABLE_FILE, NEW_TABLE_FILE = "lock", "state.json", "records", "records.new"
 WRITTEN_FILE = "written.json"
 Written = list[tuple[float, int]]
-"""Sizes of writes in bytes, each with its time in seconds since 1970."""
+"""Writes to the disk, as pairs of their time in seconds since 1970 and their size in bytes."""
 MODE = 0o600
 KEEP_S = 0.5
 """Least time between two searches of the whole table for changed records."""
 MAX_LOOK_SHARE = 0.02
-"""Largest share of the thread's time for these searches. So large tables are searched less often
+"""Largest share of the thread's time for these searches. So a large table is searched less often
 than every KEEP_S."""
 RETRY_S = 1.0
+"""Wait after a failed write, before the next try."""
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
 SYNCED_PARTS = 256
@@ -66,15 +68,17 @@ log = logging.getLogger(__name__)
 class LowerMemory:
     """The records of the disk tier; see the module.
 
+    `folder`: folder of the tier, with its files.
+    `slab_bytes`, `num_bytes`: sizes of a slab and of the whole tier.
     `table`: the block table in memory; empty until the core fills it.
-    `old`: the table that an earlier server left; None if there is no such table, or if the table is
-        unusable. Also None after `start`.
+    `old`: the table that an earlier server left; None if there is no usable table, and after
+        `start`.
     `state`: the key spaces and slab size that belong to `old`.
-    `why_empty`: why the old table is unusable; empty if the table is usable or there was no table.
-    `kept_revision`: revision of the newest key spaces that are in a file; -1 at first.
-    `problem`: why the last write to the files failed; empty if the write succeeded.
-    `num_changed`: number of changed records that were reported since the start.
-    `num_saved`: how many of these are in the file.
+    `why_empty`: the reason why the old table is unusable; empty if it is usable or there was none.
+    `kept_revision`: revision of the key spaces that are in the file; -1 before the first write.
+    `problem`: the reason why the last write to the files failed; empty if it succeeded.
+    `num_changed`: number of changed records that `changed` has reported since the start.
+    `num_saved`: number of these records that are in the file.
     """
 
     folder: Path
@@ -106,14 +110,13 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Locks the folder, makes a new table, and reads the table of an earlier server. Blocks the
-        calling thread. Raises BusyError if another server uses the folder, or OSError.
+        """Locks the folder, makes a new table, and reads the table that an earlier server left.
+        Blocks the calling thread. Raises BusyError if another server uses the folder, or OSError.
 
-        `num_bytes`: size of the disk tier, which is rounded down to whole slabs.
-        `slab_bytes`: size of slabs, unless there is a usable old table; then the old table's slab
-            size is kept.
+        `num_bytes`: size of the disk tier; it is rounded down to whole slabs.
+        `slab_bytes`: size of a slab. If there is a usable old table, its slab size is used instead.
         `capacity`: most blocks in the table.
-        `reset`: removes the old table.
+        `reset`: True first removes the old table.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = lock_file(folder / LOCK_FILE)
@@ -125,7 +128,7 @@ class LowerMemory:
             slab_bytes = slab_bytes if state is None else state.slab_bytes
             num_bytes = num_bytes // slab_bytes * slab_bytes
             geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
-            # Make the file now: if the folder can't be written, the server must not start.
+            # Make the file now, so that a server whose folder can't be written does not start.
             _new_file(folder / NEW_TABLE_FILE, geometry.file_bytes)
         except BaseException:
             os.close(lock_fd)
@@ -138,9 +141,9 @@ class LowerMemory:
         )
 
     def start(self, revision: int, state: ServerState) -> None:
-        """Starts the thread. The table must be filled. The thread replaces the old table's file,
-        writes the key spaces in `state`, and from then on writes changes. Does not wait for the
-        disk. `revision`: revision of the key spaces."""
+        """Starts the thread, which replaces the file of the old table, writes the key spaces in
+        `state`, and from then on writes changes. The core must have filled the table before. Does
+        not wait for the disk. `revision`: revision of the key spaces."""
         self._keeps_numbers = self.state is not None and _agree(self.state, state)
         self.old = self.state = None
         self._wanted = (revision, state)
@@ -148,22 +151,22 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Makes the thread write these key spaces in place of the previous key spaces. Does not
-        wait for the disk; `kept_revision` shows when the key spaces are written."""
+        """Makes the thread replace the file of key spaces with those in `state`. Does not wait for
+        the disk. Once the file is written, `kept_revision` is `revision`."""
         self._wanted = (revision, state)
         self._asked.set()
 
     def changed(self, entries: Entries) -> None:
-        """Makes the thread write the records of these entries at once, instead of at its next
-        search for changes. Does not wait for the disk. To be called on the event loop, which
-        changes the table."""
+        """Makes the thread write the records of these entries at once, instead of after its next
+        search of the table. Does not wait for the disk. Only the event loop may call this method,
+        because it changes the table."""
         self.num_changed += len(entries)
         self._changed.append(entries)
         self._asked.set()
 
     def written(self) -> "Future[None]":
-        """Returns a future that is done once all present records are in the file. Does not wait for
-        the disk. Thread-safe."""
+        """Returns a future that is done once the file has all records as they are now. Does not
+        wait for the disk. Thread-safe."""
         future: Future[None] = Future()
         self._waiting.append(future)
         self._asked.set()
@@ -174,21 +177,21 @@ class LowerMemory:
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the disk has not answered; 0 without a write. `now_s`: a
-        time of time.monotonic."""
+        """Returns the seconds for which the thread's present write has lasted; 0 if it does not
+        write. `now_s`: a time of time.monotonic."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 
     def keep_written(self, written: Written) -> None:
-        """Makes the thread write a note of how much was written to the disk and when, in place of
-        the last note. A reset of the tier keeps the note, because the writes have worn the disk all
-        the same. Does not wait for the disk."""
+        """Makes the thread replace the note of the bytes written to the disk. Does not wait for the
+        disk. A reset of the tier keeps the note, because the writes have worn the disk all the
+        same."""
         self._admitted = written
         self._asked.set()
 
     def read_written(self) -> Written:
-        """Returns the writes in the note of an earlier server; empty without a note. Blocks the
-        calling thread. Raises StateError if the note is damaged, or OSError."""
+        """Returns the disk writes that an earlier server has noted; empty without a note. Blocks
+        the calling thread. Raises StateError if the note is damaged, or OSError."""
         path = self.folder / WRITTEN_FILE
         try:
             found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]
@@ -201,9 +204,9 @@ class LowerMemory:
         return found
 
     def close(self) -> None:
-        """Writes all changes and unlocks the folder for another server. The table must not change
-        any more. Waits up to CLOSE_WAIT_S for a disk that hangs; after that the folder stays locked
-        until the process ends."""
+        """Writes all changes, then unlocks the folder for another server. The table must not change
+        any more. If the disk hangs for CLOSE_WAIT_S, returns; the folder then stays locked until
+        the process ends."""
         self._closing.set()
         self._asked.set()
         if self._thread is not None:
@@ -260,8 +263,11 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the records of the entries in `changed`; with `walks`, all records that have
-        changed. Then writes the key spaces, if they have changed."""
+        """Writes the changed records, then the key spaces if they have changed.
+
+        `changed`: entries whose records have changed.
+        `walks`: True also searches the whole table for changed records.
+        """
         if self._sums is None:
             self._adopt()
         else:
@@ -279,11 +285,13 @@ class LowerMemory:
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table to a new file, which then replaces the old table's file. If a
-        number means different key spaces in the two tables, removes the file of key spaces first.
-        So if the process is killed before the new key spaces are written, the next server does not
-        read the table with wrong key spaces. Syncs the new file first: after a power loss it might
-        be empty."""
+        """Writes the whole table to a new file, which then replaces the file of the old table.
+
+        Two steps precede the replacement. The new file is synced, because otherwise it might be
+        empty after a power loss. The file of key spaces is removed if a number means different key
+        spaces in the two tables: if the process is killed before it has written the new key spaces,
+        the next server must not read the new table with the old key spaces.
+        """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
         sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
@@ -298,8 +306,9 @@ class LowerMemory:
         self._sums = sums
 
     def _all_parts(self) -> list[int]:
-        """Returns the numbers of the table's parts (of PART_BYTES) with the header and the records.
-        The parts with the buckets are not written, because a start does not read them."""
+        """Returns the numbers of the table's parts (PART_BYTES each) that are written to the file:
+        the parts with the header and with the records. The next server does not need the parts with
+        the buckets."""
         first = self.table.geometry.records_offset_bytes // PART_BYTES
         return sorted({0, *range(first, -(-len(self._bytes) // PART_BYTES))})
 
@@ -315,8 +324,8 @@ class LowerMemory:
         return parts
 
     def _write_parts(self, fd: int, parts: list[int], sums: NDArray[np.uint64]) -> None:
-        """Writes those of the parts that have changed since their last write. `sums`: the hash of
-        each part at its last write; updated."""
+        """Writes the parts in `parts` that have changed since their last write. `sums`: the hash of
+        each part of the table at its last write; this method updates it."""
         # Servers without a tier need no xxhash.
         import xxhash
 
@@ -342,7 +351,7 @@ def _agree(one: ServerState, other: ServerState) -> bool:
 
 
 def _memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Returns zeroed private memory without a file behind it."""
+    """Returns memory of this process alone (an anonymous mapping), filled with zeros."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
@@ -363,9 +372,11 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
-    """Returns the table and the key spaces that an earlier server left, and "". If the files are
-    unusable, returns None for table and key spaces, and the reason. If there are no files, the
-    reason is empty."""
+    """Reads the files of an earlier server. Returns its table, its key spaces and "". Returns None,
+    None and a reason if the files are unusable. Returns None, None and "" if there are no files.
+
+    `num_bytes`: present size of the disk tier.
+    """
     path = folder / TABLE_FILE
     if not path.exists() and not (folder / STATE_FILE).exists():
         return None, None, ""

@@ -1,9 +1,9 @@
-"""Drives a tier that other nodes share (Mooncake, Valkey, S3). Blocks that are stored on this node
-are copied to the tier, and lookups ask it for blocks that host memory lacks.
+"""Drives a tier that other nodes share (Mooncake, Valkey, S3): copies blocks that are stored on
+this node to the tier, and asks the tier for blocks that this node lacks.
 
 Always true: blocks are read and written only if the store has lately confirmed the epoch of their
-key space (a number that each flush raises; see `epochs`). Written blocks match their check values.
-Runs on the event loop; the tier answers on threads.
+key space (a number that each flush raises; see `drive.epochs`). Written blocks match their check
+values. Runs on the event loop; the tier calls `on_done` on its own threads.
 """
 
 import asyncio
@@ -42,19 +42,21 @@ from hotkv_server.tiers.protocol import (
 log = logging.getLogger(__name__)
 
 MAX_PROBED = 1 << 13
-"""Most blocks that a lookup asks the store for."""
+"""Most blocks that a lookup asks the tier for."""
 MAX_FOUND = 1 << 16
-"""Most blocks to remember as found in the store."""
+"""Most blocks that are remembered as found in the tier."""
 FOUND_S = 10.0
-"""Time for which a found block is remembered, unless it is read before."""
+"""Time for which a block is remembered as found in the tier, unless it is read earlier."""
 
 
 class TierShared:
-    """Drives a shared tier; see the module.
+    """Drives a shared tier; see the module. In its methods, `groups` has a list of block hashes for
+    each KV cache group.
 
-    `epochs`: the epochs of key spaces in all shared tiers.
+    `epochs`: tells which epochs the stores of shared tiers have confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time.
-    `below`: the breaker of the disk tier, which shows whether lookups skip the disk; None without a
+    `out`: copies blocks to the tier.
+    `below`: the breaker of the disk tier, which tells whether lookups skip the disk; None without a
         disk.
     `num_fetched`: number of blocks loaded from the tier since the start.
     """
@@ -83,15 +85,15 @@ class TierShared:
         return f"TierShared({self.tier!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts copying blocks to the tier. `tell`: called when blocks may have been condemned."""
+        """Starts to copy blocks to the tier. `tell`: called when blocks may have been condemned."""
         self.out.start(tasks, tell)
 
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Asks the tier which of the blocks it has that neither host memory nor the disk has. Skips
-        blocks that were found lately. Waits for the answer at most until `until_s`, a time of
-        time.monotonic."""
+        """Probes the tier for the blocks that are neither in host memory nor on the disk, and
+        remembers which of them the tier has. Skips blocks that are remembered already. Waits for
+        the answer at most until `until_s`, a time of time.monotonic."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
@@ -106,19 +108,20 @@ class TierShared:
             return
         ended: asyncio.Future[tuple[Codes]] = future()
         expected = self._epochs.expected(self.name, key_space_id)
-        # An answer that is too late for this lookup serves the next.
+        # An answer that is too late for this lookup still serves the next lookup.
         ended.add_done_callback(lambda answer: self._heard(keys, answer))
         self.tier.probe(keys, until_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists is neither in host memory nor on the disk, so that
-        the block may be in the tier."""
+        """Returns True if a block of these lists is neither in host memory nor on the disk. The
+        tier may have such a block."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns for each list the positions of the blocks that were lately found in the tier and
-        are neither in host memory nor on the disk."""
+        """Returns, for each list, the positions of the blocks that were lately found in the tier
+        and are neither in host memory nor on the disk. Empty if the store has not confirmed the key
+        space's epoch lately."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
         if not self._epochs.is_confirmed(self.name, key_space_id):
             return [at[:0] for at in absent]
@@ -128,15 +131,15 @@ class TierShared:
         ]
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list a mask of the `wanted` blocks."""
+        """Returns, for each list, a mask of the blocks that `wanted` returns."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True
         return masks
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to load the `wanted` blocks: reserves slots for as many blocks as there is room
-        for. Returns None if no block gets a slot."""
+        """Begins to load the `wanted` blocks: reserves slots in host memory, for as many blocks as
+        there is room for. Returns None if no block gets a slot."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         for keys in self._keys(key_space_id, groups, wanted):
             for key in keys:
@@ -153,15 +156,15 @@ class TierShared:
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move after the tier has read its blocks. Returns the number of damaged blocks; a
-        block that the tier has evicted does not count."""
+        """Ends a move up after the tier has read its blocks. Returns the number of damaged blocks;
+        blocks that the tier has evicted don't count. For the arguments see `TierSource.end_up`."""
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns for each list the positions of the blocks that are neither in host memory nor on
-        the disk. Ignores the disk while lookups skip it."""
+        """Returns, for each list, the positions of the blocks that are neither in host memory nor
+        on the disk. While lookups skip the disk, its blocks count as absent too."""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower = self._books.lower
         if lower is None or (self.below is not None and not self.below.lets_pass):
@@ -183,7 +186,8 @@ class TierShared:
         ]
 
     def _heard(self, keys: list[bytes], answer: "asyncio.Future[tuple[Codes]]") -> None:
-        """Remembers the blocks that were found, once the tier has answered a probe for `keys`."""
+        """Called with the tier's answer to a probe for `keys`: remembers the blocks that the tier
+        has."""
         if not answer.cancelled():
             (codes,) = answer.result()
             self._remember(

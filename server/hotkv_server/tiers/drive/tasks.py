@@ -1,4 +1,5 @@
-"""Parts that all tiers share: tasks of the event loop, check values, keys."""
+"""Helpers for the drivers of tiers: tasks of the event loop, comparison of check values, keys of
+blocks."""
 
 import asyncio
 import threading
@@ -21,16 +22,16 @@ from hotkv_server.tiers.protocol import NO_EPOCHS, Blocks, Epochs, Seals
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""Longest wait, after tiers are closed, until their answers are processed. A disk that hangs never
-answers; slots that it uses stay reserved until the process ends."""
+"""Longest wait for the tasks to end, after the tiers were closed. A task that waits for a disk that
+hangs never ends; slots that the disk uses stay reserved until the process ends."""
 
 
 class TierTasks:
-    """Runs the background tasks of all tiers. An exception in a task is passed to the event loop's
-    exception handler at once.
+    """Runs the background tasks of all tiers. If a task raises, its exception goes to the event
+    loop's exception handler at once.
 
-    `is_closing`: True once all tasks must end.
-    `health`: watches the tasks that loop (`turns`).
+    `is_closing`: set to True by the owner to end all tasks.
+    `health`: watches the tasks that use `turns`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,8 @@ class TierTasks:
     async def turns(
         self, name: str, pause_s: float, wake: asyncio.Event | None = None
     ) -> AsyncIterator[None]:
-        """Yields like `Health.turns`, until `is_closing` is True."""
+        """Yields once per turn of a task's loop, as `Health.turns` does, until `is_closing` is
+        True."""
         async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return
@@ -65,7 +67,8 @@ class TierTasks:
             )
 
     async def close(self) -> None:
-        """Waits for the tasks at most CLOSE_S, then cancels those that still run."""
+        """Waits until the tasks have ended, at most CLOSE_S, then cancels the tasks that still
+        run."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         for task in self._tasks:
@@ -79,7 +82,8 @@ def future() -> "asyncio.Future[Any]":
 
 
 async def elsewhere(call: Callable[..., T], *arguments: object) -> T:
-    """Runs `call` on a thread of the shared pool. Use `aside` for calls that may hang."""
+    """Runs `call` on a thread of the event loop's default pool, and returns its result. For calls
+    that may hang use `aside`, which can't exhaust the pool."""
     return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
 
 
@@ -100,8 +104,8 @@ async def aside(call: Callable[[], object]) -> None:
 
 
 def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
-    """Returns a function that any thread may call. The function makes the future's event loop set
-    the future's result: the tuple of the arguments of the call."""
+    """Returns a callback for a tier (`on_done`) that any thread may call. When it is called, the
+    future gets the tuple of the call's arguments as its result, on the future's event loop."""
     loop = ended.get_loop()
 
     def set_result(answer: object) -> None:
@@ -121,8 +125,9 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Compares the bytes of n pinned blocks with their check values. Returns a mask [n] of the
-    blocks that match, and condemns the others. `tell`: called after blocks were condemned."""
+    """Compares the bytes of n pinned blocks in host memory with their check values. Condemns the
+    blocks that don't match, and returns a mask [n] of the blocks that match. `tell`: called
+    afterwards, so that the node reports condemned blocks."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)
@@ -133,11 +138,12 @@ async def agreeing(
 
 
 def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Computes the check values of blocks that a tier has just read into their slots; zeros if the
-    server computes no check values. Callable on any thread, because only the move uses its entries
-    and slots."""
+    """Returns the check values of the blocks of a move, which a tier has just read into their
+    slots, uint64 [n]; zeros if the server computes no check values. Callable on any thread, because
+    only the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
-    # Read once: the event loop takes them from a move that it gives up. The slots stay.
+    # Read `entries` once: the event loop empties it if it abandons the move (`Arrivals.forsake`).
+    # The slots stay reserved.
     entries = move.entries
     checks = np.zeros(len(entries), np.uint64)
     if not stride:
@@ -164,7 +170,11 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 def blocks_of(
     core: CacheCore, entries: Entries, prefix: bytes, epochs: Epochs = NO_EPOCHS
 ) -> Blocks:
-    """Returns the blocks of `entries` in the form for a tier that chooses places itself."""
+    """Returns the blocks of entries in host memory, as the argument of a tier's calls.
+
+    `prefix`: the first bytes of the blocks' keys.
+    `epochs`: see `Blocks.epochs`.
+    """
     index = core.space.index
     _, groups, hashes = index.keys(entries)
     return Blocks(

@@ -1,9 +1,9 @@
-"""Moves blocks from tiers into host memory when a lease asks for them. The lease waits for a
-bounded time.
+"""All tiers of a node as one object, `Tiers`. It moves blocks from tiers up to host memory when a
+lease asks for them, and starts and closes the tiers.
 
 Always true: a lease waits for tiers at most `lookup_wait_s`, and hits in host memory don't wait. A
 slot belongs to the tier from the beginning of a move until the tier reports that it has stopped
-using the slot. Runs on the event loop; tiers answer on their threads.
+using the slot. Runs on the event loop; tiers call `on_done` on their own threads.
 """
 
 import asyncio
@@ -39,24 +39,31 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Read
 log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
-"""Largest share of the arena whose blocks are being moved to a tier at a time. The same limit
-applies to blocks that are being loaded from all tiers."""
+"""Largest share of the arena for blocks that are being moved down to one tier. The same share is
+the limit for blocks that are being loaded from all tiers together."""
 PREFETCH_PAUSE_S = 0.05
 """Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0
-"""Longest wait for tiers to close: some wait for the call under way."""
+"""Longest wait for the tiers to close. Closing may take long, because some tiers wait until their
+calls under way have ended."""
 RECORDS_WAIT_S = 1.0
-"""Longest wait of a flush until the disk's records are in their file."""
+"""Longest time that a flush waits until the file of the disk's records is written."""
 SAY_S = 0.2
-"""Time between two checks for tiers that hang or work again."""
+"""Time between two checks whether a tier hangs or works again."""
 UP_TIMEOUT_S = 30.0
-"""A tier may skip a read that has not begun after this time, so that the read's slots are freed."""
+"""Deadline of a read: if the read has not begun after this time, the tier may skip it, so that its
+slots are freed."""
 
 
 @dataclass(slots=True)
 class Coming:
-    """A move of blocks up: from a tier into host memory. `num_waiting`: number of callers that wait
-    for the move."""
+    """A move up, from a tier to host memory, that is under way or has ended.
+
+    `source`: the tier.
+    `num_bytes`: bytes of the move's slots.
+    `done`: gets its result when the move has ended; the found blocks are then in host memory.
+    `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
+    """
 
     source: TierSource
     move: Move
@@ -67,18 +74,21 @@ class Coming:
 
 @dataclass(slots=True)
 class Held:
-    """The result of `bring_up`: the moves whose blocks stay pinned until the caller has its lease
-    and calls `let_go`."""
+    """The result of `Tiers.bring_up`: the moves whose blocks stay pinned until the caller passes
+    this object to `let_go`."""
 
     waits: list[Coming] = field(default_factory=list)
 
 
 class Tiers:
-    """All tiers below host memory. Tiers are asked in this order: `below` (the disk), then
-    `shared`.
+    """All tiers below host memory; see the module. In its methods, `groups` has a list of block
+    hashes for each KV cache group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
     `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.
+    `below`: the driver of the disk tier; None without a disk. Lookups ask the disk first.
+    `shared`: the drivers of the shared tiers, in the order in which lookups ask them.
+    `lookups`: finds out which blocks are in tiers.
     """
 
     def __init__(
@@ -123,11 +133,11 @@ class Tiers:
         flush: Flush,
         on_ready: OnReady = nobody,
     ) -> None:
-        """Starts moving blocks.
+        """Starts the background tasks of all tiers.
 
         `health`: watches the tiers' loops and threads.
         `tell`: called when blocks may have been evicted or condemned.
-        `flush`: flushes a key space in this node alone.
+        `flush`: flushes a key space on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
         """
         self._tell, self._on_ready = tell, on_ready
@@ -136,7 +146,8 @@ class Tiers:
         async def flush_here(key_space_id: int) -> int:
             num_blocks = await flush(key_space_id)
             if self.below is not None and self.below.memory is not None:
-                # Otherwise a kill could bring back records of flushed blocks. A disk may hang.
+                # Wait until the records' file is written: otherwise, after a kill, the next server
+                # could restore flushed blocks. The wait is bounded, because a disk may hang.
                 written = asyncio.wrap_future(self.below.memory.written())
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks
@@ -161,7 +172,7 @@ class Tiers:
                     self._tell()
 
     def trace(self, tracing: Tracer) -> None:
-        """Sets the tracer that adds spans to reads and writes of traced calls."""
+        """Sets the tracer, which adds a span for each read and write of a traced request."""
         self._tracing = tracing
         if self.below is not None:
             self.below.tracing = tracing
@@ -169,8 +180,8 @@ class Tiers:
             one.out.tracing = tracing
 
     async def close(self) -> None:
-        """Refuses new moves, closes the tiers and ends the moves under way. Waits for the tiers at
-        most CLOSE_TIERS_S."""
+        """Refuses new moves, closes the tiers, then ends the tasks. Waits at most CLOSE_TIERS_S for
+        the tiers, and CLOSE_S for the tasks."""
         self._tasks.is_closing = True
         if self.below is not None:
             self.below.note_written()
@@ -183,12 +194,13 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tiers. The first has the number 1 in `Space.origins`, the next 2."""
+        """Names of the tiers, in the order in which lookups ask them. In `Space.origins`, the tier
+        at index i has the number i + 1."""
         return [one.name for one in self._sources]
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Changes the number of bytes that may be written to the disk in 24 hours, see
-        `WriteGate.set_budget`. Does nothing without a disk."""
+        """Changes the number of bytes that may be written to the disk in 24 hours; None for no
+        limit. Does nothing without a disk."""
         if self.below is not None:
             self.below.lower.down.gate.set_budget(bytes_per_day)
 
@@ -199,11 +211,12 @@ class Tiers:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to load the blocks of a lookup's hit that are in tiers, before the engine asks for
-        a lease on them. Does nothing for a session that does not know tiers, because it leases only
-        blocks in host memory.
+        """Begins to load the blocks of a lookup's hit from tiers, before the engine asks for a
+        lease on them. Does nothing if the session's client does not support tiers, because it
+        leases only blocks in host memory.
 
-        `ready`, `elsewhere`: for each list, masks of the blocks in host memory, and in tiers.
+        `ready`: for each list, a mask of the blocks in host memory.
+        `elsewhere`: for each list, a mask of the blocks in tiers.
         """
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
@@ -220,8 +233,8 @@ class Tiers:
             await self._begin_up(session.record.key_space_id, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Loads the blocks of these lists from tiers, as many as there is room for. Waits for these
-        blocks at most until `until_s`, a time of time.monotonic."""
+        """Loads the blocks of these lists from tiers, as many as there is room for. Waits until
+        they are in host memory, at most until `until_s`, a time of time.monotonic."""
         await self._begin_up(key_space_id, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)
@@ -239,8 +252,9 @@ class Tiers:
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists is not in host memory but may be in a tier, or is
-        being loaded. False if MAX_WAITING calls of the session wait for tiers."""
+        """Returns True if a lease on these blocks should first call `bring_up`: a block that host
+        memory lacks may be in a tier, or is being loaded. Returns False if MAX_WAITING calls of the
+        session wait for tiers already."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
@@ -250,12 +264,12 @@ class Tiers:
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Loads blocks from tiers, and waits until they are in host memory, at most for
-        `lookup_wait_s`. The loaded blocks are pinned until the caller calls `let_go`. A caller that
-        is cancelled need not call `let_go`."""
+        `lookup_wait_s`. The loaded blocks stay pinned until the caller passes the result to
+        `let_go`. If the caller is cancelled during this call, the blocks are unpinned at once."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            # Begin with the blocks that are known: a tier may be slow to say which blocks it has.
+            # First load blocks that are known to be in a tier: another tier may be slow to answer.
             await self._begin_up(key_space_id, groups, tries=False)
             await self._look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)
@@ -272,8 +286,9 @@ class Tiers:
         return held
 
     def let_go(self, held: Held) -> None:
-        """Unpins the blocks of a `bring_up`. To be called when the caller has its lease or gives
-        up."""
+        """Unpins the blocks that `bring_up` has loaded. The caller of `bring_up` calls this method
+        once it has its lease or has given up. Blocks of a move stay pinned while other callers wait
+        for the move."""
         for one in held.waits:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():
@@ -284,8 +299,8 @@ class Tiers:
         await asyncio.gather(*looks)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Returns the moves that are loading blocks of these lists, without those from tiers that
-        lookups skip now."""
+        """Returns the moves up under way that contain a block of these lists. Leaves out the moves
+        of a tier if lookups skip the tier now."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
@@ -294,8 +309,8 @@ class Tiers:
     async def _begin_up(
         self, key_space_id: int, groups: list[HashList], *, tries: bool = True
     ) -> None:
-        """Begins to load blocks of these lists from tiers, as many as there is room for. `tries`:
-        True also reads from a broken tier if a trial call is due (`Breaker`)."""
+        """Begins to load the blocks of these lists that tiers are known to have, as many as there
+        is room for. `tries`: True also uses a broken tier if a trial call is due (`Breaker`)."""
         for source in self._sources:
             if not tries and source.breaker.is_open:
                 continue
@@ -361,6 +376,6 @@ class Tiers:
 
 
 def moving_bytes(core: CacheCore) -> int:
-    """Returns the most bytes of blocks that may be moved to a tier at a time. The same limit
-    applies to blocks that are being loaded."""
+    """Returns the most bytes of blocks that may be in moves down to one tier at a time. The same
+    limit applies to all moves up together."""
     return int(MOVING_SHARE * core.config.arena_bytes)

@@ -1,6 +1,6 @@
 """The tier in Mooncake Store. Mooncake's native client runs in child processes.
 
-The client may crash, or wait for a store that is away. In a child process it can be killed, after
-which it can't touch slots of the arena. The code of queue, threads and health is shared with the
-other remote tiers.
+The native client may crash, or hang if the store is down. If it runs in a child process, hotkv can
+kill it; after that it can't touch slots of the arena. The code of the queue, the threads and the
+health is shared with the other remote tiers (`tiers.remote`).
 """

@@ -1,12 +1,12 @@
 """The child process with Mooncake's native client. The server starts it as `python -m
-hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`: the file descriptor of a socket to the
-server, then the descriptors and sizes of the memories with slots: the arena and, if the tier
-encodes blocks, the staging memory. Requests name slots by offsets as if the memories followed each
-other.
+hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`. SOCKET is the file descriptor of a socket
+to the server. Each pair MEMORY BYTES is the file descriptor and the size of a memory with slots:
+the arena and, if the tier encodes blocks, the staging memory. Requests name slots by offsets, as if
+the memories followed each other.
 
-Always true: the child ends with the server. It writes to the memories only in a `read`, and only to
-the slots of that request. Blocks move between a memory and the network without a copy. A value in
-Mooncake is a head (`tiers.remote.values`), followed by the block.
+Always true: the child ends with the server. It writes to the memories only to execute a `read`
+request, and only to the slots of that request. Blocks move between a memory and the network without
+a copy. A value in Mooncake is a head (`tiers.remote.values`), followed by the block.
 """
 
 import ctypes
@@ -28,35 +28,35 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
-"""Memory that the native client allocates for values outside the arena: epochs."""
+"""Memory that the native client allocates for values that are not blocks: the epochs."""
 ROW_BYTES = 64
-"""Distance between the heads of two blocks in the memory for heads."""
+"""Distance between the heads of two blocks in the memory for heads, in bytes."""
 HEADS_BYTES = PART_BLOCKS * ROW_BYTES
 ABSENT_CODE, FULL_CODE = -704, -200
 """OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""
 LOST_CODES = frozenset((-900, -901))
 """Codes which mean that the master did not answer: RPC_FAIL, and a request that timed out."""
 MAX_DIGITS = 19
-"""Most digits of an epoch (a number of 64 bits that each flush raises)."""
+"""Most digits of an epoch (a number of 64 bits that each flush of a key space raises)."""
 _PR_SET_PDEATHSIG = 1
 
 
 class MasterLostError(Exception):
-    """The master does not answer, or its answer can't be used, such as an epoch that is not a
+    """The master does not answer, or its answer is unusable, such as an epoch that is not a
     number."""
 
 
 class AwayError(Exception):
-    """An epoch (number that each flush raises) can't be read, because the process whose memory
-    stored it is gone. The master lists the values in that memory for some seconds more."""
+    """An epoch can't be read, because the process in whose memory Mooncake stored it is gone. For
+    some seconds the master still lists the values in that memory."""
 
 
 class Child:
-    """Executes the server's requests. One thread.
+    """Executes the server's requests, one at a time.
 
-    `store`: Mooncake's native client, set up.
-    `native`: Mooncake's module.
-    `requests`: by name, the methods that answer requests.
+    `store`: Mooncake's native client, set up already.
+    `native`: Mooncake's Python module.
+    `requests`: maps the name of a request to the method that executes it and returns the reply.
     """
 
     def __init__(self, store: Any, native: Any, *memories: mmap.mmap) -> None:
@@ -104,7 +104,7 @@ class Child:
             return Read.ABSENT
         if code < 0:
             _check(code)
-            # The reason for the error may be that the value has another size than the buffers.
+            # The error may mean that the value has another size than the buffers: compare the size.
             value_bytes = _check(self._store.get_size(name))
             is_other = 0 <= value_bytes != size + values.HEAD_BYTES
             return Read.CORRUPT if is_other else Read.FAILED
@@ -149,7 +149,7 @@ class Child:
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # The epoch is unknown, and must be removed all the same.
+            # The old epoch is unknown, but it must be removed all the same.
             before = NO_EPOCH
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
@@ -159,13 +159,13 @@ class Child:
             # There was no epoch and there is none now, so other nodes would not notice the flush.
             raise MasterLostError("has no room for an epoch")
         if NO_EPOCH < epoch <= max(asked["floor"], before):
-            # Another node, which did not know `floor` or `before`, has put an epoch first.
+            # Another node has put an epoch first, without knowing `floor` or `before`.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch (number that each flush raises) under the key `name`; if there is none,
-        begins an epoch above all `known` epochs.
+        """Returns the epoch under the key `name`. If the key is absent, first begins an epoch above
+        all `known` epochs. Returns NO_EPOCH if the store has no room for it.
 
         A put under an existing key changes nothing. So if two nodes begin an epoch at the same
         time, both return the epoch that was put first.
@@ -181,8 +181,8 @@ class Child:
 
     def _number(self, name: str) -> int:
         """Returns the epoch under the key `name`; NO_EPOCH if the key is absent. Raises
-        MasterLostError if the value is not a number, and AwayError if the value can't be read;
-        returning NO_EPOCH instead would hide a flush."""
+        MasterLostError if the value is not a number, and AwayError if the value can't be read. In
+        these cases NO_EPOCH would be wrong: it could hide a flush."""
         found = bytes(self._store.get(name))
         if not found:
             # The value is also empty if the master does not answer.
@@ -212,8 +212,8 @@ class Child:
     def _buffers(
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the addresses and the sizes of the buffers of each block: its head and its slot.
-        Raises ValueError if a slot is not a part of a memory."""
+        """Returns the addresses, and the sizes, of the two buffers of each block: its head and its
+        slot. Raises ValueError if a slot is not a part of a memory."""
         places = [self._placed(*one)[1] for one in zip(slots, sizes, strict=True)]
         heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
         return (
@@ -237,8 +237,9 @@ def _probed(code: int) -> int:
 
 
 def _set_up(line: Line, memories: list[mmap.mmap]) -> Child | None:
-    """Sets the native client up, with the settings that the server sends as its first message.
-    Returns the child; if the setup fails, sends the error to the server and returns None."""
+    """Sets up the native client, with the settings that the server sends as its first message.
+    Returns the `Child` that executes requests. If the setup fails, sends the error to the server
+    and returns None."""
     native = importlib.import_module("mooncake.store")
     wanted = line.receive()
     store = native.MooncakeDistributedStore()
@@ -258,8 +259,8 @@ def _set_up(line: Line, memories: list[mmap.mmap]) -> Child | None:
 
 
 def main() -> int:
-    """Answers requests until the server is gone or the master does not answer. In the second case
-    the server starts another child when it needs a client. Ends the process."""
+    """Runs the child process: executes requests until the server is gone or a request fails, then
+    ends the process. After a failed request the server starts a new child when it needs one."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     socket_fd, *named = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))

@@ -1,8 +1,9 @@
-"""The tier in Mooncake Store: each thread has a child process with Mooncake's native client.
+"""The tier in Mooncake Store. Each thread of the tier has a child process with Mooncake's native
+client (`mooncake.child`).
 
-Always true: a call that exceeds its time limit ends only after its child was killed and reaped, so
-its slots are no longer touched. All nodes with the same Mooncake master find the written blocks.
-The master evicts blocks; the tier ignores their depths.
+Always true: if a call exceeds its time limit, its child is killed and reaped before the call ends,
+so nothing writes to the call's slots afterwards. All nodes with the same Mooncake master find the
+written blocks. The master evicts blocks, without regard to their depth in a sequence.
 """
 
 import mmap
@@ -36,8 +37,9 @@ CHILD = "hotkv_server.tiers.mooncake.child"
 class MooncakeClient:
     """A `Client` whose requests a child process executes. The constructor starts the child.
 
-    `memories`: the memories of which slots are parts. Each is a shared mapping of a file, from the
-        file's start, with the descriptor of the file, which the child maps too.
+    `memories`: the memories that contain the slots. Each is a shared mapping of a file, from the
+        start of the file, with the descriptor of the file, which the child maps too.
+    `until_s`: time limit of the constructor, a time of time.monotonic.
     """
 
     def __init__(
@@ -72,13 +74,13 @@ class MooncakeClient:
         return f"MooncakeClient(pid={self._process.pid})"
 
     def is_fresh(self) -> bool:
-        """Implements `Client`."""
+        """Returns False if the connection has ended; see `Client.is_fresh`."""
         return self._process.poll() is None
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Implements `Client`."""
+        """Asks the store which keys exist; see `Client.probe`."""
         reply = self._ask(
             {"do": "probe", "names": [*map(quoted, keys)], "epochs": [*expected]}, until_s
         )
@@ -92,7 +94,7 @@ class MooncakeClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Implements `Client`."""
+        """Reads blocks into their slots; see `Client.read`."""
         reply = self._ask({"do": "read", **self._rows(keys, slots), "epochs": [*expected]}, until_s)
         return _settle(reply, expected, codes)
 
@@ -105,28 +107,29 @@ class MooncakeClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Implements `Client`. Ignores `depths`, because Mooncake's eviction can't use them."""
+        """Writes blocks under their keys; see `Client.write`. Ignores `depths`, because Mooncake
+        can't use them for eviction."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
         seals[:] = np.array(reply["seals"], np.uint64)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Implements `Client`."""
+        """Deletes the values of the keys; see `Client.forget`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Implements `Client`."""
+        """Returns the epochs of key spaces; see `Client.epochs`."""
         return Shown(
             self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
         )
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Implements `Client`."""
+        """Raises the epoch of a key space; see `Client.raise_epoch`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
-        """Implements `Client`. Kills the child, and blocks until the child is gone."""
+        """Kills the child, and blocks until it is gone; see `Client.close`."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -173,16 +176,17 @@ def _settle(reply: dict[str, Any], expected: Epochs, codes: Codes) -> Epochs:
 
 
 class MooncakeTier(RemoteTier):
-    """A `RemoteTier` in Mooncake Store; see the module."""
+    """A `RemoteTier` whose store is Mooncake Store; see the module."""
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the children, which has no bound, without the arena that they
-        map."""
+        """Returns the memory of the child processes, without the arena, which they map. It has no
+        limit."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 
 def _own_bytes(pid: int) -> int:
-    """Returns the bytes of a process's memory without shared pages; 0 if the process is gone."""
+    """Returns the resident memory of a process without shared pages, in bytes; 0 if the process is
+    gone."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -198,10 +202,11 @@ def mooncake_tier(
     on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
     staged: Staged | None = None,
 ) -> RemoteTier:
-    """Returns a tier in Mooncake Store.
+    """Opens a tier in Mooncake Store.
 
     `arena_fd`: descriptor of the arena's file.
-    `on_epoch`, `staged`: see `RemoteTier`. If there is staging memory, the children map it too.
+    `on_epoch`: see `RemoteTier`.
+    `staged`: see `RemoteTier`. If there is staging memory, the child processes map it too.
     """
 
     def connect(until_s: float) -> MooncakeClient:

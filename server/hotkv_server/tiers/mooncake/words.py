@@ -1,8 +1,9 @@
-"""Messages between the server and a child process with Mooncake's client: one JSON object per line,
-over a pair of sockets.
+"""Messages between the server and a child process with Mooncake's client. Each message is a JSON
+object on one line, sent over a pair of sockets.
 
-Always true: each request has one reply, and the next request is sent after the reply. Keys are
-quoted as in URLs, because Mooncake's keys are text; printable characters stay readable.
+Always true: each request has one reply, and the server sends the next request only after the reply.
+Keys of blocks are bytes, but Mooncake's keys are text. So keys are quoted as in URLs, which leaves
+printable characters readable.
 """
 
 import json
@@ -12,25 +13,26 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 
 MAX_LINE_BYTES = 4 << 20
-"""Longest line in bytes. The line of the largest part of a call has a few hundred KiB."""
+"""Longest line in bytes. The longest message of a correct peer has a few hundred KiB."""
 RECEIVE_BYTES = 1 << 16
 
 
 def quoted(key: bytes) -> str:
-    """Returns the text, quoted as in URLs, under which Mooncake stores a key."""
+    """Returns the text for a key in Mooncake: the key's bytes, quoted as in URLs."""
     return quote_from_bytes(key, safe="/~")
 
 
 def epoch_key(fingerprint: str) -> str:
-    """Returns the key under which a key space's epoch (number that each flush raises) is stored."""
+    """Returns the key under which the epoch of a key space (a number that each flush raises) is
+    stored."""
     return f"hotkv/1/{fingerprint}/epoch"
 
 
 class Line:
-    """One end of the socket pair. One thread at a time.
+    """One end of the socket pair, which sends and receives messages. One thread at a time.
 
-    Methods raise TimeoutError at the time limit, EOFError or OSError if the other end is gone, and
-    EOFError or ValueError if the other end sends anything but a message.
+    Methods raise TimeoutError at their time limit. They raise EOFError or OSError if the other end
+    is gone, and EOFError or ValueError if it sends anything but a message.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -1,8 +1,9 @@
-"""Splits calls of a tier into parts, and queues the parts. A connection executes a part at a time.
+"""Splits calls of a tier into parts, and queues the parts. A part has some of the call's blocks,
+and a connection executes one part at a time.
 
-Always true: a call ends once, when all its parts have ended. A part ends once, whether it succeeded
-or not. Parts that move no blocks (probes) leave the queue first, then parts of reads, then parts of
-writes. Parts of the same kind keep their order.
+Always true: a call ends once, when all its parts have ended. A part ends once, whether it has
+succeeded or failed. Parts of probes, which move no blocks, leave the queue first, then parts of
+reads, then parts of writes. Parts of the same kind keep their order.
 """
 
 import threading
@@ -17,21 +18,26 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals, Show
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
-"""Most bytes of blocks in a part (blocks of a call that a connection moves at once). Such a part
-takes a few milliseconds, so a read hardly waits behind a part of a write, and a large call has
-parts for all connections."""
+"""Most bytes of blocks in a part. A part of this size takes a few milliseconds. So a read waits
+only shortly behind a part of a write, and a large call has parts for all connections."""
 PART_BLOCKS = 64
+"""Most blocks in a part, unless a tier sets another number."""
 PART_KEYS = 1024
-"""Most keys in a part of a call that moves no blocks."""
+"""Most keys in a part of a call that moves no blocks, such as a probe."""
 MAX_QUEUED_PARTS = 1 << 14
-"""Most parts of calls in the queue; a call that would exceed this number fails at once. The drive
-bounds the bytes of its calls, so this limit is hardly ever reached."""
+"""Most parts in the queue; a call that would exceed this number fails at once. The limit is hardly
+ever reached, because `tiers.drive` bounds the bytes of its calls."""
 
 
 class RemoteCall:
-    """A tier's call for `num_blocks` blocks, with its results.
+    """A call of a tier, with its results.
 
-    `on_end`: called once with the call, by the thread that ends its last part.
+    `num_blocks`: number of blocks in the call; 0 for calls that report no result per block.
+    `on_end`: called once with this object, by the thread that ends the call's last part.
+    `codes`: uint8 [num_blocks], the `Read` or `Write` of each block.
+    `seals`: uint64 [num_blocks], the seals (check values) of written blocks.
+    `epoch`: the result of `raise_epoch`; None if the store did not answer.
+    `shown`: the result of `epochs`; None if the store did not answer.
     """
 
     def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
@@ -49,22 +55,22 @@ class RemoteCall:
         return f"RemoteCall({len(self.codes)} blocks, {self._parts_left} parts left)"
 
     def expect(self, num_parts: int) -> None:
-        """Sets the number of parts of the call. To be called before any part begins."""
+        """Sets the number of the call's parts. Called before the first part begins."""
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Adds epochs (numbers that flushes raise) that the store has in place of the expected
-        epochs. If there are any, the call ends with all its blocks ABSENT. Empty: does nothing."""
+        """Records that the store has other epochs than the call expected. The call then ends with
+        all its blocks ABSENT. `changed`: the store's epochs; if empty, this method does nothing."""
         with self._lock:
             self._changed.update(changed)
 
     @property
     def changed(self) -> Epochs:
-        """The store's epochs that differ from the expected epochs, by fingerprint."""
+        """The epochs that the store has in place of the expected epochs, by fingerprint."""
         return self._changed
 
     def part_ended(self) -> None:
-        """Counts a part as ended, and ends the call after its last part."""
+        """Counts a part of the call as ended. Ends the call if it was the last part."""
         with self._lock:
             self._parts_left -= 1
             if self._parts_left:
@@ -74,14 +80,14 @@ class RemoteCall:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Part of a call, which a connection executes at once.
+    """A part of a call, which a thread executes over its connection.
 
-    `do`: function of a client and a time limit. The function asks the server, and sets the results
-        of the part's blocks in the call.
-    `deadline_s`: a time of time.monotonic. The part is skipped if it has not begun by then.
-    `moves_blocks`: True if the part uses slots of the arena. Such a part is also broken off at its
-        deadline, so that its slots get free. Another part waits longer for the server's answer,
-        because breaking off costs the connection.
+    `do`: executes the part, given the connection and a time limit: asks the server, and sets the
+        results of the part's blocks in the call.
+    `deadline_s`: a time of time.monotonic. If the part has not begun by then, it is skipped.
+    `moves_blocks`: True if the part uses slots of the arena. Such a part is aborted at its
+        deadline, so that its slots get free. A part that uses no slots is not aborted then, because
+        that would cost the connection.
     """
 
     call: RemoteCall
@@ -93,8 +99,11 @@ class Part:
 def cut(
     num_bytes: Int64s, part_bytes: int = PART_BYTES, part_blocks: int = PART_BLOCKS
 ) -> Iterator[slice]:
-    """Splits rows of blocks into parts of at most `part_blocks` and `part_bytes`. A larger block is
-    a part by itself."""
+    """Splits the blocks of a call into parts of at most `part_blocks` blocks and `part_bytes`
+    bytes. Yields each part as a slice. A block larger than `part_bytes` is a part by itself.
+
+    `num_bytes`: sizes of the blocks, int64 [n].
+    """
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         if at > begin and (total + size > part_bytes or at - begin == part_blocks):
@@ -106,7 +115,7 @@ def cut(
 
 
 def cut_keys(num_keys: int) -> Iterator[slice]:
-    """Splits rows of keys into parts of at most PART_KEYS."""
+    """Splits `num_keys` keys into parts of at most PART_KEYS keys. Yields each part as a slice."""
     for begin in range(0, num_keys, PART_KEYS):
         yield slice(begin, min(begin + PART_KEYS, num_keys))
 
@@ -133,21 +142,22 @@ class PartQueue:
         return self._is_closed
 
     def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
-        """Adds all the parts. Returns False, and adds no part, if the queue is full or closed."""
+        """Adds the parts of a call. Returns False if the queue is closed or has no room for all of
+        them; then it adds no part. `is_read`: False for parts of a write."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
             for part in parts:
                 reads = self._reads if part.moves_blocks else self._questions
                 (reads if is_read else self._writes).append(part)
-            # Wake all: a single woken thread might be a thread that does no writes.
+            # Wake all threads: a single woken thread might be one that executes no writes.
             self._ready.notify_all()
             return True
 
     def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
-        """Waits for the next part and returns it. Returns None if the queue is closed, or if it has
-        no part at `until_s`, a time of time.monotonic. `takes_writes`: False skips parts of
-        writes."""
+        """Waits for the next part, removes it from the queue and returns it. Returns None if the
+        queue is closed, or if no part has come until `until_s`, a time of time.monotonic.
+        `takes_writes`: False leaves the parts of writes in the queue."""
         with self._ready:
             while not (self._questions or self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()
@@ -157,7 +167,7 @@ class PartQueue:
             return (self._questions or self._reads or self._writes).popleft()
 
     def close(self) -> list[Part]:
-        """Closes the queue. Returns the parts that are left in it."""
+        """Closes the queue. Removes and returns the parts that are still in it."""
         with self._ready:
             self._is_closed = True
             self._ready.notify_all()

@@ -1,9 +1,10 @@
 """The protocol of a tier's connection to its store (`Client`), and its errors.
 
 Always true: a method sets the code (`Read` or `Write`) of each block whose result it knows; other
-blocks keep their former code. If it raises StoreError, the client must be closed. Only `read`
-writes to slots. A client asks for epochs (numbers that flushes raise) after it has read the blocks,
-so that a flush holds: `valkey.epochs` has the proof.
+blocks keep their codes. If a method raises StoreError, the client must be closed. Only `read`
+writes to slots. In a read, a client asks for the epochs (numbers that flushes raise) after it has
+read the blocks. This order guarantees that no flushed block is served: `valkey.epochs` has the
+proof.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,20 +14,22 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
 
 # ------------------------------------------------------------------------------------------- Errors
 
-# Errors of a server, as messages from which people see how to fix the cause. Messages have no
+# Errors of a store's server. Their messages tell an operator how to fix the cause, and contain no
 # secrets.
 
 MAX_WORDS = 200
-"""Most characters of a server's text in a message."""
+"""Most characters of a server's own text that a message quotes."""
 
 
 class StoreError(Exception):
-    """A call or a connect failed, and the connection must be closed.
+    """A call or a connect has failed. The connection must be closed.
 
-    The tier is then down, so its calls fail at once, until a connect succeeds. Exceptions: after a
-    LostError of a call, and after a LateError at the deadline of a call that moves blocks, the tier
-    stays up. The message continues a sentence that begins with the store's name, as in "valkey at
-    ...".
+    The tier then counts as down: its calls fail at once, until a connect succeeds. There are two
+    exceptions, after which the tier stays up: a LostError of a call, and a LateError at the
+    deadline of a call that moves blocks.
+
+    The message is the rest of a sentence that begins with the store's name, such as "valkey at
+    host:port".
     """
 
 
@@ -35,13 +38,14 @@ class MissingError(Exception):
 
 
 class LostError(StoreError):
-    """The connection has ended, or its data is not a valid reply (such as an epoch that is not a
-    number). If a call meets this error, the tier stays up, and the next call connects again."""
+    """The connection has ended, or the server has sent something other than a valid reply, such as
+    an epoch that is not a number. If a call raises this error, the tier stays up, and the next call
+    connects again."""
 
 
 class LateError(StoreError):
-    """The time limit has passed. The tier stays up if the limit was the deadline of a call that
-    moves blocks."""
+    """The server has not answered within the time limit. The tier stays up if this limit was the
+    deadline of a call that moves blocks."""
 
 
 class UnusableError(StoreError):
@@ -49,7 +53,8 @@ class UnusableError(StoreError):
 
 
 def quoted(text: bytes) -> str:
-    """Returns a server's text as a quoted string of at most MAX_WORDS printable characters."""
+    """Returns a text of the server as a quoted string, for a message. It has at most MAX_WORDS
+    characters, all printable."""
     said = text.decode("utf-8", "replace")[:MAX_WORDS]
     return repr("".join(char if char.isprintable() else "?" for char in said))
 
@@ -60,9 +65,14 @@ def quoted(text: bytes) -> str:
 class Client(Protocol):
     """A tier's connection to its store. One call at a time.
 
-    Keys may contain any bytes. `until_s` is the time limit of a method, a time of time.monotonic.
-    All methods may block until then. Methods may raise StoreError; `Workers` logs any other
-    exception as a defect.
+    All methods may block until their time limit, and may raise StoreError. `Workers` logs any other
+    exception as a defect. The arguments of several methods:
+
+    `keys`: may contain any bytes.
+    `slots`: for each key, the memory of the block's slot.
+    `expected`: the epochs that the keys contain, by fingerprint.
+    `codes`: gets the `Read` or `Write` of each block, uint8 [n].
+    `until_s`: the time limit, a time of time.monotonic.
     """
 
     def is_fresh(self) -> bool:
@@ -71,9 +81,8 @@ class Client(Protocol):
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Checks which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns the
-        store's epochs (numbers that flushes raise) that differ from `expected`; if there are any,
-        no code is set."""
+        """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
+        the store's epochs that differ from `expected`. If an epoch differs, sets no code."""
 
     def read(
         self,
@@ -83,8 +92,9 @@ class Client(Protocol):
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Reads the keys' values into the slots and sets the codes. Deletes damaged values. Returns
-        the store's epochs (numbers that flushes raise) that differ from `expected`."""
+        """Reads the values of the keys into the slots, and sets the codes. Deletes damaged values.
+        Returns the store's epochs that differ from `expected`; if an epoch differs, the caller must
+        not use the blocks."""
 
     def write(
         self,
@@ -95,25 +105,27 @@ class Client(Protocol):
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Stores the bytes of each slot under its key; a key that exists keeps its value. Sets the
-        codes, and the seals (check values) of STORED blocks. `depths`: for each block, the number
-        of blocks before it in its sequence."""
+        """Stores the bytes of each slot under its key. A key that exists keeps its value. Sets the
+        codes, and the seals (check values) of STORED blocks.
+
+        `depths`: for each block, the number of blocks before it in its sequence.
+        `seals`: gets the seals, uint64 [n].
+        """
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces (numbers that flushes raise). Begins an epoch for each
-        key space that has none."""
+        """Returns the epochs of key spaces. Begins an epoch for each key space that has no epoch in
+        the store."""
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Ends the epoch of a key space (the number that each flush raises). Returns the next
-        epoch, which is above `floor`.
+        """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
+        returns it.
 
-        If the server is full and can't store the next epoch, this method removes the old epoch and
-        returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. Raises
-        LostError if the server is full and there was no epoch to remove, because other nodes would
-        not notice the flush.
+        If the store is full and can't take the new epoch, this method removes the old epoch and
+        returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was
+        no old epoch to remove, raises LostError, because other nodes would not notice the flush.
         """
 
     def close(self) -> None:
@@ -121,5 +133,5 @@ class Client(Protocol):
 
 
 Connect = Callable[[float], Client]
-"""Connects and returns the client. Blocks at most until the given time of time.monotonic. Raises
-StoreError."""
+"""Connects to the store and returns the client. Blocks at most until the given time of
+time.monotonic. Raises StoreError."""

@@ -1,15 +1,15 @@
-"""A connection that encodes (compresses) bfloat16 blocks to 12 bits per value, and passes them to
-another connection.
+"""A connection (`Client`) that encodes (compresses) bfloat16 blocks to 12 bits per value, and
+passes them to another connection, the inner connection.
 
-Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key tells the
-form: a plain block is stored under its key, as without encoding; an encoded block is stored under
-`encoded_key`, with `room_bytes` bytes. So a reader knows the stored size before it reads. It asks
-for the encoded form first and, if that is absent, for the plain form. Encoding is deterministic, so
-all nodes store a block under the same key.
+Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key shows the form
+of a block: a plain block is stored under its own key, as without encoding; an encoded block is
+stored under `encoded_key`, with `room_bytes` bytes. So a reader knows the stored size before it
+reads. It asks for the encoded form first and, if that is absent, for the plain form. Encoding is
+deterministic, so all nodes that encode store a block under the same key.
 
 Always true: the inner connection uses only staging memory, except for blocks that are larger than
-all of it: these are stored plain, from and to their slots. Staging memory is freed only when that
-connection can no longer write to it.
+all of the staging memory. Such blocks are stored plain, directly from and to their slots. Staging
+memory is freed only when the inner connection can no longer write to it.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ BoolMask = NDArray[np.bool_]
 
 
 def encoding(connect: Connect, staged: Staged | None) -> Connect:
-    """Wraps `connect` so that its clients encode blocks in the memory `staged`. Returns `connect`
-    itself if `staged` is None."""
+    """Wraps `connect` in a function whose clients encode blocks, in the staging memory `staged`.
+    Returns `connect` itself if `staged` is None."""
     if staged is None:
         return connect
     return lambda until_s: EncodingClient(connect(until_s), staged)
 
 
 class EncodingClient:
-    """Encodes and decodes for another client; see the module and `Client`.
+    """Encodes and decodes blocks for another client; see the module and `Client`.
 
-    A block keeps its code if it gets no staging memory before the time limit. Seals cover the bytes
-    as stored.
+    A block keeps its code if no staging memory gets free for it before the time limit. Seals cover
+    the stored bytes.
 
-    `inner`: the client that stores the blocks. The inner client gets ranges of `staged` in place of
-        slots; only blocks larger than `staged` keep their slots.
+    `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots. Only
+        blocks that are larger than all of `staged` keep their slots.
     """
 
     def __init__(self, inner: Client, staged: Staged) -> None:
@@ -52,13 +52,13 @@ class EncodingClient:
         return f"EncodingClient({self._inner!r}, {self._staged!r})"
 
     def is_fresh(self) -> bool:
-        """Implements `Client`."""
+        """Returns False if the connection has ended; see `Client.is_fresh`."""
         return self._inner.is_fresh()
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Implements `Client`. Asks for both forms at once."""
+        """Asks the store which blocks exist, in encoded or in plain form; see `Client.probe`."""
         both = np.full(2 * len(keys), Read.FAILED, np.uint8)
         asked = [*map(encoded_key, keys), *keys]
         if changed := self._inner.probe(asked, expected, both, until_s):
@@ -77,9 +77,9 @@ class EncodingClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Implements `Client`. A block is CORRUPT if the inner client says so, or if its value
-        can't be decoded; such a value is deleted. Each request to the inner client checks the
-        epochs, so the last answer holds for all blocks."""
+        """Reads blocks into their slots; see `Client.read`. A block whose value can't be decoded is
+        CORRUPT too, and its value is deleted. Each request to the inner client checks the epochs,
+        so the check in the last request covers all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
                 asked = keys[rows], slots[rows], expected, codes[rows], until_s
@@ -102,7 +102,7 @@ class EncodingClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Implements `Client`."""
+        """Writes blocks under their keys; see `Client.write`."""
         for rows in self._staged.parts(_sizes(slots), is_write=True):
             results = depths[rows], codes[rows], seals[rows], until_s
             if self._is_too_large(slots[rows]):
@@ -115,19 +115,19 @@ class EncodingClient:
                 self._inner.write(asked, places, *results)
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Implements `Client`."""
+        """Deletes the values of the keys; see `Client.forget`."""
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Implements `Client`."""
+        """Returns the epochs of key spaces; see `Client.epochs`."""
         return self._inner.epochs(fingerprints, until_s)
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Implements `Client`."""
+        """Raises the epoch of a key space; see `Client.raise_epoch`."""
         return self._inner.raise_epoch(fingerprint, floor, until_s)
 
     def close(self) -> None:
-        """Implements `Client`."""
+        """Closes the connection; see `Client.close`."""
         self._inner.close()
 
     def _is_too_large(self, slots: Sequence[memoryview]) -> bool:
@@ -137,8 +137,8 @@ class EncodingClient:
     def _part(
         self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
     ) -> Iterator["_Part | None"]:
-        """Yields the blocks with staging memory, which is freed at the end. Yields None if there
-        are no bytes, or if there is no memory before `until_s`."""
+        """Allocates staging memory for blocks, yields the blocks with it, and frees it at the end.
+        Yields None if the blocks have no bytes, or if no memory gets free before `until_s`."""
         num_bytes = sum(map(len, slots))
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
         if place is None:
@@ -147,15 +147,17 @@ class EncodingClient:
         try:
             yield _Part(self._staged, place, keys, slots)
         except BaseException:
-            # Close before the memory is freed: late bytes must not reach the next part.
+            # Close the connection before the memory is freed: bytes that arrive late must not be
+            # written to memory that another part has got.
             self._inner.close()
             raise
         finally:
             self._staged.give(place, num_bytes, is_write=is_write)
 
     def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
-        """Reads the blocks of a part, as `read` does: first the encoded form of those that may have
-        it, then the plain form of absent blocks."""
+        """Reads the blocks of a part, as `read` does. First asks for the encoded form of the blocks
+        that may be encoded and the plain form of the others, then for the plain form of the blocks
+        whose encoded form is absent."""
         is_encoded = part.may_be_encoded
         changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
         if changed:
@@ -179,8 +181,12 @@ class EncodingClient:
 
 
 class _Part:
-    """The n blocks of a request. Each has as many bytes of staging memory, from `place` on, as its
-    slot has, so both the encoded and the plain form fit."""
+    """The n blocks of a request, with their staging memory. Each block has as many bytes of staging
+    memory as its slot has bytes, so both its encoded and its plain form fit.
+
+    `place`: offset of the memory of the first block in `staged`.
+    `may_be_encoded`: mask [n] of the blocks for which encoding is useful and possible.
+    """
 
     def __init__(
         self, staged: Staged, place: int, keys: Sequence[bytes], slots: Sequence[memoryview]
@@ -198,8 +204,9 @@ class _Part:
         self.may_be_encoded: BoolMask = (self._rooms < self._sizes) & np.array(has_key, np.bool_)
 
     def stored(self, rows: Int64s, is_encoded: BoolMask) -> tuple[list[bytes], list[memoryview]]:
-        """Returns, for each row in `rows`, the key and the staging memory of its stored form.
-        `is_encoded`: mask over all n blocks, True where that form is the encoded form."""
+        """Returns the keys under which the blocks in `rows` are stored, and the staging memory of
+        their stored forms. `is_encoded`: mask [n], True for a block whose stored form is the
+        encoded form."""
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]
         ends = begins + np.where(is_encoded, self._rooms, self._sizes)[rows]
@@ -207,8 +214,8 @@ class _Part:
         return keys, [self._memory[begin:end] for begin, end in places]
 
     def encode(self) -> BoolMask:
-        """Encodes each block to the staging memory, or copies it there if it can't be encoded.
-        Returns a mask of the encoded blocks."""
+        """Encodes each block to its staging memory, or copies it there if it can't be encoded.
+        Returns a mask [n] of the encoded blocks."""
         tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
         is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
         for row in np.flatnonzero(~is_encoded).tolist():
@@ -216,13 +223,13 @@ class _Part:
         return is_encoded
 
     def decode(self, rows: Int64s) -> Int64s:
-        """Decodes blocks to their slots. Returns the rows whose bytes are not a valid encoded
-        form."""
+        """Decodes the blocks in `rows` from their staging memory to their slots. Returns the rows
+        of the blocks that can't be decoded."""
         damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
         return damaged
 
     def copy_out(self, rows: Int64s) -> None:
-        """Copies plain blocks to their slots."""
+        """Copies the plain blocks in `rows` from their staging memory to their slots."""
         for row in rows.tolist():
             self._slots[row][:] = self._plain(row)
 

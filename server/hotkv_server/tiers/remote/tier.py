@@ -1,7 +1,7 @@
-"""A tier in a remote store: queues calls, and executes them on a few connections.
+"""A tier in a remote store: queues calls, and executes them over a few connections.
 
-Always true: a call ends once, and after that its slots are not touched: a connection that may still
-receive bytes for a slot is closed before the call is answered. While the store has a known problem,
+Always true: a call ends once, and nothing touches its slots afterwards. If a connection may still
+receive bytes for a slot, it is closed before the call ends. While the store has a known problem,
 calls end at once as FAILED, and the tier tries to connect again. Nodes read each other's blocks; if
 two nodes write the same key, the slower node gets PRESENT.
 """
@@ -35,25 +35,28 @@ from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.workers import Workers
 
 Cut = Callable[[Int64s], Iterator[slice]]
-"""Splits the blocks of a call into parts (slices of their rows), given their sizes in bytes."""
+"""Splits the blocks of a call into parts, and yields each part as a slice. Argument: the sizes of
+the blocks in bytes, int64 [n]."""
 
 
 CONNECTION_BYTES = 128 << 10
-"""Bytes of a connection's buffers. They hold no values, which move directly between socket and
-slot."""
+"""Bytes of a connection's buffers. They are small, because the values of blocks move directly
+between socket and slot."""
 
 
 class RemoteTier:
     """A remote tier; see the module and `SharedTier`.
 
-    A read ends at its deadline at the latest. If the read has to connect first, it may end up to
-    `RemoteLimits.connect_timeout_s` later, with its slots untouched.
+    A read ends at its deadline at the latest, with one exception: if its thread must connect first,
+    the read may end up to `RemoteLimits.connect_timeout_s` later. Its slots are then untouched.
 
+    `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_epoch`: called with (fingerprint, epoch) if the store has another epoch than a call
-        expected, before that call is answered. NO_EPOCH: the store has no epoch. `on_epoch` is
-        called from any thread and must not block.
-    `staged`: staging memory of clients that encode; the tier closes it. None without encoding.
+    `on_epoch`: called with a fingerprint and the store's epoch if the store has another epoch than
+        a call expected; NO_EPOCH if the store has no epoch. It is called before that call ends,
+        from any thread, and must not block.
+    `staged`: staging memory of clients that encode blocks; the tier closes it. None without
+        encoding.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class RemoteTier:
         return f"{type(self).__name__}({self._workers!r})"
 
     def facts(self) -> TierFacts:
-        """Implements `Tier`."""
+        """Returns the tier's properties; see `Tier.facts`."""
         return self._facts
 
     def probe(
@@ -91,7 +94,7 @@ class RemoteTier:
         on_done: OnProbe,
         epochs: Epochs = NO_EPOCHS,
     ) -> None:
-        """Implements `SharedTier`."""
+        """Asks the store which blocks it has; see `SharedTier.probe`."""
         call = self._call(len(keys), 0, lambda call: on_done(call.codes))
 
         def part(rows: slice) -> Part:
@@ -104,7 +107,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=True)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Implements `Tier`."""
+        """Reads blocks into their slots; see `Tier.read`."""
 
         def end(call: RemoteCall) -> None:
             self._count_read(call, blocks)
@@ -124,8 +127,8 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=True)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Implements `Tier`. Ignores `blocks.epochs`: a block that is written under the key of an
-        old epoch is never found."""
+        """Writes blocks from their slots; see `Tier.write`. Ignores `blocks.epochs`, because a
+        block that is written under the key of an old epoch is never found."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -151,7 +154,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=False)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Implements `Tier`."""
+        """Starts to remove blocks; see `Tier.forget`."""
         call = self._call(0, 0, lambda call: None)
 
         def part(rows: slice) -> Part:
@@ -161,7 +164,7 @@ class RemoteTier:
         self._workers.submit(call, parts, is_read=False)
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Implements `SharedTier`."""
+        """Asks the store for the epochs of key spaces; see `SharedTier.epochs`."""
         call = self._call(0, 0, lambda call: on_done(call.shown))
 
         def do(client: Client, until_s: float) -> None:
@@ -170,7 +173,7 @@ class RemoteTier:
         self._workers.submit_control(call, Part(call, do, deadline_s))
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
-        """Implements `SharedTier`."""
+        """Raises the epoch of a key space; see `SharedTier.raise_epoch`."""
         call = self._call(0, 0, lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:
@@ -179,31 +182,31 @@ class RemoteTier:
         self._workers.submit_control(call, Part(call, do))
 
     def problem(self) -> str:
-        """Implements `Tier`."""
+        """Returns why the tier is unusable; see `Tier.problem`."""
         return self._workers.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Implements `Tier`."""
+        """Returns how long a call has waited for the store; see `Tier.stalled_s`."""
         return self._workers.stalled_s(now_s)
 
     def is_alive(self) -> bool:
-        """Implements `Tier`."""
+        """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
         return self._workers.is_alive()
 
     def memory(self) -> TierMemory:
-        """Implements `Tier`: returns the sum of the connections' buffers and the staging memory."""
+        """Returns the memory of the connections and the staging memory; see `Tier.memory`."""
         own, staged_bytes = self._own_memory(), self._staged.num_bytes if self._staged else 0
         most_bytes = own.most_bytes + staged_bytes if own.most_bytes else 0
         return TierMemory(own.held_bytes + staged_bytes, most_bytes)
 
     def figures(self) -> TierFigures:
-        """Implements `Tier`."""
+        """Returns the tier's counts since its start; see `Tier.figures`."""
         with self._lock:
             return TierFigures(**self._sums)
 
     def close(self) -> None:
-        """Implements `Tier`. Waits for calls under way, at most for the time limits of the
-        settings."""
+        """Ends all calls, then frees connections and memory; see `Tier.close`. Waits for calls
+        under way, at most for the time limits of the settings."""
         if self._staged is not None:
             self._staged.stop()
         self._workers.close()

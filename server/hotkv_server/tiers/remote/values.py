@@ -1,9 +1,9 @@
 """The layout of a block as a value of a key-value store: a head of HEAD_BYTES, then the block's
 bytes.
 
-Always true: a value is accepted only if its head has the magic number, this version, the block's
-size, and a seal (check value) that matches key and bytes. So foreign bytes and values of other keys
-are refused.
+Always true: a value is accepted only if its head has the magic number, the version of this format,
+the size of the block, and a seal (check value) that matches key and bytes. So bytes that hotkv has
+not written, and values of other keys, are refused.
 """
 
 import struct
@@ -19,18 +19,20 @@ HEAD_BYTES = _HEAD.size
 
 
 def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
-    """Returns the head (first bytes) of a block's value, and the block's seal (check value)."""
+    """Returns the head for the value of a block, and the block's seal (check value). `content`: the
+    bytes of the block."""
     sealed = seal(key, content)
     return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """Checks the head (first bytes) of a value that should hold a block of `num_bytes`. Does not
-    check the seal (check value).
+    """Checks the head of a value that should contain a block of `num_bytes`. Does not check the
+    seal (see `is_sound`).
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
-    format, and CORRUPT if it is damaged, foreign or of another size. `value_bytes`: the value's
-    length, head included.
+    format. Returns CORRUPT if the head is damaged or not one of hotkv, or if the size differs.
+
+    `value_bytes`: length of the value with its head.
     """
     if value_bytes < HEAD_BYTES:
         return Read.CORRUPT
@@ -44,6 +46,6 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
 
 
 def is_sound(key: bytes, head: memoryview, content: memoryview) -> bool:
-    """Returns True if the seal (check value) in `head` matches the key and `content`, the block's
-    bytes."""
+    """Returns True if the seal (check value) in `head` matches the key and the bytes of the block.
+    `content`: the bytes of the block."""
     return bool(seal(key, content) == _HEAD.unpack(head)[-1])

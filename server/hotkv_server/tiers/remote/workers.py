@@ -1,10 +1,10 @@
-"""The threads of a remote tier. Each thread has a connection, and executes one part of a call (some
-of the call's blocks) at a time.
+"""The threads of a remote tier. Each thread has its own connection, and executes one part of a call
+(some of the call's blocks) at a time.
 
-Always true: a connection on which a part has failed is closed before the part ends. While the
-server has a known problem, parts end at once without asking it, and one thread at a time tries to
-connect. Control calls (epochs) have a separate thread and connection, so they don't wait behind
-blocks, and end in their order.
+Always true: if a part fails, its connection is closed before the part ends. While the server has a
+known problem, parts end at once without a request to the server, and one thread at a time tries to
+connect. Control calls (calls about epochs) have a thread and a connection for themselves. So they
+don't wait behind blocks, and they end in the order in which they were made.
 """
 
 import logging
@@ -22,25 +22,29 @@ log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------- Health
 
-# The known problem of a server, and when to try it again.
+# Tracks the known problem of a server, and decides when to connect again.
 #
 # Always true: while there is a problem, no call goes to the server. A thread claims the next try to
-# connect, so threads do not all try at once. The wait before a try doubles with each failure in a
-# row. The first try that succeeds ends the problem.
+# connect, so that threads do not all try at once. The wait before a try doubles with each failure
+# in a row. The first try that succeeds ends the problem.
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
-"""Waits before the tries to connect: the first, and the upper limit. Both vary by a quarter."""
+"""The first and the longest wait before a try to connect. Each wait varies at random by a
+quarter."""
 
 
 class RemoteHealth:
-    """Tracks the server's known problem, and when to try to connect again. Thread-safe."""
+    """Tracks the known problem of a server, and decides when to connect again. Thread-safe.
+
+    `name`: name of the server in messages.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
         self._problem = ""
         self._failures = 0
-        # Due at once, so that a problem is known before the first call.
+        # The first try is due at once, so that a problem is known before the first call.
         self._retry_at_s = 0.0
 
     def __repr__(self) -> str:
@@ -53,13 +57,13 @@ class RemoteHealth:
 
     @property
     def retry_at_s(self) -> float:
-        """When to try to connect again, a time of time.monotonic. Infinity while the server works,
-        and while a thread tries."""
+        """The time of the next try to connect, a time of time.monotonic. Infinity while the server
+        works, and while a thread tries to connect."""
         return self._retry_at_s
 
     def claim(self) -> bool:
-        """Returns True if a try is due. The caller must then try, and call `connected` or
-        `fail`."""
+        """Returns True if a try to connect is due. The caller must then connect, and call
+        `connected` or `fail` with the result."""
         with self._lock:
             if time.monotonic() < self._retry_at_s:
                 return False
@@ -78,8 +82,8 @@ class RemoteHealth:
         self._failures = 0
 
     def fail(self, words: str) -> None:
-        """Records that the server can't be used, and sets the time of the next try. `words`: the
-        rest of a message that begins with the server's name."""
+        """Records that the server can't be used, and sets the time of the next try to connect.
+        `words`: the rest of a message that begins with the server's name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:
@@ -87,9 +91,9 @@ class RemoteHealth:
             is_known = bool(self._problem) and self._retry_at_s < float("inf")
             self._problem = problem
             if is_known:
-                # Another thread has met the same problem: this is not a failed try.
+                # The next try is scheduled already, so this failure is not the failure of a try.
                 return
-            # Random, so that nodes which lost the server together do not all connect at once.
+            # Random, so that nodes that have lost the server together don't all connect at once.
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 20))
             self._retry_at_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25)
             self._failures += 1
@@ -100,11 +104,11 @@ class RemoteHealth:
 
 @dataclass(frozen=True, slots=True)
 class RemoteLimits:
-    """Limits on connections.
+    """Limits of a remote tier's connections.
 
     `connections`: number of connections for blocks, each with a thread. Control calls use one more.
     `connect_timeout_s`: longest time to connect and log in.
-    `timeout_s`: longest time for a part.
+    `timeout_s`: longest time to execute a part of a call.
     """
 
     connections: int
@@ -113,15 +117,16 @@ class RemoteLimits:
 
 
 class Workers:
-    """The threads of a remote tier and their queue; see the module. Thread-safe.
+    """The threads of a remote tier and their queue of parts; see the module. Thread-safe.
 
-    `name`: the name of the server in messages, such as "valkey at host:port". Begins with the
-        tier's kind.
-    `num_writers`: number of threads that may execute writes too; None: all threads. A tier whose
-        store writes slowly passes a smaller number.
-    `connects_first`: each thread connects before it takes a part (some blocks of a call) out of the
-        queue. Used if connecting takes long: otherwise a part could wait for its thread to connect
-        while another thread is connected and idle.
+    `name`: name of the server in messages, such as "valkey at host:port". It begins with the kind
+        of the tier.
+    `connect`: connects a thread to the server.
+    `num_writers`: number of threads that execute writes as well as reads; the others only read.
+        None: all threads. A tier whose store writes slowly passes a smaller number.
+    `connects_first`: True if each thread connects before it takes a part from the queue. Used if
+        connecting takes long: otherwise a part could wait for its thread to connect while another
+        thread is connected and idle.
     """
 
     def __init__(
@@ -164,9 +169,9 @@ class Workers:
         return self._health.problem
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns for how many seconds the slowest thread has waited for the server; 0 if no thread
-        waits. A thread that is connecting counts only if no thread for blocks is connected.
-        `now_s`: a time of time.monotonic."""
+        """Returns the longest time, in seconds, for which a thread has already waited for the
+        server; 0 if no thread waits. The wait of a thread that is connecting counts only if no
+        thread for blocks is connected. `now_s`: a time of time.monotonic."""
         waits = zip(self._begun_s, self._is_connected, strict=True)
         is_any = any(self._is_connected[:-1])
         begun = [begun_s for begun_s, is_in in waits if begun_s and (is_in or not is_any)]
@@ -174,7 +179,7 @@ class Workers:
 
     @property
     def num_connections(self) -> int:
-        """Most connections for blocks at a time; the connection of control calls is not counted."""
+        """Number of connections for blocks, without the connection for control calls."""
         return self._limits.connections
 
     def is_alive(self) -> bool:
@@ -182,8 +187,8 @@ class Workers:
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: RemoteCall, parts: Sequence[Part], *, is_read: bool) -> None:
-        """Queues a call's parts. Ends the call at once if it has no parts, if the queue is full, or
-        after `close`."""
+        """Queues the parts of a call. Ends the call at once if it has no parts, if the queue has no
+        room for them, or after `close`. `is_read`: False for a write."""
         call.expect(max(1, len(parts)))
         if not parts:
             call.part_ended()
@@ -192,14 +197,14 @@ class Workers:
                 part.call.part_ended()
 
     def submit_control(self, call: RemoteCall, part: Part) -> None:
-        """Queues a control call, which has a single part, for the thread of control calls. Ends the
-        call at once if the queue is full, or after `close`."""
+        """Queues the only part of a control call for the thread of control calls. Ends the call at
+        once if that thread's queue is full, or after `close`."""
         call.expect(1)
         if not self._control.put([part], is_read=True):
             part.call.part_ended()
 
     def close(self) -> None:
-        """Ends the queued calls. Blocks until the parts under way have ended."""
+        """Ends the queued calls and all threads. Blocks until the parts under way have ended."""
         for part in (*self._control.close(), *self._queue.close()):
             part.call.part_ended()
         for thread in self._threads:
@@ -238,8 +243,9 @@ class Workers:
         return client
 
     def _do(self, number: int, part: Part, client: Client | None) -> Client | None:
-        """Executes a part in thread `number`, or skips it if it is late or the server has a
-        problem. Returns the client for the next part; None if the thread must connect anew."""
+        """Executes a part in thread `number`; skips it if its deadline has passed or the server has
+        a known problem. Returns the client for the next part; None if the thread must connect
+        again."""
         begun_s = time.monotonic()
         if begun_s > part.deadline_s or self._health.problem:
             return client
@@ -256,7 +262,8 @@ class Workers:
             self._health.worked()
             return client
         except StoreError as error:
-            # Close before the part ends: late bytes must not reach a slot.
+            # Close the connection before the part ends: bytes that arrive late must not be written
+            # to a slot.
             client.close()
             self._judge(error, part)
         except (
@@ -267,7 +274,8 @@ class Workers:
         return None
 
     def _judge(self, error: StoreError, part: Part) -> None:
-        """Decides whether an error means that the server has a problem."""
+        """Decides whether the error of a part means that the server has a problem, and records the
+        problem or logs the error."""
         is_too_late = (
             isinstance(error, LateError)
             and part.moves_blocks
@@ -276,7 +284,7 @@ class Workers:
         if is_too_late:
             log.debug("%s %s", self._name, error)
         elif isinstance(error, LostError):
-            # Only the next connect shows whether the server is away.
+            # Only the next connect shows whether the server is down.
             log.info("%s %s", self._name, error)
         else:
             self._health.fail(str(error))

@@ -1,7 +1,8 @@
 """The tier in an S3 bucket, which many nodes can share.
 
-`packs` lays out the blocks of a write as one object. `index` remembers the pack of each block, and
-`lister` learns the packs from the bucket. `client` translates the tier's calls into operations on
-the bucket, and `bucket` sends the HTTP requests. `epochs` stores a number in the bucket for each
-key space; a flush raises it, so that all nodes honour the flush.
+`packs` lays out the blocks of a write as one object, a pack. `index` remembers, in memory, which
+pack has which block, and `lister` finds out which packs the bucket has. `client` translates the
+tier's calls into operations on the bucket, and `bucket` sends the HTTP requests. `epochs` stores
+the epoch of each key space in the bucket: a number that a flush raises, so that all nodes honour
+the flush.
 """

@@ -1,9 +1,9 @@
-"""Requests to a bucket, each with a time limit.
+"""Sends requests to a bucket, each with a time limit.
 
-Always true: a request ends at `until_s`, a time of time.monotonic, at the latest. Data that arrives
-later is discarded. It can't reach the caller's memory, because obstore receives data into its own
-buffers, and callers see these only after the request has succeeded. A request is not retried.
-Errors are StoreErrors.
+Always true: a request ends at its time limit `until_s` (a time of time.monotonic) at the latest.
+Data that arrives later is discarded and can't reach the caller's memory: the library, obstore,
+receives data into its own buffers, and callers see these only after the request has succeeded. A
+request is not retried. All errors are StoreErrors.
 """
 
 import asyncio
@@ -35,22 +35,24 @@ T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
 """Most requests that a call of `objects` or `ranges` has in flight at a time."""
 CLOSE_S = 1.0
-"""Longest wait for cancelled requests at the end."""
+"""Longest wait, when the tier closes, until cancelled requests have ended."""
 GAP_BYTES = 128 << 10
 """Two ranges of an object are read with one request if the gap between them is at most this."""
 
 
 # ----------------------------------------------------------------------------------- The access key
 
-# The access key, read from a file. Always true: errors never quote the file.
+# Reads the access key from a file. Always true: errors never quote the file.
 
 MAX_FILE_BYTES = 1 << 16
+"""Most bytes of the file that are read."""
 SECTION = "default"
+"""Section of the file with the access key."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """The credentials with which hotkv signs requests. `token`: the session token; empty for a key
+    """The credentials with which requests are signed. `token`: the session token; empty for a key
     that does not expire."""
 
     id: str
@@ -59,8 +61,8 @@ class AccessKey:
 
 
 def read_access_key(path: Path) -> AccessKey:
-    """Returns the credentials in a file. Raises UnusableError if other users may access the file,
-    if the file can't be read, or if the file has no key."""
+    """Returns the access key in the file at `path`. Raises UnusableError if other users may access
+    the file, if it can't be read, or if it has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:
@@ -86,7 +88,7 @@ def read_access_key(path: Path) -> AccessKey:
     return key
 
 
-# -------------------------------------------------------------------------------- What a store says
+# ---------------------------------------------------------------------------- Errors of an S3 store
 
 # Translates errors of an S3 store into messages that say how to fix the cause.
 #
@@ -95,11 +97,11 @@ def read_access_key(path: Path) -> AccessKey:
 
 
 class FullError(StoreError):
-    """The store has no room."""
+    """The store refuses a write, because it has no room."""
 
 
 class BeyondError(StoreError):
-    """The object is shorter than the requested range."""
+    """A requested range lies beyond the end of the object."""
 
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
@@ -131,8 +133,12 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 
 
 def is_gone(said: str, is_404: bool) -> bool:
-    """Returns True if an error means only that an object is missing or archived. `said`: obstore's
-    message. `is_404`: True if obstore reported a missing object."""
+    """Returns True if an error means only that an object is missing or archived, not that the
+    bucket is unusable.
+
+    `said`: obstore's message.
+    `is_404`: True if obstore has reported a missing object.
+    """
     code = _CODE.search(said)
     return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
         code is not None and code[1] == "InvalidObjectState"
@@ -140,8 +146,8 @@ def is_gone(said: str, is_404: bool) -> bool:
 
 
 def store_error(said: str) -> StoreError:
-    """Returns the StoreError for an error message of obstore. Not for missing objects: see
-    `is_gone`."""
+    """Returns the StoreError for a message of obstore, `said`. If the message may mean a missing
+    object, call `is_gone` first."""
     code, status = _CODE.search(said), _STATUS.search(said)
     if code is not None and code[1] in _UNUSABLE:
         return UnusableError(_UNUSABLE[code[1]])
@@ -178,8 +184,8 @@ def _by_status(status: str, code: str) -> StoreError:
 
 
 class Loop:
-    """A thread with an asyncio event loop, on which other threads run requests with a time limit.
-    Thread-safe."""
+    """A thread with an asyncio event loop. Other threads run their requests on it, with a time
+    limit. Thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -192,8 +198,9 @@ class Loop:
         return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
 
     def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Runs a request and returns its result. Blocks at most until `until_s`, a time of
-        time.monotonic; then cancels the request and raises LateError."""
+        """Runs a request on the event loop and returns its result. If the request has not ended at
+        `until_s`, a time of time.monotonic, cancels it and raises LateError. Blocks the calling
+        thread."""
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
             return future.result(max(0.0, until_s - time.monotonic()))
@@ -206,8 +213,8 @@ class Loop:
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread. No caller may be waiting in `run`; requests that `run` cancelled get
-        CLOSE_S to end."""
+        """Ends the thread. No caller may wait in `run` any more. Requests that `run` has cancelled
+        get up to CLOSE_S to end."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
@@ -217,11 +224,12 @@ class Loop:
 
 
 class Bucket:
-    """A bucket; see the module. Paths are relative to the settings' prefix. Connects at its first
-    request. The constructor raises UnusableError if files of the settings can't be used.
+    """A bucket; see the module. Paths are relative to the prefix in the settings. Connects at its
+    first request. The constructor raises UnusableError if a file that the settings name is
+    unusable.
 
-    `is_refused`: True once an answer has said that this user can't use the store, or can't use it
-        with these settings.
+    `is_refused`: True once a request has failed with UnusableError, for example because the store
+        rejects the access key.
     """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
@@ -252,7 +260,8 @@ class Bucket:
             self._store = self._obstore.store.S3Store(
                 settings.bucket,
                 prefix=settings.prefix,
-                # All options that AWS_* variables would change otherwise, except the credentials.
+                # Set all options, apart from the credentials, that AWS_* variables would set
+                # otherwise.
                 endpoint=settings.url,
                 aws_endpoint_url_s3=settings.url,
                 region=settings.region,
@@ -261,7 +270,7 @@ class Bucket:
                 conditional_put="etag",
                 s3_express=False,
                 disable_bulk_delete=True,
-                # Without TLS, a digest of the bytes is signed.
+                # Without TLS, the signature also covers a digest of the bytes.
                 unsigned_payload=settings.is_tls,
                 client_options=client,
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
@@ -277,7 +286,7 @@ class Bucket:
         return f"Bucket({self._name!r})"
 
     def get(self, path: str, until_s: float) -> tuple[bytes, str] | None:
-        """Returns an object's bytes and version; None if it does not exist."""
+        """Returns the bytes and the version (ETag) of an object; None if it does not exist."""
 
         async def request() -> tuple[bytes, str]:
             answer = await self._obstore.get_async(self._store, path)
@@ -289,8 +298,8 @@ class Bucket:
             return None
 
     def objects(self, paths: Sequence[str], until_s: float) -> list[tuple[bytes, str] | None]:
-        """Returns the result of `get` for each path. Sends up to REQUESTS_AT_ONCE requests at a
-        time."""
+        """Returns, for each path, the bytes and the version (ETag) of its object; None if it does
+        not exist. Sends up to REQUESTS_AT_ONCE requests at a time."""
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
         async def one(path: str) -> tuple[bytes, str] | None:
@@ -307,9 +316,9 @@ class Bucket:
         return self._ask(all_of_them(), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
-        """Writes an object under a condition. Without `version`: only if the object does not exist.
-        With `version`: only if the object still has this version. Returns False if the condition
-        did not hold."""
+        """Writes an object, but only if a condition holds: without `version`, the object must not
+        exist; with `version`, the object must still have this version (ETag). Returns False if the
+        condition does not hold."""
         exceptions = self._obstore.exceptions
 
         async def request() -> bool:
@@ -345,12 +354,12 @@ class Bucket:
     def ranges(
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
-        """Reads several ranges of several objects. `wanted`: for each object, its path, and the
-        begins and lengths of its ranges in bytes.
+        """Reads several ranges of several objects. Returns, for each object, a list with the bytes
+        of its ranges. If the object does not exist, returns None in place of the list; if a request
+        failed, returns the error in place of the list. Raises LateError.
 
-        Returns for each object a list with the bytes of its ranges; a range beyond the object's end
-        is shorter or empty. In place of the list, returns None if the object does not exist, and
-        the error if a request failed. Raises LateError.
+        `wanted`: for each object, its path, the offsets of its ranges, and their lengths in bytes.
+            If a range reaches beyond the end of the object, its bytes are fewer or empty.
         """
         limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
@@ -385,8 +394,9 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
-        """Returns the names of the first objects in a folder, in order of names, at most `most`.
-        Stops at the end of a page (1000 names) if `is_enough` is True for the page's last name."""
+        """Returns the names of the objects in a folder, sorted. Reads them in pages of 1000 names,
+        and stops early if it has `most` names, or if `is_enough` is True for the last name of a
+        page."""
 
         async def request() -> list[str]:
             found: list[str] = []
@@ -402,13 +412,14 @@ class Bucket:
             return []
 
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Returns the result of a request. Raises FileNotFoundError if the object is missing, else
-        StoreError. Neither quotes the store's text."""
+        """Runs a request and returns its result. Raises FileNotFoundError if the object is missing,
+        and StoreError for other errors. The messages of both do not quote the store's text."""
         try:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             judged = self._judged(error)
-        # Outside of the handler: otherwise the cause would be logged with the store's text.
+        # Raise outside of the handler: otherwise the error would have the store's error as its
+        # cause, and a log would quote the store's text.
         if judged is None:
             raise FileNotFoundError
         raise judged
@@ -423,9 +434,12 @@ class Bucket:
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Merges ranges of an object into fewer ranges, and returns them as (begin, end), in order. Two
-    ranges are merged if the gap between them is at most GAP_BYTES, because reading it costs less
-    than another request. Gaps are at most half of a merged range."""
+    """Merges ranges of an object, so that fewer requests are needed to read them. Returns the
+    merged ranges as pairs (begin, end), in order. `begins`, `lengths`: the ranges, in bytes.
+
+    Two ranges are merged if the gap between them is at most GAP_BYTES, because reading the gap
+    costs less than another request. In a merged range, gaps make up at most half of the bytes.
+    """
     spans: list[tuple[int, int]] = []
     used_bytes = 0
     for begin, length in sorted(zip(begins, lengths, strict=True)):
@@ -442,12 +456,12 @@ def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int
 
 
 def check_installed() -> None:
-    """Raises MissingError if the library is not installed."""
+    """Raises MissingError if the library obstore is not installed."""
     _library()
 
 
 async def _end_others() -> None:
-    # Cancelled requests may not have noticed yet.
+    # Requests that were cancelled may still be running.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

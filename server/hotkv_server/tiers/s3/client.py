@@ -1,7 +1,9 @@
-"""Translates a tier's calls into requests to a bucket.
+"""Translates a tier's calls into requests to a bucket. The blocks of a write are stored as one or
+more objects, the packs (`s3.packs`).
 
-Always true, in addition to `Client`: a slot is written only with a block's complete bytes, after
-they matched the seal. Damaged blocks, and packs that no longer exist, are removed from the index.
+Always true, in addition to the rules of `remote.client`: a slot is written only after all bytes of
+the block have arrived and matched the seal. Damaged blocks, and packs that no longer exist, are
+removed from the index (`s3.index`).
 """
 
 import itertools
@@ -30,8 +32,8 @@ from hotkv_server.tiers.seals import seal
 
 
 class Shared:
-    """State that all clients of a tier share: the bucket, the index of blocks, and the threads that
-    list packs and send requests. Thread-safe."""
+    """The state that all clients of a tier share: the bucket, the index of blocks, and the threads
+    that list packs and send requests. Thread-safe."""
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
@@ -52,9 +54,9 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the shared `Bucket` (connections to the store). If the store has refused that
-        `Bucket` (`is_refused`), makes a new one, which reads the credentials and certificates
-        again. Raises UnusableError."""
+        """Returns the `Bucket` that all clients share. If the store has refused its requests
+        (`Bucket.is_refused`), first replaces it by a new `Bucket`, which reads the credentials and
+        certificates again. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -62,10 +64,10 @@ class Shared:
             return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":
-        """Checks that the bucket answers and can be used, and returns a client. Raises
+        """Checks that the bucket answers and is usable, then returns a new client. Raises
         StoreError."""
         bucket = self.bucket()
-        # List an empty folder, to see whether the bucket answers and permits listing.
+        # List one name, to see whether the bucket answers and permits listing.
         bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
         if not self._is_checked:
             epochs.check_conditions(bucket, until_s)
@@ -77,7 +79,7 @@ class Shared:
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:
-        """Returns the number of the next pack; each call returns another number."""
+        """Returns the number for the next pack of this node. Each call returns another number."""
         return next(self._numbers)
 
     def close(self) -> None:
@@ -87,7 +89,7 @@ class Shared:
 
 
 class S3Client:
-    """A client of the bucket; see the module and `Client`."""
+    """A `Client` whose store is the bucket; see the module."""
 
     def __init__(self, shared: Shared, bucket: Bucket) -> None:
         self._shared = shared
@@ -98,14 +100,15 @@ class S3Client:
         return f"S3Client({self._bucket!r})"
 
     def is_fresh(self) -> bool:
-        """Implements `Client`. Returns True: obstore opens an ended connection again."""
+        """Returns True always, because obstore reopens a connection that has ended; see
+        `Client.is_fresh`."""
         return True
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Implements `Client`. Answers from the index in memory; asks the bucket only for the
-        epochs, and for the packs of a key space whose packs were not listed yet."""
+        """Finds out which keys exist, from the index in memory; see `Client.probe`. Asks the bucket
+        only for the epochs, and for the packs of a key space if they were never listed."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:
@@ -120,7 +123,7 @@ class S3Client:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Implements `Client`."""
+        """Reads blocks into their slots; see `Client.read`."""
         places = self._places(keys, until_s)
         settled = codes.copy()
         rows_of: dict[Pack, list[tuple[int, int]]] = {}
@@ -151,7 +154,8 @@ class S3Client:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Implements `Client`. Stores the blocks of each key space as one object (a pack)."""
+        """Writes the blocks of each key space as one object, a pack; see `Client.write`. Ignores
+        `depths`."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
         for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):
@@ -166,29 +170,30 @@ class S3Client:
             if pack is not None:
                 seals[rows] = pack.seals
         for at, key in enumerate(keys):
-            # A key that was given twice is stored once.
+            # If a key occurs twice in the call, it is stored once.
             first = first_of.get(key, at)
             if first != at:
                 codes[at] = max(Write.PRESENT, codes[first])
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Implements `Client`. Removes the blocks from this node's index only. The objects stay
-        until the bucket's lifecycle rule removes them."""
+        """Removes the blocks from the index of this node; see `Client.forget`. The packs stay in
+        the bucket until its lifecycle rule removes them."""
         self._index.forget(keys)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Implements `Client`. A bucket never restarts, so `restored_below` is 0."""
+        """Returns the epochs of key spaces; see `Client.epochs`. `restored_below` is 0, because a
+        bucket does not report restarts."""
         return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
-        """Implements `Client`."""
+        """Raises the epoch of a key space; see `Client.raise_epoch`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised
 
     def close(self) -> None:
-        """Implements `Client`. Does nothing: connections end with the last reference to the
-        bucket."""
+        """Does nothing, because connections end with the last reference to the bucket; see
+        `Client.close`."""
 
     def _places(self, keys: Sequence[bytes], until_s: float) -> list[Place | None]:
         for space in dict.fromkeys(map(space_of, keys)):
@@ -204,10 +209,11 @@ class S3Client:
         settled: Codes,
         until_s: float,
     ) -> StoreError | None:
-        """Reads blocks from packs into their slots, and sets their codes in `settled`. Returns the
-        first error; blocks whose request failed keep their codes.
+        """Reads blocks from packs into their slots, and sets their codes in `settled`. If requests
+        fail, their blocks keep their codes. Returns the first error of a request; None if all
+        succeed.
 
-        `rows_of`: for each pack, the blocks to read, as (row in the call, row in the pack).
+        `rows_of`: for each pack, the blocks to read, as pairs (row in the call, row in the pack).
         """
         wanted = []
         for pack, rows in rows_of.items():
@@ -236,8 +242,9 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> Pack | None:
-        """Writes the blocks as a pack, and adds it to the index. Returns None if the store is full.
-        Raises UnusableError if an object of this name exists."""
+        """Writes blocks of a key space as a new pack, adds the pack to the index and returns it.
+        Returns None if the store is full. Raises UnusableError if an object of the pack's name
+        already exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.settings.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)

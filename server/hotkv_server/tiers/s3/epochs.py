@@ -1,25 +1,29 @@
 """Epochs in a bucket. A key space's epoch is a number in the object `epochs/1/{fingerprint}`, which
 each flush raises.
 
-Always true: a raise gives a greater epoch than all that the raising node knows. The first write of
-the object fails if it exists (If-None-Match), and a raise fails if the object has changed since it
-was read (If-Match). So of all writes after the same read, exactly one succeeds. The keys of blocks
-contain the epoch, so only a node that does not know of a flush yet asks for blocks of an old epoch.
-The order of its requests keeps it from using them: **the epoch is read after the blocks**.
+Always true: a raise gives a greater epoch than all epochs that the raising node knows. The first
+write of the object fails if the object exists (If-None-Match), and a raise fails if the object has
+changed since it was read (If-Match). So if several nodes read the same epoch and then write, only
+one of them succeeds.
+
+The keys of blocks contain the epoch. So only a node that does not know of a flush yet asks for
+blocks of an old epoch. The order of its requests prevents it from using them: **the epoch is read
+after the blocks**.
 
 Proof. The store is strongly consistent: a read that begins after the answer to a write sees that
-write. Suppose a node reads blocks and, when all have arrived, the epoch, and this is E, the epoch
-in the blocks' keys. An epoch that has ended does not return. So a flush that ends E was answered
-after the read of the epoch began, hence after the blocks had arrived. Conversely, if a flush was
-answered before the read of the blocks began, the node sees another epoch, and refuses the blocks.
-Each part of a call reads the epoch; the whole call is refused if any part saw another epoch.
+write. Suppose a node reads blocks whose keys contain the epoch E. When all blocks have arrived, it
+reads the epoch, and this is still E. An epoch that has ended does not return. So a flush that ends
+E was answered after the read of the epoch began, hence after the blocks had arrived. Conversely, if
+a flush was answered before the read of the blocks began, the node sees another epoch than E, and
+refuses the blocks. Each part of a call reads the epoch; if any part sees another epoch, the whole
+call is refused.
 
 The proof assumes a single bucket: a replica in another region may show an old epoch. The first
 connection tests that the store honours If-None-Match and If-Match (`check_conditions`).
 
-If the epoch's object is absent, every block is refused. A new epoch is computed from this node's
-clock (`protocol.begun`) instead of counting from 0, so a bucket that lost its epoch does not reuse
-earlier numbers.
+If the epoch's object is absent, every block is refused. A new epoch is computed from the clock of
+the node (`protocol.begun`), and not counted from 0. So a bucket that has lost an epoch does not use
+its number again.
 """
 
 import re
@@ -30,32 +34,33 @@ from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket, FullError
 
 CHECK = "check"
-"""Path of the object with which conditional writes are tested."""
+"""Path of the object with which `check_conditions` tests conditional writes."""
 TRIES = 16
-"""Most tries to begin or raise an epoch, if other nodes change it at the same time."""
+"""Most tries to begin or raise an epoch. A try fails if another node changes the epoch at the same
+time."""
 _FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def epoch_path(fingerprint: str) -> str:
-    """Returns the path of a key space's epoch. The path is outside `blocks/`, so that the lifecycle
-    rule for blocks does not remove epochs. Raises LostError for a fingerprint with other characters
-    than letters, digits, _ and -."""
+    """Returns the path of the object with a key space's epoch. The path is outside `blocks/`, so
+    that the lifecycle rule for blocks does not remove epochs. Raises LostError if the fingerprint
+    has other characters than letters, digits, _ and -."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise LostError("keeps no epoch under such a fingerprint")
     return f"epochs/1/{fingerprint}"
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns a key space's epoch (number that each flush raises); NO_EPOCH if the key space has no
-    epoch. Raises StoreError."""
+    """Returns the epoch of a key space; NO_EPOCH if the bucket has no epoch for it. Raises
+    StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns a key space's epoch (number that each flush raises). If the key space has no epoch,
-    begins an epoch. Returns NO_EPOCH if the store has no room for the epoch. Raises StoreError.
+    """Returns the epoch of a key space. If the bucket has no epoch for it, first begins an epoch.
+    Returns NO_EPOCH if the store has no room for the epoch. Raises StoreError.
 
-    `now_us`: microseconds of the wall clock.
+    `now_us`: the time of the wall clock in microseconds.
     """
     for _ in range(TRIES):
         epoch = read_epoch(bucket, fingerprint, until_s)
@@ -72,10 +77,9 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns the epochs of several key spaces (numbers that flushes raise), and begins an epoch
-    for each key space that has none (NO_EPOCH if the store has no room for the new epoch). Reads
-    all epochs at the same time. Omits a key space whose epoch is not a number. Raises
-    StoreError."""
+    """Returns the epochs of several key spaces, by fingerprint. Does for each of them what
+    `begin_epoch` does, but reads all epochs at the same time. Omits a key space whose epoch is not
+    a number. Raises StoreError."""
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
@@ -88,13 +92,16 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Ends a key space's epoch, and returns the next epoch, which is above `floor`. If the store
-    has no room for the next epoch, deletes the old epoch and returns NO_EPOCH; blocks are then
-    refused until an epoch begins. Raises StoreError. `now_us`: microseconds of the wall clock."""
+    """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
+    returns it. If the store has no room for the new epoch, deletes the old epoch and returns
+    NO_EPOCH; blocks are then refused until an epoch begins. Raises StoreError.
+
+    `now_us`: the time of the wall clock in microseconds.
+    """
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)
-        # Without a version the epoch is absent. The next must differ from an epoch that another
-        # node begins now.
+        # An empty version means that the epoch is absent. Then the new epoch must differ from an
+        # epoch that another node may begin at this moment.
         wanted = raised(now_us, epoch, floor) if version else raised(now_us, begun(now_us), floor)
         try:
             if bucket.put(epoch_path(fingerprint), b"%d" % wanted, until_s, version):
@@ -125,8 +132,9 @@ def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
 
 
 def _parsed(found: tuple[bytes, str] | None) -> tuple[int, str]:
-    """Returns the epoch in an object and the object's version; NO_EPOCH and "" for a missing
-    object. Raises LostError if the object does not hold an epoch."""
+    """Returns the epoch in an object and the object's version; NO_EPOCH and "" if there is no
+    object. Raises LostError if the object does not contain an epoch. `found`: a result of
+    `Bucket.get`."""
     if found is None:
         return NO_EPOCH, ""
     text, version = found

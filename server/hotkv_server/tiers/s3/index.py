@@ -1,9 +1,10 @@
-"""An index, in memory, of the blocks that this node knows to be in the bucket. A pack is an object
-with the blocks of a write.
+"""An index, in memory, of the blocks that this node knows to be in the bucket. The bucket stores
+blocks in packs: a pack is an object with the blocks of one write, a row for each block.
 
-Always true: the index holds the blocks of at most `max_blocks` rows of packs, or a single larger
-pack. If more are added, it drops the oldest packs, which stay in the bucket. A block that is in
-several packs is found in the newest. The index is a hint: a pack may no longer exist in the bucket.
+Always true: the packs in the index have at most `max_blocks` rows in total, unless there is only a
+single pack. To make room for a new pack, the index drops the oldest packs, which stay in the
+bucket. If a block is in several packs, it is found in the newest of them. The index is only a hint:
+a pack in it may no longer exist in the bucket.
 """
 
 import heapq
@@ -18,7 +19,7 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 
 
 class Place(NamedTuple):
-    """The place of a block: a pack, and the block's row in the pack's list."""
+    """The place of a block in the bucket: a pack, and the number of the block's row in it."""
 
     pack: Pack
     row: int
@@ -30,12 +31,13 @@ class PackIndex:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._lock = threading.Lock()
-        # By the tag of a key: pack number << _ROW_BITS | row.
+        # Maps the tag (hash) of a key to the place of its block: pack number << _ROW_BITS | row.
         self._where: dict[int, int] = {}
         self._packs: dict[int, Pack] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
-        # Heap of (-age, number), with the oldest pack on top. Dropped packs are removed later.
+        # Heap of (-age, pack number), with the oldest pack on top. Packs that were dropped from the
+        # index are removed from the heap later.
         self._oldest: list[tuple[int, int]] = []
         self._num_rows = 0
 
@@ -46,8 +48,8 @@ class PackIndex:
         return len(self._where)
 
     def add(self, pack: Pack) -> bool:
-        """Adds a pack; drops older packs if there is no room. Returns False, and adds nothing, if
-        the index is full of packs that are at least as new."""
+        """Adds a pack; if there is no room, drops older packs. Returns False, without adding the
+        pack, if the index is full and has no older packs."""
         with self._lock:
             if pack.path in self._numbers:
                 return True
@@ -73,7 +75,7 @@ class PackIndex:
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """Returns the place of each key's block; None for a block that is not in the index."""
+        """Returns, for each key, the place of its block; None if the block is not in the index."""
         tags = [tag(key) for key in keys]
         with self._lock:
             found = [self._where.get(key_tag) for key_tag in tags]
@@ -95,13 +97,17 @@ class PackIndex:
             self._drop(path)
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
-        """Removes all packs of the key space `fingerprint` from the index, except those in `space`
-        (the key space in one epoch). None: removes all."""
+        """Removes the packs of a key space from the index, except the packs of one epoch.
+
+        `fingerprint`: names the key space.
+        `space`: the key space in the epoch to keep; None: keeps no packs.
+        """
         with self._lock:
             packs = list(self._packs.values())
         for pack in packs:
             if pack.space.partition("/")[0] == fingerprint and pack.space != space:
-                # Drop packs singly, so that other threads can look up blocks in between.
+                # Acquire the lock for each pack anew, so that other threads can look blocks up
+                # in between.
                 self.drop(pack.path)
 
     def check_invariants(self) -> None:

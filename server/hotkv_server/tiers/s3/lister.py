@@ -1,18 +1,18 @@
-"""Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds them to the
-index.
+"""Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds the packs to the
+index (`s3.index`). A listing reads the names of the packs of one key space.
 
-Always true: a key space is listed only when its blocks are requested, at most once in `refresh_s`.
-The first request waits until the newest packs are known. A later request is answered from the known
-packs, and the listing runs after it.
+Always true: a key space is listed only if its blocks are requested, at most once in `refresh_s`.
+The first request waits until the newest packs are known. Later requests are answered from the known
+packs at once, and a due listing runs after them.
 
-Names sort newest first, so a listing usually reads one page of names. It skips packs whose names
-are from earlier than OVERLAP_S before the last listing. So a pack may be missed until the next
-start if it appears more than OVERLAP_S after the time in its name, for example because its node's
-clock is behind. If this node's clock jumps by more than JUMP_S, the key space is listed again from
-the beginning.
+The name of a pack contains its time, and names sort newest first. So a listing usually reads only
+one page of names: it skips packs that are older than OVERLAP_S before the last listing. If a pack
+appears more than OVERLAP_S after the time in its name, for example because the clock of its node is
+slow, this node may miss it until its next start. If the clock of this node jumps by more than
+JUMP_S, the next listing of a key space skips no packs.
 
 Memory is bounded: the lister remembers at most MAX_SPACES key spaces, reads at most MAX_PACKS names
-in a listing, and keeps the seen names of the last OVERLAP_S.
+in a listing, and keeps the names that it has seen in the last OVERLAP_S.
 """
 
 import logging
@@ -38,29 +38,34 @@ from hotkv_server.tiers.s3.packs import (
 log = logging.getLogger(__name__)
 
 OVERLAP_S = 120.0
+"""A listing considers packs up to this time before the last listing; see the module."""
 JUMP_S = OVERLAP_S / 2
+"""Least jump of the clock after which a listing skips no packs."""
 UNSEEN = 10**16
-"""A horizon before all packs, so that a listing skips none of them."""
+"""A value of `_Folder.horizon` with which a listing skips no packs."""
 MAX_SPACES = 4096
+"""Most key spaces (each in one epoch) that the lister remembers."""
 MAX_PACKS = 16384
 """Most names in a listing: 256 GiB of blocks in packs of 16 MiB."""
 LISTS_AT_ONCE = 16
-"""Number of packs whose lists are read at the same time."""
+"""Number of packs whose lists of blocks are read at the same time."""
 FIRST_PACKS = 256
-"""Number of newest packs that are read before the first request is answered."""
+"""Number of the newest packs whose lists of blocks are read before the first request is
+answered."""
 
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space in an epoch.
+    """The state of a key space in one epoch, whose packs are in one folder of the bucket.
 
-    `is_known`: True once its newest packs are in the index.
+    `is_known`: True once the newest packs are in the index.
     `is_queued`: True while a listing is queued or under way.
     `looks`: number of listings that have ended, successful or not.
     `due_s`: when the next listing is due, a time of time.monotonic.
-    `horizon`: the next listing skips packs of this age (`age_of`) and older.
-    `clock_s`: the wall clock minus the monotonic clock when the horizon was reset.
-    `seen`: names of packs newer than the horizon that the listing need not read again.
+    `horizon`: the next listing skips packs of this age (`packs.age_of`) and older.
+    `clock_s`: difference between the wall clock and the monotonic clock, in seconds, when a listing
+        last skipped no packs. If it changes, the wall clock has jumped.
+    `seen`: names of packs, newer than the horizon, that a listing need not read again.
     `error`: the error of the last listing; None if it succeeded.
     """
 
@@ -77,10 +82,10 @@ class _Folder:
 class Lister:
     """Lists packs; see the module. Thread-safe.
 
-    `index`: receives the packs that listings find.
+    `index`: gets the packs that listings find.
     `connect`: returns the bucket; raises StoreError.
     `refresh_s`: least time between two listings of a key space.
-    `timeout_s`: longest time for a request.
+    `timeout_s`: longest time for a request to the bucket.
     """
 
     def __init__(
@@ -106,9 +111,9 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Queues a listing of a key space if it is due. If the key space's packs are not known yet,
-        blocks until they are known, at most until `until_s`, a time of time.monotonic; then raises
-        StoreError."""
+        """Queues a listing of a key space if it is due. If the key space was never listed, blocks
+        until its newest packs are in the index. Raises StoreError if they are not at `until_s`, a
+        time of time.monotonic, or if the listing fails."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
@@ -128,13 +133,17 @@ class Lister:
                 self._changed.wait(left_s)
 
     def saw(self, space: Space, name: str) -> None:
-        """Marks a pack as seen, because this node has written it."""
+        """Marks a pack as seen, so that no listing reads it. Called if this node has written the
+        pack."""
         with self._changed:
             self._folder(space).seen.add(name)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets the state of the key space `fingerprint` in all epochs, except the epoch of
-        `space`."""
+        """Forgets the state of a key space in all epochs but one.
+
+        `fingerprint`: names the key space.
+        `space`: the key space in the epoch to keep; None: keeps none.
+        """
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
                 if one != space:
@@ -145,7 +154,8 @@ class Lister:
         return self._is_closed or self._thread.is_alive()
 
     def stop(self) -> None:
-        """Makes the thread end after the listing under way. Waiting callers get LostError."""
+        """Makes the thread end after the listing under way. Callers that wait in `ask` get
+        LostError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -231,9 +241,8 @@ class Lister:
             self._changed.notify_all()
 
     def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
-        """Reads the lists of these packs and adds the packs to the index. Returns False if the
-        index had no room for one of the packs; the index then has no room for older packs
-        either."""
+        """Reads the lists of blocks of these packs, and adds the packs to the index. Returns False
+        if the index had no room for one of them. Then it has no room for older packs either."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True

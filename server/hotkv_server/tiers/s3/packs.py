@@ -1,14 +1,18 @@
-"""Packs: objects of a bucket, each with the blocks of a write. A pack begins with a list of its
-blocks; the blocks follow in order.
+"""Packs: objects of a bucket, each with the blocks of one write. A pack begins with a list of its
+blocks; the blocks follow in the order of the list.
 
-Always true: a pack is written once and never changed. Its name contains the name of its node and a
-number, so names are unique; and it begins so that newer packs sort first. The list has a seal
-(check value) seeded by the pack's path, so foreign bytes and lists of other packs are refused. A
-block is accepted only if its bytes match the seal under its key, so a wrong offset in the list does
-no harm.
+Always true:
 
-The path is `blocks/1/{fingerprint}/{epoch}/{name}`: a lifecycle rule removes the objects below
-`blocks/`.
+- a pack is written once and never changed;
+- the names of packs are unique, because a name contains the name of the node and a number. A name
+  begins with a number that falls with time, so newer packs sort first;
+- the list has a seal (check value) that is seeded with the path of the pack. So a reader refuses
+  the list of another pack, and bytes that are no list;
+- a block is accepted only if its bytes match its seal, which is seeded with its key. So a wrong
+  offset in the list does no harm.
+
+The path of a pack is `blocks/1/{fingerprint}/{epoch}/{name}`. A lifecycle rule of the bucket
+removes objects below `blocks/`.
 """
 
 import re
@@ -25,31 +29,35 @@ from hotkv_server.tiers.protocol import Int64s
 from hotkv_server.tiers.seals import seal
 
 Space = NewType("Space", str)
-"""A key space in one epoch (number that each flush raises), as `{fingerprint}/{epoch}`. Its packs
+"""A key space in one epoch (a number that each flush raises), as `{fingerprint}/{epoch}`. Its packs
 are in a folder of this name."""
 Tags = NDArray[np.uint64]
-"""Array of values of `tag`."""
+"""Tags of keys: results of `tag`."""
 
 BLOCKS = "blocks/1"
-"""Folder of all packs. The number is the version of this format."""
+"""Folder of all packs. The number is the version of the format."""
 MIN_PACK_BYTES = 4 << 20
-"""Least size of the last pack of a write. A smaller rest is added to the pack before it."""
+"""Least size of the last pack of a write. If fewer bytes are left, they go into the pack before."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
 _NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
 _LAST_US = 10**16 - 1
-"""A pack's name begins with this minus its time in microseconds, so newer packs sort first."""
+"""A pack's name begins with this number minus the pack's time in microseconds, so newer packs sort
+first."""
 _HEAD = struct.Struct("<4sIQ")
-"""Magic number, zero, seal of the rows. Little endian."""
+"""Head of the list: magic number, zero, seal of the rows. Little endian."""
 _MAGIC = b"hkvp"
 _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A pack as its list describes it. Arrays have a row per block, in the order of the blocks.
+    """A pack, as its list of blocks describes it. The arrays have a row for each block, in the
+    order of the blocks.
 
-    `tags`: `tag` of each block's key.
-    `begins`: byte offset of each block in the object.
+    `tags`: tags (hashes) of the blocks' keys, see `tag`.
+    `begins`: byte offsets of the blocks in the object.
+    `num_bytes`: sizes of the blocks.
+    `seals`: seals (check values) of the blocks.
     """
 
     space: Space
@@ -74,9 +82,9 @@ class Pack:
 
 
 def tag(key: bytes) -> int:
-    """Returns a 64-bit hash that stands for a key in a pack's list. If two keys have the same tag,
-    a read may get the other key's block; then the seal does not match, and the result is
-    CORRUPT."""
+    """Returns the tag of a key: a 64-bit hash that represents the key in the list of a pack. If two
+    keys have the same tag, a read of one key may get the block of the other; its seal then does not
+    match, and the result is CORRUPT."""
     return xxhash.xxh3_64_intdigest(key)
 
 
@@ -88,7 +96,7 @@ def space_of(key: bytes) -> Space | None:
 
 
 def folder_of(space: Space) -> str:
-    """Returns the path of the folder with the packs of a key space in an epoch."""
+    """Returns the path of the folder with the packs of a key space in one epoch."""
     return f"{BLOCKS}/{space}"
 
 
@@ -98,26 +106,31 @@ def path_of(space: Space, name: str) -> str:
 
 
 def new_name(now_us: int, node: str, number: int, count: int) -> str:
-    """Returns the name for the `number`th pack that a node writes, with `count` blocks. `now_us`:
-    microseconds of the wall clock."""
+    """Returns the name for a new pack.
+
+    `now_us`: the time of the wall clock in microseconds.
+    `node`: name of the node that writes the pack.
+    `number`: number of the pack among the packs that the node has written since its start.
+    `count`: number of blocks in the pack.
+    """
     return f"{_LAST_US - now_us:016d}-{node}-{number:x}-{count}"
 
 
 def age_of(name: str) -> int:
-    """Returns a number that is greater for older packs. `name`: a pack's name, or at least its
-    first 16 characters."""
+    """Returns the age of a pack: a number that is greater for older packs. `name`: the pack's name,
+    or at least its first 16 characters."""
     return int(name[:16])
 
 
 def age_at(time_us: int) -> int:
-    """Returns a number that is greater for older packs, for a pack made at `time_us` microseconds
-    of the wall clock."""
+    """Returns the age (see `age_of`) of a pack that was made at `time_us`, in microseconds of the
+    wall clock."""
     return _LAST_US - time_us
 
 
 def list_bytes(name: str) -> int:
-    """Returns the size of a pack's list in bytes, with its head; the blocks follow it. Returns 0
-    if `name` is not the name of a pack."""
+    """Returns the size of a pack's list of blocks, in bytes, with the list's head. Returns 0 if
+    `name` is not the name of a pack."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 
@@ -125,8 +138,8 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Returns a pack of these blocks, and the bytes of its object. `name`: made by `new_name` for
-    this number of blocks."""
+    """Makes a pack of these blocks. Returns the pack, and the bytes of its object. `name`: a result
+    of `new_name` for this number of blocks."""
     rows = np.empty(len(keys), _ROW)
     rows["tag"] = [tag(key) for key in keys]
     rows["num_bytes"] = [len(slot) for slot in slots]
@@ -143,8 +156,8 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """Returns the pack that an object's list describes; None if the list is damaged. `front`: the
-    first `list_bytes(name)` bytes of the object."""
+    """Parses the list of blocks of an object. Returns the pack; None if the list is damaged.
+    `front`: the first `list_bytes(name)` bytes of the object."""
     if len(front) != list_bytes(name) or len(front) < _HEAD.size:
         return None
     magic, zero, sealed = _HEAD.unpack_from(front)
@@ -155,9 +168,12 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
-    """Splits the rows of a write into parts, a pack each. A part ends with the block that makes it
-    at least `pack_bytes`. The last part may be smaller, but not smaller than MIN_PACK_BYTES unless
-    it is the only part."""
+    """Splits the blocks of a write into parts, one for each pack. Yields each part as a slice. A
+    part ends with the block with which it reaches `pack_bytes`. The last part may be smaller, but
+    only the only part of a write may be smaller than MIN_PACK_BYTES.
+
+    `num_bytes`: sizes of the blocks, int64 [n].
+    """
     ends, begin, total = list[int](), 0, 0
     for at, size in enumerate(num_bytes.tolist()):
         total += size

@@ -1,4 +1,4 @@
-"""The tier in an S3 bucket."""
+"""The tier in an S3 bucket: `S3Tier`."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,22 +16,22 @@ from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
 
 INDEX_ENTRY_BYTES = 170
-"""Memory of a block in the index, measured."""
+"""Memory that a block needs in the index, measured."""
 LINGER_S = 5.0
-"""Longest time for which blocks wait until a pack is full. Stores charge for each request, so few
-large packs are cheaper."""
+"""Longest time that blocks wait for further blocks to fill a pack. Stores charge for each request,
+so few large packs are cheaper."""
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Most bytes and blocks in a part of a read."""
 
 
 class S3Tier(RemoteTier):
-    """A tier in an S3 bucket. See `RemoteTier`. Raises MissingError if its library is not
-    installed.
+    """A tier in an S3 bucket; see `RemoteTier`. The constructor raises MissingError if the library
+    obstore is not installed.
 
-    A `write` stores its blocks in objects of about `batch_bytes` (packs), so a smaller call costs
-    as much as a call of that size. Other nodes find the blocks when they list the bucket again,
-    after `refresh_s`. `forget` removes blocks only from this node's index; after its next start the
-    node finds them again.
+    `write` stores its blocks as packs: objects of about `TierFacts.batch_bytes`. A smaller call
+    needs as many requests as a call of that size, so it costs as much. Other nodes find the blocks
+    when they list the bucket again, after `refresh_s` of the settings. `forget` removes blocks only
+    from the index of this node; after its next start the node finds them again.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class S3Tier(RemoteTier):
         )
 
     def is_alive(self) -> bool:
-        """Implements `Tier`."""
+        """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
         return super().is_alive() and self._shared.is_alive()
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the index and of requests under way. A pack that is being written
-        counts twice, because it is copied; a range that is being read counts twice, because it may
-        contain as many bytes that are not needed."""
+        """Returns the memory of the index and of the requests under way. A pack that is being
+        written counts twice, because it is copied. The blocks that are being read count twice,
+        because the requested ranges may have as many bytes in gaps (`bucket.merged`)."""
         settings, index = self._shared.settings, self._shared.index
         writers = (settings.connections + 1) // 2
         moving_bytes = 2 * (writers * settings.pack_bytes + settings.connections * READ_BYTES)
@@ -88,8 +88,8 @@ class S3Tier(RemoteTier):
         )
 
     def close(self) -> None:
-        """Implements `Tier`. Waits for calls under way, at most for the time limits of the
-        settings."""
+        """Ends all calls and all threads; see `Tier.close`. Waits for calls under way, at most for
+        the time limits of the settings."""
         self._shared.lister.stop()
         super().close()
         self._shared.close()

@@ -2,5 +2,6 @@
 
 `resp_client` translates the tier's calls into commands. `connection` sends the commands to a single
 server, `cluster` to the servers of a cluster. `resp` and `stream` implement RESP, the servers'
-protocol. `epochs` stores a counter for each key space, so that a flush holds on all nodes.
+protocol. `epochs` stores the epoch of each key space in the server: a number that a flush raises,
+so that all nodes honour the flush.
 """

@@ -1,12 +1,15 @@
-"""Connections to a cluster of Valkey or Redis servers, each of which has some of the hash slots.
+"""Connections to a cluster of Valkey or Redis servers. Each server has some of the cluster's hash
+slots.
 
 A command is sent to the server that has the hash slot of its key. If the slot has moved to another
-server, the first server answers MOVED, or ASK while the slot's keys move. The command is then sent
-to the server that the answer names, over a separate connection (a detour) without other commands.
+server, the first server answers MOVED; while the slot's keys are moving, it answers ASK. The
+command is then sent again, to the server that the answer names, over a separate connection: a
+*detour*, on which no other commands are under way.
 
-Always true: there is a connection to each server that has hash slots. If a server can't be reached,
-the whole cluster counts as unusable, because each batch has keys of all servers. The map of hash
-slots comes from one of the servers; after MOVED it is asked for again before the next commands.
+Always true: there is a connection to each server that has hash slots. If one of these servers can't
+be reached, the whole cluster counts as unusable, because nearly each batch has keys of all servers.
+The map of hash slots is read from one of the servers. After MOVED it is read again before the next
+commands.
 """
 
 import binascii
@@ -34,8 +37,8 @@ T = TypeVar("T")
 
 
 class ClusterPipe:
-    """Connections to all servers of a cluster; see the module and `Pipe`. The constructor
-    connects."""
+    """Connections to all servers of a cluster; see the module and `Pipe`. The constructor connects,
+    and raises StoreError."""
 
     keeps_order = False
     has_one_clock = False
@@ -50,7 +53,8 @@ class ClusterPipe:
         # For each hash slot, the index of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
-        # Commands whose replies were not read, and the connections that sent them.
+        # Commands whose replies were not read yet, each with the connection that has sent it; None
+        # if no server has the command's hash slot.
         self._sent: deque[tuple[Command, ValkeyConnection | None]] = deque()
         try:
             self._find(until_s)
@@ -66,11 +70,11 @@ class ClusterPipe:
         return f"ClusterPipe({len(self._servers)} servers, {len(self._detours)} detours)"
 
     def is_fresh(self) -> bool:
-        """Implements `Pipe`."""
+        """Returns False if a connection has ended; see `Pipe.is_fresh`."""
         return all(one.is_fresh() for one in (*self._servers.values(), *self._detours.values()))
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """Implements `Pipe`."""
+        """Sends commands; see `Pipe.send`."""
         assert not self._sent, "replies were not read"
         if self._is_outdated:
             self._learn(next(iter(self._servers.values())), until_s)
@@ -87,22 +91,24 @@ class ClusterPipe:
             self._servers[owner].send(its, until_s)
 
     def next(self, until_s: float) -> Reply:
-        """Implements `Pipe`."""
+        """Returns the next reply; see `Pipe.next`."""
         return self._receive(lambda connection: connection.next(until_s), until_s)
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Implements `Pipe`."""
+        """Reads the next reply as the value of a key; see `Pipe.value`."""
         return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Implements `Pipe`. Raises UnusableError if this user may not use CLUSTER SLOTS or
+        """Returns False if a failover could lose the last write of a key; see
+        `Pipe.outlives_failover`. Raises UnusableError if this user may not use CLUSTER SLOTS or
         WAIT."""
         slot = slot_of(key)
         owner = self._owners[self._owner_of[slot]]
         if self._is_outdated:
-            # A redirected write used another connection, and WAIT covers only its connection.
+            # The write may have been redirected to another connection; WAIT covers only the
+            # connection on which it is sent.
             return False
-        # Read the map again: a replica may have joined.
+        # Read the map of hash slots again, because a replica may have joined.
         self._learn(self._servers[owner], until_s)
         if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
             return False
@@ -114,13 +120,17 @@ class ClusterPipe:
         return isinstance(reply, int) and reply > 0
 
     def close(self) -> None:
-        """Implements `Pipe`."""
+        """Closes all connections; see `Pipe.close`."""
         for one in (*self._servers.values(), *self._detours.values()):
             one.close()
 
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
-        """Reads the next reply, and follows redirects. Returns an error with the code INCOMPLETE
-        if the hash slot has no server, or if the reply has one of INCOMPLETE_CODES."""
+        """Reads the reply to the oldest command without a reply, and follows redirects (MOVED,
+        ASK). Returns an error with the code INCOMPLETE if no server has the command's hash slot, or
+        if the last reply is an error with one of INCOMPLETE_CODES.
+
+        `read`: reads the next reply from a connection.
+        """
         sent, connection = self._sent.popleft()
         if connection is None:
             self._is_outdated = True
@@ -145,8 +155,9 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Reads the map of hash slots from the first server of the settings that answers. Each
-        server gets an equal share of the remaining time, so all are tried even if some hang."""
+        """Reads the map of hash slots from the first server in the settings that answers. Each
+        server gets an equal share of the remaining time, so that a server that hangs does not
+        prevent a try of the next."""
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds, 1):
             now_s = time.monotonic()
@@ -161,8 +172,8 @@ class ClusterPipe:
             return self._learn(seed, until_s)
 
     def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
-        """Asks a server for the map of hash slots. Connects to new servers, and closes the
-        connections to servers without slots and all detours."""
+        """Reads the map of hash slots from the server `teller`. Connects to servers that are new in
+        the map. Closes all detours, and the connections to servers that have no slots any more."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
         if isinstance(reply, ErrorReply):
             raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
@@ -198,8 +209,8 @@ class ClusterPipe:
 
 
 def slot_of(key: bytes) -> int:
-    """Returns the hash slot of a key. If the key contains {…}, only the bytes in the first braces
-    are hashed, unless they are empty."""
+    """Returns the hash slot of a key. If the key contains {…}, only the bytes between the first
+    braces are hashed, unless there are none between them."""
     begin = key.find(b"{")
     end = key.find(b"}", begin + 1)
     tag = key[begin + 1 : end] if begin >= 0 and end > begin + 1 else key
@@ -207,7 +218,8 @@ def slot_of(key: bytes) -> int:
 
 
 def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
-    """Returns the server to which `MOVED slot host:port` or `ASK slot host:port` points."""
+    """Returns the server to which a reply redirects: `MOVED slot host:port` or `ASK slot
+    host:port`. `asked`: connection to the server that has sent the reply."""
     host, _, port = reply.text.rpartition(b" ")[2].rpartition(b":")
     if not port.isdigit() or len(port) > 5:
         raise LostError("redirects to what is no server")
@@ -215,8 +227,8 @@ def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
 
 
 def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
-    """Returns the first and last hash slot of a range, and the range's server, from a member of the
-    reply to CLUSTER SLOTS."""
+    """Parses a member of the reply to CLUSTER SLOTS. Returns the first and the last hash slot of a
+    range, and the server that has the range."""
     first, last, primary, *_ = [*_list(part), None, None, None]
     host, port, *_ = [*_list(primary), None, None]
     numbers = [one for one in (first, last, port) if isinstance(one, int)]
@@ -226,8 +238,8 @@ def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
 
 
 def _address(host: Reply, port: int, teller: ValkeyConnection) -> Address:
-    """Returns a server's address. If the reply has no host, the server is on the host of `teller`,
-    the server that was asked."""
+    """Returns the address of a server in a reply. An empty or missing host means the host of
+    `teller`, the server that has sent the reply."""
     if isinstance(host, bytes) and host:
         return host.decode("ascii", "replace"), port
     assert teller.address is not None, "a server of a cluster is reached over TCP"

@@ -18,22 +18,27 @@ from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 
 # ------------------------------------------------------------------------------------- The greeting
 
-# The first commands on a connection: they log in and check that the server is usable.
+# Sends the first commands on a connection: they log in and check that the server is usable.
 #
-# Always true: the password, and replies to HELLO and AUTH, are never quoted: servers repeat the
-# arguments of unknown commands.
+# Always true: messages never quote the password or the replies to HELLO and AUTH, because servers
+# repeat the arguments of unknown commands.
 
 MAX_SECRET_BYTES = 4096
+"""Longest password."""
 DEFAULT_USER = "default"
 CHECK_KEY = b"hotkv/1/check"
-"""A key that never exists. An EXISTS of it shows whether the server answers this user."""
+"""A key that never exists. The reply to EXISTS of this key shows whether this user may read."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
+"""Maps a role in the reply to HELLO to the error code that the server would answer to commands.
+Other roles are usable."""
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
+"""The same for a mode in the reply to HELLO, if the settings name a single server."""
 MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
+"""The same for a mode in the reply to HELLO, if the settings name a cluster."""
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
-"""Sends commands and returns their replies. Blocks at most until the given time of
-time.monotonic."""
+"""Sends commands, given as RESP bytes, and returns their replies. Blocks at most until the given
+time of time.monotonic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,9 @@ class Login:
 
 
 def read_login(settings: ValkeySettings) -> Login | None:
-    """Returns the login, with the password from the file that the settings name; None if the
-    settings name no file. Raises UnusableError if other users may access the file, or if the file
-    can't be read, is empty or is too long."""
+    """Returns user name and password. Reads the password from the file that the settings name;
+    returns None if they name no file. Raises UnusableError if other users may access the file, or
+    if it can't be read, is empty or is too long."""
     path = settings.password_file
     if path is None:
         return None
@@ -66,11 +71,13 @@ def read_login(settings: ValkeySettings) -> Login | None:
 
 
 def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: float) -> None:
-    """Logs in, selects the database, and checks that the server answers commands for keys. Raises
+    """Logs in, selects the database, and checks that the server executes commands for keys. Raises
     StoreError.
 
-    In a cluster `greet` skips the check, because the server may be a replica; the map of hash slots
-    tells which server has a key.
+    In a cluster, neither selects a database nor checks this, because the server may be a replica:
+    only the map of hash slots shows which server executes commands for a key.
+
+    `ask`: sends commands over the connection and returns their replies.
     """
     words = [b"HELLO", b"3"]
     if login is not None:
@@ -94,20 +101,20 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
 
 
 def _knows_no_hello(reply: ErrorReply, login: Login | None) -> bool:
-    # Before AUTH, a server says NOAUTH to commands that it does not know.
+    # Before AUTH, a server also answers NOAUTH to commands that it does not know.
     return reply.code in ("ERR", "NOPERM", "NOPROTO") or (reply.code == "NOAUTH" and bool(login))
 
 
 def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
-    """Logs in at a server before version 6, or as a user without permission for HELLO."""
+    """Logs in without HELLO: for servers before version 6, and for users who may not use HELLO."""
     if login is not None:
-        # The default user goes unnamed: a server before version 6 knows no users.
+        # Leave the default user out, because servers before version 6 have no users.
         user = [login.user.encode()] if login.user != DEFAULT_USER else []
         (reply,) = ask([command(b"AUTH", *user, login.password)], until_s)
         if isinstance(reply, ErrorReply) and reply.code != "WRONGPASS":
             raise UnusableError("does not accept AUTH: check user and password_file")
         _check(reply)
-    # The name only appears in the server's list of clients, so a refusal is ignored.
+    # Ignore a refusal, because the name only appears in the server's list of clients.
     ask([command(b"CLIENT", b"SETNAME", b"hotkv")], until_s)
 
 
@@ -131,35 +138,36 @@ def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
 
 
 class Pipe(Protocol):
-    """Sends commands to a store and receives its replies. One thread at a time.
+    """Sends commands to a store (a server or a cluster) and receives its replies. One thread at a
+    time.
 
     Methods with `until_s` block at most until that time of time.monotonic, and raise StoreError.
     """
 
     keeps_order: bool
-    """True if the store executes commands in the order in which they were sent; False for a
-    cluster."""
+    """True if the store executes commands in the order in which they were sent. False for a
+    cluster, because its servers execute commands independently."""
     has_one_clock: bool
-    """True if the store is a single server, so that INFO gives its time and its start."""
+    """True if the store is a single server, so that the reply to INFO has the store's clock and the
+    time of its start."""
 
     def is_fresh(self) -> bool:
-        """Returns False if the store has closed a connection, or has sent bytes that belong to no
-        command."""
+        """Returns False if the store has closed a connection, or has sent bytes that are no reply
+        to a command."""
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """Sends commands. All replies to earlier commands must have been read."""
+        """Sends commands. The caller must have read all replies to earlier commands."""
 
     def next(self, until_s: float) -> Reply:
-        """Returns the next reply, in the order of the commands."""
+        """Waits for the next reply and returns it. Replies come in the order of the commands."""
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Reads the next reply, which must be a string, null or an error; puts a string's bytes
-        into `head` and the memory that `place` returns (`Replies.value`). Called in place of
-        `next`."""
+        """Reads the next reply, like `next`, but writes a string directly into the caller's memory:
+        first into `head`, then into the memory that `place` returns. See `Replies.value`."""
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Returns False if a failover could lose the last write of a key. Returns True if a replica
-        has the write, or if the key's server has no replica that could take over."""
+        """Returns False if a failover could lose the last write of `key`. Returns True if a replica
+        has received the write, or if the key's server has no replica that could take over."""
 
     def close(self) -> None:
         """Closes all connections."""
@@ -167,9 +175,9 @@ class Pipe(Protocol):
 
 class ValkeyConnection:
     """A connection to a single server; see the module and `Pipe`. The constructor connects and logs
-    in.
+    in, and raises StoreError.
 
-    `address`: host and port; None for a Unix socket.
+    `address`: host and port; None for the Unix socket of the settings.
     """
 
     keeps_order = True
@@ -192,38 +200,39 @@ class ValkeyConnection:
         return f"ValkeyConnection({self._stream!r})"
 
     def is_fresh(self) -> bool:
-        """Implements `Pipe`."""
+        """Returns False if a connection has ended; see `Pipe.is_fresh`."""
         return self._replies.is_empty and self._stream.is_quiet()
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:
-        """Implements `Pipe`."""
+        """Sends commands; see `Pipe.send`."""
         self._stream.send(list(_joined(commands)), until_s)
 
     def next(self, until_s: float) -> Reply:
-        """Implements `Pipe`."""
+        """Returns the next reply; see `Pipe.next`."""
         return self._replies.next(until_s)
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Implements `Pipe`."""
+        """Reads the next reply as the value of a key; see `Pipe.value`."""
         return self._replies.value(head, place, until_s)
 
     def ask(self, commands: Sequence[bytes], until_s: float) -> list[Reply]:
-        """Sends commands, given as their RESP bytes, and returns their replies."""
+        """Sends commands, given as RESP bytes, and returns their replies."""
         self._stream.send([b"".join(commands)], until_s)
         return [self._replies.next(until_s) for _ in commands]
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
-        """Implements `Pipe`. Returns True: hotkv never fails over from a single server."""
+        """Returns True always, because hotkv never fails over from a single server; see
+        `Pipe.outlives_failover`."""
         return True
 
     def close(self) -> None:
-        """Implements `Pipe`."""
+        """Closes all connections; see `Pipe.close`."""
         self._stream.close()
 
 
 def _joined(commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of commands. Joins adjacent pieces, except slots of the arena, because TLS
-    makes a record of each piece."""
+    """Yields the bytes of commands, in order. Joins adjacent small pieces, because TLS makes a
+    record of each piece; yields slots of the arena as they are, without a copy."""
     pieces = itertools.chain.from_iterable(one.pieces for one in commands)
     for is_slot, run in itertools.groupby(pieces, lambda piece: isinstance(piece, memoryview)):
         if is_slot:

@@ -1,31 +1,33 @@
 """Epochs in Valkey. A key space's epoch is an integer under the key `hotkv/1/{fingerprint}/epoch`,
 which each flush raises.
 
-Always true: a raise gives a greater epoch than all that the raising node knows. The keys of blocks
-contain the epoch, so only a node that does not know of a flush yet asks for blocks of an old epoch.
-The order of commands in a read keeps it from using them: **the epoch is read after the blocks**.
+Always true: a raise gives a greater epoch than all epochs that the raising node knows.
+
+The keys of blocks contain the epoch. So only a node that does not know of a flush yet asks for
+blocks of an old epoch. The order of commands in a read prevents it from using them: **the epoch is
+read after the blocks**.
 
 Proof. The server executes commands one at a time, and the commands of a connection in their order.
-Suppose a read GETs the blocks b1 ... bn, then the epoch, and the reply is E, the epoch in the
-blocks' keys. An epoch that has ended does not return. So a flush that ends E is executed after the
-GET of the epoch, hence after the GET of each block, and is answered later still. Conversely, if a
-flush was answered before a block is read, the read sees another epoch, and refuses the block. If
-the epoch were read first, a flush could be executed and answered between the two, and the old block
-would be served. Each part of a call reads the epoch; the whole call is refused if any part saw
-another epoch.
+Suppose a node sends GETs for blocks whose keys contain the epoch E, then a GET for the epoch, and
+the reply to the last GET is still E. An epoch that has ended does not return. So a flush that ends
+E is executed after the GET of the epoch, hence after the GET of each block, and is answered later
+still. Conversely, if a flush was answered before a block is read, the node sees another epoch than
+E, and refuses the block. If the epoch were read first, a flush could be executed and answered
+between the two reads, and the old block would be served. Each part of a call reads the epoch; if
+any part sees another epoch, the whole call is refused.
 
 The proof assumes a single server. In a cluster, blocks and epoch are on different servers. There
-the client sends the GET of the epoch after it has the replies to all GETs of blocks, so the order
-is the same.
+the client sends the GET of the epoch only after it has the replies to all GETs of blocks, so the
+order is the same.
 
-A server that restarts with an old copy of its data (a snapshot, a replica without the last
+A server that restarts with an old copy of its data (a snapshot, or a replica without the last
 commands) shows an earlier epoch. Nodes that know a later epoch raise the server's epoch above it;
 other nodes can't see the error. So in the first GRACE_S after a restart (`StoreClock`), epochs that
 began before the restart are not trusted. In this time the nodes that know later epochs reconnect.
 
 If the epoch's key is absent, every block is refused. A new epoch is computed from the server's
-clock (`protocol.begun`) instead of counting from 0. So a server that lost its epoch (restart,
-FLUSHALL, eviction under an allkeys policy) does not reuse earlier numbers.
+clock (`protocol.begun`), and not counted from 0. So a server that has lost an epoch (by a restart,
+FLUSHALL, or eviction under an allkeys policy) does not use its number again.
 """
 
 import threading
@@ -38,19 +40,20 @@ from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
-"""For this time after a restarted server is first seen, epochs from before its start are not
-trusted. It is longer than the 2.5 s within which nodes that lost the server try to connect again
-(`remote.workers`)."""
+"""When this node first connects to a server that has just restarted, it does not trust epochs from
+before the server's start for this time. It is longer than the 2.5 s within which nodes that have
+lost the server connect again (`remote.workers`)."""
 YOUNG_S = 600.0
-"""A server that has run for longer is taken as not restarted, even if it is seen for the first
-time."""
+"""A server that has run for longer than this counts as not restarted, even if this node connects to
+it for the first time."""
 RAISE_TRIES = 8
-"""Most tries of a raise, if the server loses the epoch between the raise's commands each time."""
+"""Most tries to raise an epoch. A try fails if the server loses the epoch between the try's
+commands."""
 
 
 class StoreClock:
-    """Detects that a server has just restarted. Shared by all connections to the server.
-    Thread-safe."""
+    """Detects, from replies to INFO, that a server has just restarted. All connections of the tier
+    share this object. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,13 +65,18 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float) -> int:
-        """Returns `restored_below` of `Shown`: the least epoch that can have begun after the
-        server's start, if the server has just restarted; else 0. 0 also if the reply lacks the
-        figures. `reply`: the reply to INFO_SERVER. `now_s`: a time of time.monotonic."""
+        """Returns the value for `Shown.restored_below`. If the server has just restarted, this is
+        the least epoch that can have begun after its start. Otherwise it is 0, and also if the
+        reply lacks the figures.
+
+        `reply`: the reply to INFO_SERVER.
+        `now_s`: a time of time.monotonic.
+        """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:
             return 0
-        # The reply gives the start only to a second. The earliest of several is the closest.
+        # The uptime is rounded down to seconds, so a computed start is up to a second too late. The
+        # earliest of several computed starts is the most exact.
         started_us = now_us - up_s * 1_000_000
         with self._lock:
             if run_id != self._run_id:
@@ -79,17 +87,18 @@ class StoreClock:
 
 
 INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))
+"""The command whose reply has the server's clock and the time of its start."""
 
 
 def now_us(reply: Reply) -> int:
-    """Returns the server's wall clock in microseconds, from the reply to INFO_SERVER; this
-    machine's clock if the reply lacks it."""
+    """Returns the time of the server's wall clock in microseconds; the time of this machine's clock
+    if the reply lacks it. `reply`: the reply to INFO_SERVER."""
     return _said(reply)[1] or time.time_ns() // 1000
 
 
 def _said(reply: Reply) -> tuple[bytes, int, int]:
-    """Returns the server's run id, its wall clock in microseconds, and the seconds since its start,
-    from the reply to INFO_SERVER. A value that the reply lacks is empty or 0."""
+    """Parses the reply to INFO_SERVER. Returns the server's run id, the time of its wall clock in
+    microseconds, and the seconds since its start. A value that the reply lacks is empty or 0."""
     if not isinstance(reply, bytes):
         return b"", 0, 0
     said = dict(line.partition(b":")[::2] for line in reply.splitlines())
@@ -106,36 +115,36 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Returns the key under which a key space's epoch (number that each flush raises) is stored."""
+    """Returns the key under which the epoch of a key space is stored."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
 def get(fingerprint: str) -> Command:
-    """Returns the command that reads a key space's epoch (number that each flush raises)."""
+    """Returns the command that reads the epoch of a key space."""
     return Command.of(epoch_key(fingerprint), b"GET")
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """Returns the command that begins an epoch (number that each flush raises) if the key space has
-    no epoch. `now_us`: microseconds of the wall clock."""
+    """Returns the command that begins an epoch, if the server has no epoch for the key space.
+    `now_us`: the time of the wall clock in microseconds."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to a key space's epoch (number that each flush raises)."""
+    """Returns the command that adds `by` to the epoch of a key space."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
 def remove(fingerprint: str) -> Command:
-    """Returns the command that removes a key space's epoch (number that each flush raises). A full
-    server refuses INCRBY but not UNLINK, so a flush can end an epoch there too."""
+    """Returns the command that removes the epoch of a key space. Even a full server, which refuses
+    INCRBY, executes this command (UNLINK), so a flush can end an epoch there too."""
     return Command.of(epoch_key(fingerprint), b"UNLINK")
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """Returns the epoch in a reply; NO_EPOCH if the key is absent, None if the reply is not an
-    epoch. Raises UnusableError."""
+    """Returns the epoch in a reply; NO_EPOCH if the key is absent; None if the reply is not an
+    epoch. Raises UnusableError if the reply means that the whole server is unusable."""
     try:
         return parsed(reply)
     except LostError:
@@ -144,7 +153,8 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 def parsed(reply: Reply) -> int:
     """Returns the epoch in a reply; NO_EPOCH if the key is absent. Raises UnusableError if the
-    reply is an error of the whole server, else LostError if the reply is not an epoch."""
+    reply means that the whole server is unusable, and LostError if it is not an epoch for another
+    reason."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

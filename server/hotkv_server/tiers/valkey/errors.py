@@ -1,19 +1,22 @@
-"""Translates error codes of a Valkey server into messages that say how to make it usable.
+"""Translates error codes of a Valkey or Redis server into messages that say how to make the server
+usable. The code of an error reply is its first word.
 
-Always true: messages have no secrets. Replies to AUTH and HELLO are never quoted, because servers
-repeat the arguments of unknown commands.
+Always true: messages contain no secrets. They never quote replies to AUTH and HELLO, because
+servers repeat the arguments of unknown commands.
 """
 
 from hotkv_server.tiers.remote.client import UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
-"""Codes of errors with which a server refuses writes while reads go on."""
+"""Codes with which a server refuses writes, but still executes reads."""
 INCOMPLETE = "INCOMPLETE"
-"""Code of hotkv, not of Valkey: the settings name a cluster, and it answers with one of
-INCOMPLETE_CODES, or a hash slot has no server."""
+"""A code of hotkv, not of Valkey, for clusters: the cluster answers with one of INCOMPLETE_CODES,
+or no server has the hash slot of a key."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
+"""Codes with which only servers of a cluster answer. If the settings name a single server, they
+mean that the server belongs to a cluster."""
 STANDALONE = "STANDALONE"
-"""Code of hotkv, not of Valkey: the settings name a cluster, and the server is not in a cluster."""
+"""A code of hotkv, not of Valkey: the settings name a cluster, but the server belongs to none."""
 _CLUSTER = "is a cluster: set cluster = true"
 _UNUSABLE = {
     "LOADING": "still loads its data",
@@ -33,25 +36,25 @@ _UNUSABLE = {
 
 
 def unusable(code: str) -> UnusableError | None:
-    """Returns the error for a reply with this error code, if the code means that the whole server
-    is unusable; else None."""
+    """Returns the error to raise if `code` means that the whole server is unusable. Returns None if
+    it means only that one command has failed."""
     words = _UNUSABLE.get(code)
     return UnusableError(words) if words else None
 
 
 class Errors:
-    """Collects the error codes of a pipeline's replies. Keeps the first error that makes the whole
-    server unusable."""
+    """Collects the error codes in the replies to a batch of commands. Keeps the first code which
+    means that the whole server is unusable."""
 
     def __init__(self) -> None:
         self._first: UnusableError | None = None
 
     def add(self, code: str) -> None:
-        """Adds the error code of a reply."""
+        """Adds the code of an error reply."""
         self._first = self._first or unusable(code)
 
     def check(self) -> None:
-        """Raises UnusableError if a code meant that the whole server is unusable. Call this method
+        """Raises UnusableError if an added code means that the whole server is unusable. Called
         after the last reply was read."""
         if self._first is not None:
             raise self._first

@@ -1,8 +1,9 @@
-"""RESP, the protocol of Redis and Valkey, in versions 2 and 3. Encodes commands and parses replies.
+"""Encodes commands and parses replies of RESP, the protocol of Redis and Valkey, in versions 2 and
+3.
 
-Always true: a reply is read exactly to its last byte, or the reader raises and the connection must
-be closed. A value is read directly into the caller's memory. All sizes that a server sends are
-bounded.
+Always true: the reader reads a reply exactly to its last byte, or raises; then the connection must
+be closed. It reads the value of a block directly into the caller's memory. It checks all sizes that
+a server sends against limits.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +13,22 @@ from typing import NamedTuple, Protocol, TypeAlias
 from hotkv_server.tiers.remote.client import LostError, quoted
 
 MAX_LINE_BYTES = 4096
+"""Longest line in a reply."""
 MAX_REPLY_BYTES = 1 << 16
-"""Longest string in a reply that is not a block's value."""
+"""Longest string in a reply, in bytes, except values of blocks."""
 MAX_SKIPPED_BYTES = 64 << 20
-"""Longest string that the reader skips, in bytes. To connect anew is faster than to skip more."""
+"""Longest string that the reader skips, in bytes. To skip more would take longer than to connect
+again."""
 MAX_ITEMS = 1 << 14
 """Most members of an array, map or set: the number of hash slots of a cluster."""
 MAX_DEPTH = 8
 """Most levels of arrays within arrays in a reply."""
 BUFFER_BYTES = 1 << 14
+"""Size of the buffer for received bytes that are not parsed yet."""
 BESIDE_VALUE_BYTES = 128
-"""Number of bytes to read beyond the end of a value. They hold the value's line end and the begin
-of the next reply, so a value needs a single system call; to copy so few bytes costs little."""
+"""Number of bytes that are received beyond the end of a value: the line end of the value and the
+beginning of the next reply. So a value needs only one system call. To copy so few bytes costs
+little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,11 @@ class ErrorReply:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A string reply that `Replies.value` has read.
+    """The result of `Replies.value` for a string, such as the value of a block.
 
-    `num_bytes`: length of the value, head included.
-    `is_placed`: True if the bytes after the head are in the memory that `place` returned; False if
-        they were skipped.
+    `num_bytes`: length of the string, with its head.
+    `is_placed`: True if the bytes after the head were written to the memory that `place` returned;
+        False if they were skipped.
     """
 
     num_bytes: int
@@ -55,27 +60,28 @@ Reply: TypeAlias = (
     "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
 )
 Place: TypeAlias = Callable[[int], "memoryview | None"]
-"""Called with a value's length once its head was read. Returns memory of exactly the size of the
-rest of the value, or None to skip the rest."""
+"""Called with the length of a value, when the head of the value has been read. Returns the memory
+for the rest of the value, of exactly its size; None to skip the rest."""
 
 
 class ReplySource(Protocol):
-    """A source of bytes for `Replies`."""
+    """A source of bytes for `Replies`, such as `ValkeyStream`."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Waits for bytes, and writes those that have come to the buffers in order. Returns the
-        number of bytes, at least 1, perhaps less than the buffers hold."""
+        """Waits until bytes have arrived, and writes them to the buffers, in order. Returns their
+        number: at least 1, and perhaps fewer than the buffers can take."""
 
 
 def command(*words: bytes) -> bytes:
-    """Returns the RESP bytes of a command, given as its name and its arguments."""
+    """Returns the RESP bytes of a command. `words`: its name and its arguments."""
     return b"".join(
         (b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
     )
 
 
 class Command(NamedTuple):
-    """A command that names a key. `pieces`: buffers with the command's bytes, in order."""
+    """A command about a key, which decides to which server of a cluster it is sent. `pieces`:
+    buffers with the RESP bytes of the command, in order."""
 
     key: bytes
     pieces: tuple[bytes | memoryview, ...]
@@ -87,13 +93,13 @@ class Command(NamedTuple):
 
 
 class Replies:
-    """Reads and parses replies from a source. One thread at a time."""
+    """Reads replies from a source and parses them. One thread at a time."""
 
     def __init__(self, source: ReplySource) -> None:
         self._source = source
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)
-        # Bytes that have come and are not read yet.
+        # The range of the buffer with bytes that have arrived and are not parsed yet.
         self._begin = self._end = 0
 
     def __repr__(self) -> str:
@@ -105,18 +111,24 @@ class Replies:
         return self._begin == self._end
 
     def next(self, until_s: float) -> Reply:
-        """Returns the next reply. Raises LostError or LateError."""
+        """Waits for the next reply and returns it. Raises LostError or LateError."""
         while True:
             kind, rest = self._line(until_s, BUFFER_BYTES)
             reply = self._reply(kind, rest, until_s, 0)
-            # Skip pushes, which answer no command, and attributes, which describe the next reply.
+            # Skip pushes (>), which answer no command, and attributes (|), which describe the next
+            # reply.
             if kind not in b">|":
                 return reply
 
     def value(self, head: memoryview, place: Place, until_s: float) -> "Bulk | ErrorReply | None":
-        """Reads the next reply, which must be a string, null or an error. Writes a string's first
-        bytes to `head` and the rest to the memory that `place` returns. Skips a string that is
-        shorter than `head`. Returns None for null. Raises LostError or LateError."""
+        """Waits for the next reply, which must be a string, null or an error. Writes the first
+        bytes of a string to `head`, and the rest to the memory that `place` returns. Returns a
+        `Bulk` for a string, None for null, and an ErrorReply for an error. Raises LostError or
+        LateError.
+
+        Skips a string that is shorter than `head`, and the rest of a string if `place` returns
+        None.
+        """
         kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
         while kind in b">|":
             self._reply(kind, rest, until_s, 0)
@@ -174,7 +186,7 @@ class Replies:
         self._line_end(until_s)
         if kind == b"!":
             return ErrorReply(bytes(text))
-        # A verbatim string begins with its format: "txt:".
+        # A verbatim string (=) begins with its format, such as "txt:".
         return bytes(text[4:] if kind == b"=" else text)
 
     def _items(self, count: int, until_s: float, depth: int) -> "list[Reply]":
@@ -187,7 +199,8 @@ class Replies:
         return items
 
     def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
-        """Returns the next line, as its first byte (the kind of reply) and the rest."""
+        """Reads the next line. Returns its first byte, which is the kind of reply, and the rest of
+        the line. `ahead_bytes`: most bytes to receive at a time."""
         while True:
             begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)
             if end > begin:
@@ -205,7 +218,8 @@ class Replies:
             raise LostError("sends a string that is longer than it says")
 
     def _take(self, into: memoryview, until_s: float) -> None:
-        """Fills `into` with the next bytes. Receives directly into it all that is not buffered."""
+        """Fills `into` with the next bytes. Copies the bytes that are in the buffer already, and
+        receives the others directly into `into`."""
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at

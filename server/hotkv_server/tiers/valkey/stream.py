@@ -1,8 +1,9 @@
-"""A stream of bytes to a server, over a Unix socket, TCP or TLS, with a time limit on each step.
+"""A stream of bytes to and from a server, over a Unix socket, TCP or TLS. Each operation has a time
+limit, `until_s` (a time of time.monotonic).
 
 Always true: `send` and `receive` move bytes between the socket and the caller's memory without a
-copy. They end at `until_s` (a time of time.monotonic), and don't touch a buffer after that. They
-raise LostError or LateError. Only looking up a host name may take longer, as long as the resolver
+copy. They end at their time limit, and don't touch a buffer afterwards. They raise LostError or
+LateError. Only the lookup of a host name may take longer than the limit: as long as the resolver
 allows.
 """
 
@@ -18,7 +19,7 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
-"""Most buffers that one sendmsg accepts: IOV_MAX of Linux."""
+"""Most buffers that one call of sendmsg accepts: IOV_MAX of Linux."""
 
 
 class ValkeyStream:
@@ -51,8 +52,8 @@ class ValkeyStream:
                 left[at] = left[at][sent:]
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """Waits for bytes, and writes those that have come to the buffers in order. Returns the
-        number of bytes, at least 1, perhaps less than the buffers hold."""
+        """Waits until bytes have arrived, and writes them to the buffers, in order. Returns their
+        number: at least 1, and perhaps fewer than the buffers can take."""
         self._limit(until_s)
         try:
             if self._is_tls:
@@ -66,8 +67,8 @@ class ValkeyStream:
         return count
 
     def is_quiet(self) -> bool:
-        """Returns False if there are bytes to read, or the server has closed the connection. After
-        the last expected reply both mean an error."""
+        """Returns False if there are bytes to read, or if the server has closed the connection. If
+        no reply is expected, both mean an error."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(0)
@@ -86,11 +87,14 @@ class ValkeyStream:
 def connect(
     settings: ValkeySettings, address: tuple[str, int] | None, until_s: float
 ) -> ValkeyStream:
-    """Connects as the settings say. Raises LostError or LateError if that fails, and UnusableError
-    if the settings' files for TLS can't be used. `address`: host and port; None for the Unix
-    socket."""
+    """Connects to a server. Raises LostError or LateError if that fails, and UnusableError if a
+    TLS file of the settings is unusable.
+
+    `address`: host and port; None for the Unix socket of the settings.
+    """
     left_s = max(until_s - time.monotonic(), 1e-3)
-    # Make the context first: an error in local files must not look like an error of the server.
+    # Make the context before connecting, so that an error in local files does not look like an
+    # error of the server.
     context = _tls_context(settings) if settings.tls else None
     try:
         if address is None:
@@ -126,7 +130,8 @@ def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
         if settings.cert_file is not None and settings.key_file is not None:
             named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
             check_private_key(settings.key_file)
-            # No password: otherwise OpenSSL would ask for it on the terminal if a key needs it.
+            # Pass an empty password: if the key is encrypted, OpenSSL would otherwise ask for the
+            # password on the terminal.
             context.load_cert_chain(settings.cert_file, settings.key_file, password=lambda: "")
     except (OSError, UnsafeError) as error:
         reason = str(error) if isinstance(error, UnsafeError) else _reason(error)
@@ -147,7 +152,7 @@ def _words(error: OSError) -> LostError | LateError:
 def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "TLS error"
-    # A resolver's codes are no errno.
+    # The codes of resolver errors are not errno values.
     if isinstance(error, socket.gaierror) or not error.errno:
         return error.strerror or type(error).__name__
     return os.strerror(error.errno)

@@ -1,4 +1,4 @@
-"""The tier in a Valkey or Redis server, or in a cluster of them."""
+"""The tier in a Valkey or Redis server, or in a cluster of such servers: `ValkeyTier`."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,10 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 
 
 class ValkeyTier(RemoteTier):
-    """A tier in Valkey or Redis. See `RemoteTier`."""
+    """A tier in a Valkey or Redis server or cluster; see `RemoteTier`.
+
+    `on_epoch`, `staged`: see `RemoteTier`.
+    """
 
     def __init__(
         self,
