@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hotkv_proto.table import Words
 from hotkv_server.cache.room import space as room
@@ -16,6 +17,7 @@ from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
+from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.tasks import check_values
 from hotkv_server.tiers.protocol import Read
 from tests.core.support import evict, words_of
@@ -68,9 +70,8 @@ async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
         assert all(await one.leased(list(range(310, 320))))
 
 
-async def test_blocks_wait_for_a_key_space_that_came_while_they_were_taken(
-    monkeypatch: Any,
-) -> None:
+@pytest.mark.parametrize("came", ["a key space", "a flush"])
+async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any, came: str) -> None:
     async with made() as one:
         below, waiting = one.tiers.below, [0]
         assert below is not None
@@ -79,7 +80,10 @@ async def test_blocks_wait_for_a_key_space_that_came_while_they_were_taken(
             waiting.append(len(below.lower.down.waiting))
             return waiting[-2:] != [len(BLOCKS), 0] or waiting.count(len(BLOCKS)) > 1
 
-        monkeypatch.setattr(below, "_keep_key_spaces", are_kept)
+        if came == "a flush":
+            monkeypatch.setattr(Epochs, "are_seals_saved", property(lambda _: are_kept()))
+        else:
+            monkeypatch.setattr(below, "_keep_key_spaces", are_kept)
         one.put(BLOCKS)
         await one.until_down(len(BLOCKS))
         assert waiting.count(len(BLOCKS)) > 1

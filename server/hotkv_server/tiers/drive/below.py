@@ -102,20 +102,25 @@ class TierBelow:
     async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         down = self.lower.down
         async for _ in tasks.turns(f"the moves to {self.name}", PAUSE_S):
-            is_known = self._keep_key_spaces() and self._epochs.are_seals_saved
+            is_known = self._is_kept()
             if time.monotonic() >= self._note_at_s:
                 self.note_written()
             if not len(down.waiting) or not is_known or not self.breaker.take_turn():
                 continue
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
-            if not self._keep_key_spaces():
-                # A key space was added meanwhile, and `entries` may contain blocks of it.
+            if not self._is_kept():
+                # A key space was added or flushed meanwhile, and `entries` may contain blocks of it.
                 down.waiting.add(entries)
                 continue
             moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:
                 tasks.spawn(self._write(move, tell))
+
+    def _is_kept(self) -> bool:
+        """Returns True if the next server would know all key spaces, and the flush numbers that
+        seals now include."""
+        return self._keep_key_spaces() and self._epochs.are_seals_saved
 
     def _keep_key_spaces(self) -> bool:
         """Returns True if the file of the disk's key spaces has all key spaces of this node. If it

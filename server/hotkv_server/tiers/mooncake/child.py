@@ -1,8 +1,8 @@
 """The child process with Mooncake's native client. The server starts it as `python -m
-hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`. SOCKET is the file descriptor of a socket
-to the server. Each pair MEMORY BYTES is the file descriptor and the size of a memory with slots:
-the arena and, if the tier encodes blocks, the staging memory. Requests name slots by offsets, as if
-the memories followed each other.
+hotkv_server.tiers.mooncake.child SOCKET MEMORY BYTES ...`. SOCKET is the file descriptor of a
+socket to the server. Each pair MEMORY BYTES is the file descriptor and the size of a memory with
+slots: the arena and, if the tier encodes blocks, the staging memory. Requests name slots by
+offsets, as if the memories followed each other.
 
 Always true: the child ends with the server. It writes to the memories only to execute a `read`
 request, and only to the slots of that request. Blocks move between a memory and the network without
