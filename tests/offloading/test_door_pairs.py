@@ -43,7 +43,7 @@ from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of
 from tests.vllm.ordered_server import RealServer
-from tests.vllm.other_connectors import PLAN, beside, loads_into
+from tests.vllm.other_connectors import PLAN, beside, loads_into, ours
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
 from tests.vllm.specs import hybrid_model, mixed_model
@@ -417,6 +417,8 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
     other.add("again", [*tokens, *one.outputs["a"]], 4)
     wait_for(lambda: other.step() or "again" in other.finished, "the answer")
     assert other.external["again"] == 96
+    ended = [ours(meta).sparse_rows.ended for meta in one.metas]
+    assert sum("a" in one for one in ended) == 1, "the workers hear of each end once"
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
