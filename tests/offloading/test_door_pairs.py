@@ -39,15 +39,15 @@ from tests.pairs.table import REFUSALS
 from tests.server.support import PATIENT
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import running
-from tests.vllm.approximate import SPARSE
+from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of
 from tests.vllm.ordered_server import RealServer
-from tests.vllm.other_connectors import PLAN, beside, loads_into
+from tests.vllm.other_connectors import PLAN, beside, loads_into, ours
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
 from tests.vllm.specs import hybrid_model, mixed_model
-from tests.vllm.tiny import BLOCK_TOKENS, write_model
+from tests.vllm.tiny import BLOCK_TOKENS, transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 
@@ -112,7 +112,9 @@ def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
         kv_transfer_config=SimpleNamespace(
-            is_kv_consumer=name != "kv_producer", is_kv_producer=name != "kv_consumer"
+            engine_id="engine",
+            is_kv_consumer=name != "kv_producer",
+            is_kv_producer=name != "kv_consumer",
         ),
         model_config=SimpleNamespace(served_model_name="model"),
     )
@@ -224,9 +226,9 @@ def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     server: Any = RealServer(daemon.target)
     made = []
 
-    def make(around: Any = dict, **settings: Any) -> Engine:
+    def make(around: Any = dict, kind: type[Engine] = Engine, **settings: Any) -> Engine:
         settings["within"] = lambda _: around(transfer)
-        made.append(Engine(server, tmp_path / "model", monkeypatch, **settings))
+        made.append(kind(server, tmp_path / "model", monkeypatch, **settings))
         monkeypatch.setattr(made[-1].connector, "get_kv_connector_stats", lambda: None)
         return made[-1]
 
@@ -387,6 +389,36 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     wait_for(lambda: one.step() or one.connector._door._tier.transfers.is_idle)
     assert daemon.counter("stored_blocks_total") == before + 3
     assert model().generate("again", prompt(120, 100), 2)[1] == 0
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_stored(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, ours_first: bool
+) -> None:
+    without_layers(monkeypatch)
+
+    def around(door: dict[str, Any]) -> dict[str, Any]:
+        own = transfer_config(**SPARSE, tenant="own")
+        both = [door, own] if ours_first else [own, door]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": both},
+        }
+
+    one, other = model(around, Approximate), model()
+    tokens, before = prompt(140, 110), daemon.counter("stored_blocks_total")
+    one.generate("connects", prompt(9, 5), 2)
+    one.add("a", tokens, 60)
+    one.run()
+    assert one.num_sparse_rows
+    one.generate("next", prompt(141, 100), 2)
+    stores(one, daemon, before + 6)
+    other.add("again", [*tokens, *one.outputs["a"]], 4)
+    wait_for(lambda: other.step() or "again" in other.finished, "the answer")
+    assert other.external["again"] == 96
+    ended = [ours(meta).sparse_rows.ended for meta in one.metas]
+    assert sum("a" in one for one in ended) == 1, "the workers hear of each end once"
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:

@@ -38,7 +38,9 @@ def side_of(
     monkeypatch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=num_replicas),
-        kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="engine", is_kv_consumer=True, is_kv_producer=True
+        ),
         model_config=SimpleNamespace(served_model_name="model"),
     )
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)

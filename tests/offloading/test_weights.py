@@ -143,7 +143,9 @@ def made(patch):
     patch.setattr(scheduler, "group_block_tokens", lambda *_: (16,))
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=NUM_RANKS, data_parallel_size=1),
-        kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
+        kv_transfer_config=SimpleNamespace(
+            engine_id="engine", is_kv_consumer=True, is_kv_producer=True
+        ),
         model_config=SimpleNamespace(served_model_name="model"),
     )
     tier = Tier()

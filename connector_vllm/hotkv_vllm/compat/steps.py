@@ -268,9 +268,17 @@ def stop_at_computed(offloading: Any, request: Any) -> None:
     the last for computed, unless the request was aborted. With asynchronous scheduling a request
     may also end after vLLM has preempted it, and so freed its blocks.
     """
-    status = offloading._req_status.get(request.request_id)
+    limit_stores(offloading, request.request_id, request.num_computed_tokens)
+
+
+def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
+    """Keeps vLLM's offloading from storing more than this many leading tokens of a request.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+    """
+    status = offloading._req_status.get(request_id)
     if status is not None:
-        limits = (status.max_offload_tokens, request.num_computed_tokens)
+        limits = (status.max_offload_tokens, num_tokens)
         status.max_offload_tokens = min(limit for limit in limits if limit is not None)
 
 

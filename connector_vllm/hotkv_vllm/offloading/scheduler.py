@@ -41,6 +41,7 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
 """Longest wait for promotions in a step in which the engine has nothing to compute. Without it vLLM
@@ -77,8 +78,9 @@ class DoorScheduler:
         self._admitted: set[str] = set()
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
         self._written = WrittenBlocks(self._block_tokens)
-        # Marks the device's blocks of before a reset that left blocks there; None without them.
-        self._old_blocks: Exactness | None = None
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        # None while all blocks on the device may be stored.
+        self._exactness: Exactness | None = None
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
         self._was_emptied = True
@@ -221,18 +223,30 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks the step writes (`steps.tell_written`). Excludes the
-        step's requests that hit blocks of before the last reset."""
+        """Tells vLLM's offloading which blocks the step writes (`steps.tell_written`), and how much
+        of each request may be stored: no block of before a reset, and none that another connector
+        of a MultiConnector has decoded sparsely."""
         self._written.step(scheduler_output)
-        steps.tell_written(offloading, self._written.of_step())
-        if self._old_blocks is not None:
-            self._old_blocks.step(scheduler_output, self._written.of_step(), ())
-            self._tier.exclude(
-                request_id
-                for request_id in scheduler_output.num_scheduled_tokens
-                if self._old_blocks.exact_tokens(request_id) < EVERYTHING
-            )
+        written = self._written.of_step()
+        steps.tell_written(offloading, written)
+        rows = sparse_rows(self._engine_id, scheduler_output)
+        if rows is not None:
+            self._watched.is_watching = True
+        if self._exactness is not None:
+            named = () if rows is None else rows.request_ids
+            self._exactness.step(scheduler_output, written, named)
+            for request_id in scheduler_output.num_scheduled_tokens:
+                exact_tokens = self._exactness.exact_tokens(request_id)
+                if exact_tokens < EVERYTHING:
+                    steps.limit_stores(offloading, request_id, exact_tokens)
         self._written.take()
+
+    @property
+    def _watched(self) -> Exactness:
+        """Returns the marks of blocks that must not be stored. Makes them at the first call."""
+        if self._exactness is None:
+            self._exactness = Exactness(self._block_tokens, self._kv_cache_config.num_blocks)
+        return self._exactness
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
@@ -264,8 +278,8 @@ class DoorScheduler:
         """Ends a request that has finished or was aborted."""
         self._admitted.discard(request.request_id)
         self._written.ended(request.request_id)
-        if self._old_blocks is not None:
-            self._old_blocks.ended(request.request_id)
+        if self._exactness is not None:
+            self._exactness.ended(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None and self._reports is not None:
             self._reports.ended(state)
@@ -405,11 +419,9 @@ class DoorScheduler:
             self._is_clean, self._said_unclean = True, False
         # Blocks on the device are from before the reset.
         self._tier.may_repeat = is_device_empty
-        self._old_blocks = None
         if not is_device_empty:
             self._tier.exclude(self._states)
-            self._old_blocks = Exactness(self._block_tokens, self._kv_cache_config.num_blocks)
-            self._old_blocks.distrust_all()
+            self._watched.distrust_all()
         if self._reset is None or checks.is_pausing():
             return True
         self._tier.stats.add("resets")

@@ -85,9 +85,10 @@ class RowNames:
     def of_step(self, scheduler_output: Any) -> SparseRows:
         """Returns the rows of this step that attend sparsely, and the requests that have ended
         since the step before. Decides at the first call for a step, which must come before vLLM
-        advances its requests; later calls for the same step return the same."""
-        if self._decided[0] is not scheduler_output:
-            self._decided = scheduler_output, self._decide(scheduler_output)
+        advances its requests; later calls for the same step, or for a copy of it, return the
+        same."""
+        if self._decided[0] is not scheduler_output.num_scheduled_tokens:
+            self._decided = scheduler_output.num_scheduled_tokens, self._decide(scheduler_output)
         return self._decided[1]
 
     def _decide(self, scheduler_output: Any) -> SparseRows:
