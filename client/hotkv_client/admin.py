@@ -237,7 +237,7 @@ class AdminClient:
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Reports about the user sessions with this id: returns one dict for each tenant that has
-        such a session.
+        such a session, or hints that named it.
 
         The dict says where the session's blocks are stored, which hints named these blocks, and the
         totals of the session's requests (prompt tokens, hits, saved time).
