@@ -163,7 +163,7 @@ class AdminClient:
         stream ends after `seconds`; 0: never.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
-        state: begin with an event for each cached block whose tokens the server knows.
+        state: begin with events for the cached blocks whose tokens the server knows.
         """
         return _admin_wire.subscribe(
             self._stubs, key_space_id, seconds, tiers, state, self._metadata
@@ -205,8 +205,9 @@ class AdminClient:
         return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
-        """Yields the key space as a dict, then lists of its hottest blocks, the hottest block
-        first. A list has pairs of a group index and packed hashes.
+        """Yields the key space as a dict, then lists of its hottest blocks. A list has pairs of a
+        group index and packed hashes. The first lists have the hottest blocks, and in each pair the
+        hottest block comes first.
 
         byte_count: approximate total size of the named blocks; 0: all blocks.
         """
@@ -236,7 +237,7 @@ class AdminClient:
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Reports about the user sessions with this id: returns one dict for each tenant that has
-        such a session.
+        such a session, or hints that named it.
 
         The dict says where the session's blocks are stored, which hints named these blocks, and the
         totals of the session's requests (prompt tokens, hits, saved time).
@@ -260,7 +261,8 @@ class AdminClient:
         """Returns the latest `outcomes` of routers' hints, and in `tenants` the state of each
         tenant's hints.
 
-        message_id, session_id: limit the outcomes to this message or user session; empty: all.
+        message_id, session_id: limit the outcomes to this message or user session; empty: all. With
+            `session_id`, `sessions` has the totals of that session's requests for each tenant.
         tenant: limits the answer to this tenant; empty: all tenants.
         """
         return self.tell(

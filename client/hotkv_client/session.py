@@ -296,8 +296,9 @@ class Session:
         `grows_residencies`, a repeated call may ask for more blocks; if that fails, the residency
         stays as it was. The residency belongs to the engine and ends with this session.
 
-        Fails as NO_ROOM_FOR_RESIDENCY if other residencies use the room, as RESIDENCY_TOO_LARGE if
-        the room can never be large enough, and as NOT_ALLOWED if there is no `arena()`.
+        Fails as NO_ROOM_FOR_RESIDENCY if there is not enough room now (other residencies, leases or
+        pins use it), as RESIDENCY_TOO_LARGE if the room can never be large enough, and as
+        NOT_ALLOWED if there is no `arena()`.
         """
         return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))
 

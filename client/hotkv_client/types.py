@@ -330,7 +330,9 @@ class SessionConfig:
     reconnect_max_s: float = 5.0
     credentials: Credentials = NO_CREDENTIALS
     on_state: Callable[[LinkState, str], None] | None = None
-    """Called from a client thread at each change of state, with the reason as a sentence."""
+    """Called at each change of state, and after each failed attempt to connect, with the reason as
+    a sentence. Called on the session's thread; for the state CLOSED, on the thread that calls
+    `close`."""
     on_evicted: Callable[[Evicted], None] | None = None
     """Called from a client thread each time the server reports that it has dropped blocks."""
 

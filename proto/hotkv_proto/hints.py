@@ -66,7 +66,7 @@ class Status(enum.Enum):
     clipped: done for some of the blocks, or with reduced values.
     deferred: not done yet, or not finished.
     rejected: not done.
-    missing: the session or all of the blocks do not exist.
+    missing: the session is unknown, or none of the blocks is in host memory.
     """
 
     ACCEPTED = "accepted"
@@ -105,8 +105,8 @@ class Action:
     action_id: id that the router has chosen, or the action's index in the envelope, such as `#0`.
     priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action requests;
         0 for other kinds.
-    deadline_s: for `prefetch`, the time after which the server stops waiting for the prefetch,
-        counted from the reading of the envelope; 0 for other kinds.
+    deadline_s: for `prefetch`, the time after which the server gives up the prefetch, counted from
+        the arrival of the action at the server; 0 for other kinds.
     clipped: text that names the values that were reduced to their bounds; empty if no value was
         reduced.
     """

@@ -302,8 +302,8 @@ class _Answers(threading.local):
         return not self.is_exporting
 
     def judge(self, response: requests.Response, *_: Any, **__: Any) -> None:
-        """Checks a response of the collector for two failures that the SDK ignores. Called by a
-        hook of `requests`.
+        """Checks a response of the collector for two failures that the SDK ignores. `requests`
+        calls it as a response hook.
 
         Raises TooManyRedirects for a redirection, which the SDK does not follow and treats as
         success. Counts the spans that the collector refuses in a partial success.
@@ -441,7 +441,8 @@ def _session() -> requests.Session | None:
 
 def _grpc_exporter() -> SpanExporter:
     """Makes a gRPC exporter by the same rule as vLLM: no TLS unless the URL begins with https. This
-    exporter does not report which spans of a batch were refused."""
+    exporter does not report a partial success: if the collector refuses some spans of a batch,
+    `num_exported` counts them as accepted."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
         OTLPSpanExporter as GrpcExporter,
     )

@@ -178,7 +178,8 @@ def version(
     axes_bytes: bytes = b"",
 ) -> int:
     """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a representation
-    (compact form of a block's keys). It is the version of a kind of representation.
+    (compact form of a block's keys) in a format. The version of a kind of representation is a hash
+    over these hashes, for each layer and format.
 
     Representations of different versions must never be scored together. The hash covers the layout,
     the format, its levels, the signs of the rotation, the centre `mu_HD` (None: 0) and

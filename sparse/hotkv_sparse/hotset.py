@@ -256,11 +256,10 @@ class HotSet:
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Adds `blocks` to the map until there is no room, the most important (first) blocks first.
-        Evicts no blocks.
+        """Adds `blocks` to the map, in order, until there is no room. Evicts no blocks.
 
-        All blocks must have a copy in host memory. The caller copies the returned blocks into their
-        slots before it attends.
+        The caller passes the most important blocks first. All blocks must have a copy in host
+        memory. The caller copies the returned blocks into their slots before it attends.
         """
         self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
@@ -308,8 +307,8 @@ class HotSet:
         )
 
     def begin_prefetch(self, blocks: I32) -> SlotMoves:
-        """Assigns free slots to `blocks`, in order, until there are no free slots. Evicts no
-        blocks.
+        """Assigns free slots to `blocks`, in order, until there are no free slots. Skips blocks
+        that have a slot already, or no copy in host memory. Evicts no blocks.
 
         The caller copies the returned blocks into their slots, and reports each slot by
         `finish_prefetch`.

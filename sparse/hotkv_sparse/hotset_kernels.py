@@ -390,7 +390,8 @@ def hot_begin_prefetch(
     clock: Any,
     count: Any,
 ) -> Any:
-    """Assigns free slots to `blocks`, in order, until there are no free slots.
+    """Assigns free slots to `blocks`, in order, until there are no free slots. Skips blocks that
+    have a slot already, or no copy in host memory.
 
     Writes the blocks that got a slot, and their slots, to moves [2, K]. Returns their number, or
     REFUSED if a block is outside the context.

@@ -36,8 +36,8 @@ class Query:
     each head becomes 127.
 
     codes: int8 [Q, P * C], the quantised query; P is 1 for token formats.
-    offsets: int32 [Q, P], added to each product of bytes. They compensate for `LEVEL_OFFSET`, which
-        is added to the levels in representations.
+    offsets: int32 [Q, P], added to each product of bytes. They compensate for the offsets of the
+        bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
     factor: float32 [Q], by which a product of bytes is multiplied to get nats.
     shift: float32 [Q], added to every score: q · mu * scale, minus the bias.
     """

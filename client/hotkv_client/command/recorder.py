@@ -76,7 +76,7 @@ class TraceWriter:
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
     """Returns the id and the description of a key space.
 
-    Raises UNKNOWN_KEY_SPACE if there is no such key space.
+    Raises UNKNOWN_KEY_SPACE if there is no such key space, or several and `key_space_id` is 0.
 
     key_space_id: 0: the server's only key space.
     """

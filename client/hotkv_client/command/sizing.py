@@ -38,8 +38,8 @@ def size(
     """Simulates the arenas and returns the result as text, or as JSON with `options.json`. Without
     a trace, first records requests for `options.seconds`.
 
-    Raises HotKVError, SizeError; ValueError if a needed value comes neither from flags nor from a
-    server.
+    Raises HotKVError, SizeError; OSError if a trace can't be opened; ValueError if a needed value
+    comes neither from flags nor from a server, or if the simulator fails.
     """
     for path in options.traces:
         if not path.is_fifo():
@@ -137,8 +137,8 @@ def _simulated(
     arena: str,
     seconds: float = 0.0,
 ) -> str:
-    """Runs the simulator and returns its output. Raises SizeError if the simulator fails, and
-    ValueError with the simulator's message if it rejects the input.
+    """Runs the simulator and returns its output. Raises SizeError if the simulator is not
+    installed, and ValueError with the simulator's message if it fails.
 
     seconds: duration of the recording; 0: the simulator uses the time stamps of the traces.
     """

@@ -176,7 +176,7 @@ def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunCon
 
     The caller has already checked the run's hashes, and that its group index is not too high.
     Raises INVALID_FIELD if a count does not match the run's blocks, if the group index is negative,
-    or if the LoRA name or an extra key is wrong.
+    or if an extra key is empty; TOO_LARGE if the LoRA name is too long.
     """
     if message.group_index < 0:
         raise HotKVError(

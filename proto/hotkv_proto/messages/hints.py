@@ -104,8 +104,8 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
 
 
 def _shown(text: str, most: int) -> str:
-    """Returns at most `most` printable characters of a client's text, so that it is safe to show in
-    an operator's terminal."""
+    """Returns at most `most` characters of a client's text, in a form that is safe to show in an
+    operator's terminal: a text that can't be printed becomes its `repr`."""
     text = text[:most]
     return text if text.isprintable() else repr(text)[:most]
 

@@ -182,8 +182,8 @@ class HintDesk:
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
     def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
-        """Asks the eviction policy to keep the blocks of a session whose request has ended, until
-        the time at which the session is expected to return.
+        """Asks the eviction policy to keep the blocks of a session whose request has ended, for
+        HELD_GAPS times the pause that is expected before the session returns.
 
         Does nothing if the hints of the request demote or release its blocks, if the hashes of
         waiting requests exceed MAX_WAITING_BYTES, or if tenants have shares of the arena. With

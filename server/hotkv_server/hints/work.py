@@ -334,8 +334,8 @@ class HintWork:
 
 
 def _covers(noted: Retention, asked: Retention) -> bool:
-    """Returns True if a use that was recorded with the retention `noted` keeps the blocks at least
-    as long as the retention `asked` would."""
+    """Returns True if a use that was recorded with the retention `noted` gives the blocks at least
+    the priority and the time to live that `asked` requests."""
     return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 

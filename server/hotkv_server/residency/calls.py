@@ -20,7 +20,7 @@ from hotkv_server.wire.calls import unless_flushed
 
 def residency_id(text: str) -> str:
     """Returns the id of a residency unchanged. Raises INVALID_FIELD if it has characters that can't
-    be printed, because operators see the id."""
+    be printed, because operators see the id, and TOO_LARGE if it is too long."""
     return fields.name("residency_id", text)
 
 

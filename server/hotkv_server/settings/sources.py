@@ -2,8 +2,8 @@
 of all settings.
 
 Always true: an unknown flag is refused. An unknown variable with the prefix is refused only if it
-is similar to a setting. Other such variables may belong to other programs: Kubernetes sets some of
-them for a service called hotkv.
+is similar to a setting, or names a section (`HOTKV_ARENA__…`). Other such variables may belong to
+other programs: Kubernetes sets some of them for a service called hotkv.
 """
 
 import difflib

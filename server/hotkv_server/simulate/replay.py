@@ -42,16 +42,15 @@ class ReplayHints:
     """Hints for each of R requests.
 
     pauses_s: seconds until the session's next request [R]; infinite for its last request.
-    own_from: index in the request of the first block from which on only this session has used the
-        blocks so far [R].
+    own_from: index in the request of the first block after the last shared block [R]. Only this
+        session has used the blocks from there on, so far.
     sessions: id of the request's session [R]: the index in the trace of the session's first
         request.
     """
 
     def cold_from(self, request: int) -> int | None:
         """Returns the index in the request of the first block to demote: the first block that only
-        this session uses, if the session then pauses for long. Returns None if it does not pause
-        for long."""
+        this session uses, if the session then ends or pauses for long. Otherwise returns None."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 

@@ -181,8 +181,8 @@ class SequenceBook:
         """Creates a sequence and counts it for `owner`. Returns the sequence and True. If the same
         sequence exists already, returns that sequence and False.
 
-        Raises HotKVError: DUPLICATE_ID if another sequence has the id, OVERLOADED or TOO_LARGE if a
-        bound is reached.
+        Raises HotKVError: INVALID_FIELD if the id is empty, DUPLICATE_ID if another sequence has
+        it, OVERLOADED or TOO_LARGE if a bound is reached.
         """
         if not sequence_id:
             raise _invalid("sequence_id is empty; choose an id that is unique in the session")

@@ -20,8 +20,9 @@ from hotkv_server.startup import StartError
 
 
 def lock_runtime_dir(directory: Path) -> int:
-    """Locks the directory and returns its descriptor. Raises StartError if another server has
-    locked it; the error names that server's process id."""
+    """Locks the directory and returns the descriptor of the lock file. Raises StartError if the
+    directory can't be locked. If another server has locked it, the error names that server's
+    process id."""
     try:
         check_runtime_dir(directory)
         check_files([directory / LOCK_FILE])

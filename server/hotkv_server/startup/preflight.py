@@ -59,9 +59,9 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 
 def check_settings(settings: Settings) -> list[str]:
-    """Makes only those checks of `check_start` that read files: names of sockets, access with the
-    TLS files, and the audit file. They take milliseconds and also pass while a server runs. Returns
-    the problems."""
+    """Makes only the quick checks of `check_start`: names of sockets, access with the TLS files,
+    and the audit file. They take milliseconds and also pass while a server runs. Returns the
+    problems."""
     problems = []
     for check in (check_sockets, check_access, check_audit):
         try:

@@ -215,7 +215,7 @@ def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
         ends.wait()
         assert ends["never begun"] is Outcome.CANCELLED and np.array_equal(rig.read(memory), before)
         # At the end of a job the test overwrites the job's target. These bytes must still be there
-        # when all other jobs, which only read them, have ended.
+        # when all jobs have ended, because no other job writes there.
         share = memory.num_bytes // 8
         marks: list[tuple[Region, Bytes]] = []
         jobs = []

@@ -1,6 +1,6 @@
 """Copies the most useful blocks of a node to another node. One node lists the hashes of its hottest
-blocks; the other node promotes these blocks from tiers that both nodes share. On the event loop
-only."""
+blocks; the other node promotes these blocks from its tiers, usually from a tier that both nodes
+share. On the event loop only."""
 
 import asyncio
 import time

@@ -105,7 +105,7 @@ def source_text(source: str) -> str:
 
 def address_of(argument: Argument) -> int:
     """Returns the device address of an argument: a CUDA tensor, any array with CUDA's array
-    interface, or a plain address."""
+    interface, or a plain address. Returns 0 for None."""
     if argument is None:
         return 0
     if isinstance(argument, int):

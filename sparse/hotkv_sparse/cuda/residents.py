@@ -215,7 +215,8 @@ class Residents:
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
         """Finds the keys of the state's blocks [0, count) in a layer. Writes the address of each
-        block's page to `addresses`, and the row of its representation to `found_rows`.
+        block's page to `addresses`, and the row of its representation to `found_rows`; -1 if the
+        batch has no row of the state.
 
         The page is in the cache, or in the arena if the block is away (only in host memory).
 

@@ -299,7 +299,8 @@ class ResidencyBook:
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
         """Returns the open residency that a call to open a residency names; None if the id is new.
 
-        Raises DUPLICATE_ID if the engine uses the id in another key space.
+        Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it in another key
+        space.
         """
         if not residency_id:
             raise HotKVError(
