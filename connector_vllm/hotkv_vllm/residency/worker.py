@@ -272,7 +272,8 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------------ rewriting
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the row attends to its whole context, so that nothing is chosen."""
+        """Returns True if the row's hot set would hold the whole context, so that nothing is
+        chosen."""
         return row.attends_to_all
 
     def _chosen(

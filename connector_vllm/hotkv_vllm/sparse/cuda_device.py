@@ -1,8 +1,9 @@
-"""A CUDA device whose memory is torch's, for kernels that take part in an engine's step.
+"""Implements `hotkv_sparse.cuda.device.Device` with torch's memory and streams, for kernels that
+are part of an engine's step.
 
 Always true: launches and copies go to torch's current stream, so a CUDA graph that vLLM captures
-includes them. `write` does not wait: values pass through pinned memory, which torch retains until
-the copy is done.
+includes them. `write` does not wait: it copies the values to pinned memory first, which torch
+retains until the device has copied them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from hotkv_sparse.cuda.device import Argument, Array, CupyDevice, Host
 
 
 class TorchDevice(CupyDevice):
-    """A CUDA device. `device` is torch's name with the index, such as `cuda:0`."""
+    """A CUDA device whose arrays are torch tensors. `device` must have an index, such as
+    `cuda:0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,7 +29,7 @@ class TorchDevice(CupyDevice):
         return torch.zeros(tuple(shape), dtype=kind, device=self.device)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Implements `Device`. Does not wait; the caller may change `values` at once."""
+        """Implements `Device`. Does not wait; the caller may change `values` after the call."""
         assert isinstance(target, torch.Tensor)
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         pinned = torch.from_numpy(np.array(values)).pin_memory()

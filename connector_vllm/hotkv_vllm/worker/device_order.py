@@ -125,8 +125,8 @@ class Marks:
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
         """wanted: the setting `device_order`. `auto` offers events and words to the server,
-            `events` only events, `flags` only words, `host` neither. If the device does not support
-            a kind, it is not offered, and the log says why.
+        `events` only events, `flags` only words, `host` neither. If the device does not support a
+        kind, it is not offered, and the log says why.
         """
         self.order = NO_ORDER
         self._device = device
