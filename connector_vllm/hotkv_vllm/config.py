@@ -242,9 +242,11 @@ def _read_collector(key: str, value: Any) -> str:
 
 
 def _read_sparse(key: str, value: Any) -> SparseConfig:
-    """Reads a `SparseConfig` from a JSON object. Raises ConfigError.
+    """Returns the `SparseConfig` in a JSON object, in which lists stand for tuples. Raises
+    ConfigError.
 
-    JSON has no tuples, so lists stand for them."""
+    key: name of the setting, for messages.
+    """
     known = {f.name for f in fields(SparseConfig)}
     if not isinstance(value, Mapping):
         raise ConfigError(

@@ -54,8 +54,8 @@ yet."""
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. `Session` documents the
-    guarantees."""
+    """The part of `hotkv_client.Session` that the connector uses. For what each method does and
+    guarantees see there."""
 
     @property
     def connected(self) -> bool: ...

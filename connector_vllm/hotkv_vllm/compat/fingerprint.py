@@ -29,7 +29,7 @@ from hotkv_vllm import versions
 
 
 def _names(text: str) -> frozenset[str]:
-    """Returns the words of all lines that do not begin with `#`."""
+    """Returns the words in `text`, without lines that begin with `#`."""
     return frozenset(
         word
         for line in text.splitlines()

@@ -709,7 +709,7 @@ class DevicePool:
         return needed + self._watermark_blocks
 
     def running_requests(self) -> list[str]:
-        """Returns the running requests, in the order in which they were admitted."""
+        """Returns the ids of the running requests, in the order in which they were admitted."""
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
@@ -746,7 +746,7 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.req_to_blocks
 
     def is_in_flight(self, request_id: str) -> bool:
-        """Returns True if a step of the request is under way."""
+        """Returns True if a step in progress computes tokens of the request."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         return request is not None and bool(request.num_in_flight_tokens)
 

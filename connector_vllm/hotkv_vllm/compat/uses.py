@@ -84,7 +84,7 @@ def is_tested(door: str, version: str) -> bool:
 LIST = Path(__file__).with_name("uses.json")
 SPECS = "vllm.v1.kv_cache_interface"
 SPEC = "KVCacheSpec"
-"""Base of all spec classes in the module `SPECS`."""
+"""Name of the base class of all KV cache spec classes. It is in the module `SPECS`."""
 REGISTRY = "vllm.v1.attention.backends.registry"
 ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
 

@@ -38,7 +38,7 @@ _rounds = itertools.count()
 
 
 class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
+    """The part of `torch.distributed.Store` that this module uses."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -65,8 +65,8 @@ class RankNote:
 
 
 def this_host() -> str:
-    """Returns the id of this machine's boot, or its name if the kernel does not provide the id.
-    Containers on the same machine have the same id."""
+    """Returns an id of this machine, which containers on the machine share: the id of its last
+    boot, or its name if the kernel does not provide this id."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

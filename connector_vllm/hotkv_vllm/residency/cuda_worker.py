@@ -229,7 +229,8 @@ class CudaSequences:
                 self.lose(sequence, why)
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was lost since the last call."""
+        """Returns the id of the first block of each request that was marked as lost since the last
+        call."""
         lost, self._lost = self._lost, set()
         return lost
 

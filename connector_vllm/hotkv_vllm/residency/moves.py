@@ -58,11 +58,11 @@ class Relief:
 
 
 def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
-    """Returns the ids of the requests to move off the device, in the order of the moves (see the
-    module).
+    """Decides which requests to move off the device, by the rules at the head of this module.
+    Returns their ids, in the order of the moves.
 
-    reliefs: the requests that can be moved, in the order in which they came, each with the blocks
-        that its move would yield.
+    reliefs: by id, the blocks that moving a request would yield. Contains the requests that can be
+        moved, in the order in which they arrived.
     """
     free, unpromised, left, chosen = demand.free, -demand.promised, dict(reliefs), []
 

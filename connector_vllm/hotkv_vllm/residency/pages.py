@@ -344,7 +344,7 @@ class ResidentPages:
         return addresses
 
     def copy(self, layer: SparseLayer, to: I64, source: I64) -> None:
-        """Copies the layer's pages between addresses."""
+        """Copies pages of the layer from the addresses `source` [n] to the addresses `to` [n]."""
         self._copier.copy(to, source, layer.pages.page_bytes)
 
     def copy_rows(

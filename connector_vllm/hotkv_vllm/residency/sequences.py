@@ -103,7 +103,7 @@ class KeptRows:
         return np.array([self._free.pop() for _ in range(count)], np.int32)
 
     def give_back(self, rows: I32) -> None:
-        """Frees rows that were allocated."""
+        """Frees rows that `take` has returned."""
         self._free.extend(sorted(rows.tolist(), reverse=True))
 
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:

@@ -72,7 +72,7 @@ class Admission:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
     def cancel_loads(self, *, of_refused: bool = False) -> None:
-        """Orders the workers to cancel the loads under way, with the next step.
+        """Orders the workers, with the next step, to cancel the loads in progress.
 
         of_refused: True: only the loads of requests whose LoRA adapter may no longer use the cache,
             for example because the adapter's bytes have changed.
@@ -86,7 +86,7 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """Registers a request that is new to the engine."""
+        """Handles the arrival of a new request in the engine."""
         self.take_up(request)
         self._begin_sequences(request)
 
@@ -132,7 +132,8 @@ class Admission:
         )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers `get_num_new_matched_tokens`: how many tokens of the request hotkv can load.
+        """Answers vLLM's hook `get_num_new_matched_tokens`: how many tokens of the request can be
+        loaded from hotkv.
 
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
@@ -195,9 +196,9 @@ class Admission:
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin now. Matters only for an engine with residency: a
-        request that outgrows the device begins once the server has reserved room for its blocks.
-        Ends a request with an error if it can never begin."""
+        """Returns True if the request may begin now. Always True in an engine without residency.
+        With residency, a request that outgrows the device may begin once the server has reserved
+        room for its blocks. Ends a request with an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
             # Later input grows the session past what vLLM asks the connector about.
             self._pool.fail(request.request_id, "residency does not work with streamed input")

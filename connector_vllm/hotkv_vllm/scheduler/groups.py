@@ -1,7 +1,7 @@
-"""The KV cache groups of a key space, as the scheduler side uses them.
+"""Functions of the scheduler side that depend on the KV cache groups of a key space.
 
-`CachedGroups` computes the names of blocks (the hashes that identify them in the server) and the
-length of a hit from the set of ready blocks. `RepresentationPlanner` plans which representations
+`CachedGroups` computes the hashes that identify a request's blocks in the server, and the length of
+the hit that a set of ready blocks makes. `RepresentationPlanner` plans which representations
 (compact forms of keys, for sparse decode) are stored and loaded together with blocks.
 """
 
@@ -31,6 +31,10 @@ class CachedGroups:
       cover the content of its media. Such a request gets no hit, and no other request finds its
       blocks.
 
+    specs: the groups of the key space.
+    hash_block_tokens: number of tokens that each of vLLM's hashes covers in addition to the hash
+        before.
+    alignment_tokens: every hit ends at a multiple of this.
     draft_groups: indices of groups in which a hit requires one further ready block after its end.
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
@@ -56,13 +60,13 @@ class CachedGroups:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
 
     def may_share(self, request: Any) -> bool:
-        """Returns True if vLLM's hashes cover all that determines the request's KV, apart from the
-        bytes of its adapter."""
+        """Returns True if vLLM's hashes cover everything that determines the request's KV, except
+        for the bytes of its LoRA adapter."""
         return not (self._counts_media and request.mm_features)
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the hashes that identify a request's tokens in the server, one per hash block of
-        vLLM, as far as the tokens are known. Empty for a request without shared names."""
+        """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
+        hashes. Empty for a request without shared names."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -143,7 +147,12 @@ class CachedGroups:
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
     def missing_blocks(self, hit_tokens: int, computed_tokens: int) -> list[range]:
-        """Returns per group the blocks that a hit needs and the engine does not hold."""
+        """Returns, per group, the positions of the blocks that a hit needs and that the engine does
+        not hold.
+
+        hit_tokens: length of the hit.
+        computed_tokens: number of leading tokens that the engine itself holds.
+        """
         return [
             range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
             for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit_tokens), strict=True)

@@ -53,7 +53,7 @@ MAX_HIDDEN_KEYS = 1 << 16
 
 
 class HiddenKeys:
-    """Keys whose load failed. A key is (group, block hash).
+    """Remembers the keys of blocks whose load has failed. A key is (group, block hash).
 
     A hidden key counts as absent from the server: it is not offered as a hit, and its block is
     stored again. A key stays hidden until a store of it has succeeded, or until the server has lost
@@ -71,8 +71,8 @@ class HiddenKeys:
         return f"HiddenKeys({len(self._keys)})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Records the server's epoch (number that changes when the server loses the cache's
-        contents). A new epoch clears all keys."""
+        """Records the server's epoch, a number that changes when the server loses the cache's
+        contents. Removes all keys if it has changed."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._keys.clear()
@@ -579,7 +579,8 @@ class HitFinder:
         )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Continues with a hit once the server has answered the lookup or lease for the hit."""
+        """Continues a hit whose lookup or lease call is in flight. Returns "ask again" while the
+        answer is awaited, and "no hit" if it is late or an error."""
         hit, answer = state.hit, state.hit.answer
         if answer is not None and not answer.done():
             if now_s < hit.deadline_s:

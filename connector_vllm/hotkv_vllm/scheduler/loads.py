@@ -22,8 +22,8 @@ from hotkv_vllm.metadata import LoadJob
 
 
 class LoadOrders:
-    """The orders about loads that the next step carries to the workers, and the loads whose end
-    vLLM awaits. Scheduler thread only.
+    """Collects the orders about loads that the next step carries to the workers, and tracks the
+    loads whose end vLLM awaits. Scheduler thread only.
 
     Always true: the workers get an order to begin or abandon each load that vLLM awaits, and the
     end of each load is handled once. Ends of other connectors' loads are ignored.
@@ -56,14 +56,16 @@ class LoadOrders:
         return not self.jobs and not self.cancelled and not self.abandoned
 
     def begin(self, job: LoadJob, blocks: Any) -> None:
-        """Begins this load with the next step. `blocks` is vLLM's `KVCacheBlocks` of the
-        request."""
+        """Orders the workers to begin a load, with the next step.
+
+        blocks: vLLM's `KVCacheBlocks` of the request.
+        """
         self.quarantine.begun(job, blocks)
         self.jobs[job.request_id] = job
         self.awaited.add(job.request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Cancels the request's load with the next step."""
+        """Orders the workers to cancel the request's load, with the next step."""
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
@@ -147,7 +149,10 @@ class Quarantine:
         return sum(len(blocks) for blocks in self._held.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """Records a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
+        """Records a load that begins, and the device blocks that it writes.
+
+        blocks: vLLM's `KVCacheBlocks` of the request.
+        """
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -158,8 +163,8 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Keeps the blocks of these transfers out of vLLM's pool. Returns how many of the transfers
-        were not held before."""
+        """Begins to keep the blocks of hung transfers out of vLLM's pool. Returns how many of the
+        transfers were not held before."""
         if self.pool is None:
             return 0
         wanted = set(transfer_ids) - self._held.keys()
@@ -256,7 +261,8 @@ class FailedLoads:
         return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Removes requests that a step runs: vLLM has dropped their reservations."""
+        """Removes the requests that a step runs, because vLLM no longer reserves blocks for
+        them."""
         if self._waiting:
             self._waiting.difference_update(request_ids)
 
@@ -271,8 +277,11 @@ class FailedLoads:
 
 @dataclass(slots=True)
 class Holder:
-    """The blocks of an admitted request: the number that the request holds now, and the largest
-    number that it will hold until its prompt is computed."""
+    """The numbers of device blocks of an admitted request.
+
+    held: blocks that the request holds now.
+    need: the most blocks that it will hold until its prompt is computed.
+    """
 
     held: int
     need: int
@@ -391,9 +400,9 @@ class OtherLoads:
     - Asynchronous load: vLLM counts its tokens as computed as soon as the load begins. So blocks of
       a request are not stored from its admission until a step runs the request.
     - Synchronous load: it runs within the step that uses it, and its failure is known only when the
-      output of that step arrives. Until then, the blocks of all requests admitted since are not
-      stored, because these requests may build on the loaded blocks. If the load failed, their
-      blocks are never stored.
+      output of that step arrives. Until then, blocks of requests that were admitted for that step
+      or later are not stored, because these requests may build on the loaded blocks. If the load
+      failed, their blocks are never stored.
 
     held: ids of requests that run, but whose blocks must not be stored now.
     """

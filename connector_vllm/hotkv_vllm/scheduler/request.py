@@ -217,7 +217,7 @@ class RequestState:
         self.retention = asked.retention
 
     def leave(self) -> None:
-        """Ends the request's trace, because the request goes on without hotkv."""
+        """Ends the request's trace, because the request continues without hotkv."""
         if self.trace is not None:
             self.trace.left()
             self.trace = None

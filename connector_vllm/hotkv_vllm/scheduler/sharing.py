@@ -511,7 +511,8 @@ class Sharing:
 
     @property
     def may_offer(self) -> bool:
-        """Returns True if hits may be offered at this moment."""
+        """Returns True if hits may be offered to requests now: all workers have a session, and no
+        reset and no check of the weights is in progress."""
         cache = self.cache
         return (
             cache is not None

@@ -117,7 +117,7 @@ class HotKVScheduler:
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
-        """Turns hotkv off for this engine."""
+        """Closes the session. The engine runs without hotkv from here on."""
         self._leave()
         self.sharing.turn_off()
 

@@ -52,7 +52,10 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Ids of the host blocks to load, int32. The blocks are pinned until the load ends."""
+    """The host blocks of a load, which are pinned until the load ends.
+
+    blocks: ids of the blocks, int32.
+    """
 
     blocks: I32
 

@@ -345,7 +345,11 @@ class SparseWorker:
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
-        """Returns the request of a row that attends sparsely; None for any other row."""
+        """Returns the id of the request of a row that attends sparsely; None for other rows.
+
+        written_block: id of the row's last block, which the step writes.
+        num_queries: number of tokens that the step computes for the row.
+        """
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:

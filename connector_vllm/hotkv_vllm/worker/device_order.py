@@ -217,7 +217,7 @@ class Marks:
 
 
 class CudaDevice:
-    """A CUDA device, through torch."""
+    """Implements `MarkedDevice` for a CUDA device, with torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -121,7 +121,7 @@ class HotKVWorker:
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
-        """Closes the session and the export."""
+        """Closes the session and withdraws the memory from the server."""
         self._kv_caches = {}
         self.rank.shutdown()
 
