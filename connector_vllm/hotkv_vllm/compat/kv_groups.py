@@ -54,7 +54,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     Unsupported if a hit could not restore everything that the engine needs."""
     parallel = vllm_config.parallel_config
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
-    # Only the pipeline stage with the drafter's layers knows their group, so all groups count.
+    # Only the pipeline stage with the drafter's layers knows their group, so every group is treated
+    # as a drafter's.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -338,7 +338,7 @@ class ResidentWorker(SparseWorker):
         if own is None:
             return self._whole_table(layer, one, positions)
         table = one.blocks[positions]
-        # Positions ascend, so those that are not on the device are contiguous.
+        # Positions ascend, so the positions that are not on the device are contiguous.
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)

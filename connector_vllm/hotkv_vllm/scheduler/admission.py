@@ -91,8 +91,8 @@ class Admission:
         self._begin_sequences(request)
 
     def take_up(self, request: Any) -> None:
-        """Creates the request's `RequestState` and begins to look for its hit. Does nothing more
-        than remember the request if the engine does not share yet (`Sharing.joining`)."""
+        """Creates the request's `RequestState` and begins to look for its hit. While the engine
+        does not share yet, only remembers the request (`Sharing.joining`)."""
         if self._sharing.joining is not None:
             self._sharing.joining.arrived(request)
         cache = self._sharing.cache
@@ -200,7 +200,8 @@ class Admission:
         With residency, a request that outgrows the device may begin once the server has reserved
         room for its blocks. Ends a request with an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
-            # Later input grows the session past what vLLM asks the connector about.
+            # Input that arrives later would make the request longer than the length for which the
+            # server has reserved room.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
             return False
         if self._pool.was_preempted(request.request_id):
@@ -333,8 +334,8 @@ class Admission:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request whose hook raised, releases its lease and cancels its load. In an
-        engine with residency, also ends the request with an error."""
+        """Forgets a request after a hook has raised for it: releases its lease and cancels its
+        load. In an engine with residency, also ends the request with an error."""
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache

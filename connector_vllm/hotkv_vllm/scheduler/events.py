@@ -67,7 +67,7 @@ class SharedEvents:
         if session is None:
             return taken
         if not session.connected:
-            # The server's next session begins with the present state.
+            # After a reconnect the server lists all its blocks first.
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
             if now_s >= self._absent_since_s + ABSENCE_PATIENCE_S:

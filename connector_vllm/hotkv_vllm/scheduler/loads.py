@@ -313,7 +313,7 @@ class LoadRoom:
         self._max_tokens = int(vllm_config.model_config.max_model_len)
         drafts = int(vllm_config.num_speculative_tokens)
         self._ahead = drafts and 1 + drafts + int(vllm_config.num_lookahead_tokens)
-        # None if vLLM counts right.
+        # vLLM's block manager; None if vLLM counts right, so that no limit is needed.
         self._manager: Any = None
         self._needs: dict[str, int] = {}
         self._next = ""

@@ -105,7 +105,7 @@ class WorkerLinks:
                 self._absent[rank] = why
                 if self._news.get(rank, NO_NEWS)[0] != stream:
                     self._news[rank] = (stream, now_s)
-                # Without a server the scheduler's own session logs that.
+                # If there is no server, the scheduler's own session logs that.
                 if stream and now_s >= self._news[rank][1] + ABSENCE_PATIENCE_S:
                     self._warn(rank)
                 continue

@@ -181,7 +181,7 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # Cancels loads and stores that were planned with the adapter's old bytes.
+                # These loads and tails were planned for the adapter's old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:

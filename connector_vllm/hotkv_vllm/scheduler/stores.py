@@ -434,7 +434,8 @@ class StorePlanner:
         self._representations = finder.representations
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
-        # Windows and recurrent states lose their blocks while a request decodes.
+        # In groups of sliding windows and recurrent states vLLM frees blocks of a request while it
+        # decodes. So the blocks of an answer can't wait to be stored.
         keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
@@ -480,9 +481,9 @@ class StorePlanner:
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """Handles a reset of the cache for a request. If the request has computed tokens, none of
-        its blocks is stored any more, because they depend on KV from before the reset. If it has
-        not, it stores all its blocks as a new request does.
+        """Handles a reset of the cache for a request. If the request has computed tokens already,
+        its blocks are not stored any more, because they depend on KV from before the reset. If it
+        has not, all its blocks are stored, as for a new request.
 
         A resident request (with old blocks in the server only) stores its blocks anew, under hashes
         that no other request can have.

@@ -24,19 +24,20 @@ class TorchDevice(CupyDevice):
         super().__init__(device.index or 0, torch.cuda.current_stream(device).cuda_stream)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Implements `Device`."""
+        """Allocates a zeroed array on the device (see `Device`)."""
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return torch.zeros(tuple(shape), dtype=kind, device=self.device)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Implements `Device`. Does not wait; the caller may change `values` after the call."""
+        """Copies `values` into `target`, from index `start` on (see `Device`). Does not wait; the
+        caller may change `values` after the call."""
         assert isinstance(target, torch.Tensor)
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         pinned = torch.from_numpy(np.array(values)).pin_memory()
         target[place].copy_(pinned, non_blocking=True)
 
     def read(self, source: Array) -> Host:
-        """Implements `Device`."""
+        """Returns a copy of the array in host memory (see `Device`). Waits for the device."""
         assert isinstance(source, torch.Tensor)
         found: Host = source.cpu().numpy()
         return found
@@ -49,6 +50,6 @@ class TorchDevice(CupyDevice):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Implements `Device`."""
+        """Launches a kernel on torch's current stream (see `Device`). Does not wait."""
         self.use_stream(torch.cuda.current_stream(self.device).cuda_stream)
         super().launch(kernel, grid, threads, args, shared_bytes)

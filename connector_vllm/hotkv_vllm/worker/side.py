@@ -114,7 +114,7 @@ class HotKVWorker:
             self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def memory_broke(self, what: str) -> None:
-        """Turns the rank off if `register` or `restore` raised.
+        """Turns hotkv off in this rank, because `register` or `restore` raised.
 
         what: what could not be done with the rank's memory, for the log.
         """
