@@ -1,8 +1,8 @@
 """Computes digests over the settings of vLLM that may decide the bytes of a KV block. These are all
 settings, except the harmless settings listed in `HARMLESS` and `HARMLESS_ENVIRONMENT`.
 
-So engines that differ in a setting which a new version of vLLM adds do not share KV, until an
-author has reviewed the setting. The module contains no names of models, layers or values:
+So if a new version of vLLM adds a setting, engines that differ in it do not share KV until an
+author has reviewed it. The module contains no names of models, layers or values:
 `key_space_factors` walks through vLLM's config objects as they are.
 """
 

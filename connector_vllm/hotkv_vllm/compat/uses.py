@@ -202,17 +202,17 @@ def backends(names: Names, enum: str) -> set[str]:
 
 
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
-    """Compares the list with a version's sources. Returns a line for each use of a door that has
-    none of its listed forms, and for each spec class and attention backend that is not listed.
-    Raises SyntaxError if a source file can't be parsed."""
+    """Compares the list with a version's sources. Returns a line for each use of a door whose form
+    there is not listed, and for each spec class and attention backend that is not listed. Raises
+    SyntaxError if a source file can't be parsed."""
     names = Names(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Returns a line for each use of a door that has none of its listed forms, in the order of the
-    list (the keys of the result).
+    """Returns a line for each use of a door whose form in the sources is not listed, in the order
+    of the list (the keys of the result).
 
     names: the definitions in the sources, from files that are parsed only in part. If a use does
         not fit, it is checked again with files that are parsed as a whole.

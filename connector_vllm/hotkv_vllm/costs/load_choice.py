@@ -342,8 +342,8 @@ class LoadChoice:
         return was_taken
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
-        """Subtracts from the allowance the time that a failed trial took beyond its limit, which
-        may make it negative (a debt)."""
+        """Subtracts from the allowance the time by which a failed trial exceeded its limit. The
+        allowance may become negative (a debt)."""
         self._trials_s.append(seconds)
         in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
         usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))

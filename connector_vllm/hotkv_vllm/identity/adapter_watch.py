@@ -6,10 +6,9 @@ again if it was evicted since. The identity is a digest of the adapter in memory
 So it is right even if the files are written at that moment.
 
 Always true:
-- The identity that was reported to the scheduler is that of the adapter which vLLM uses, until the
-  adapter is released or evicted. If vLLM has not loaded the adapter when the scheduler asks,
-  `AdapterWatch` reads it ahead, and vLLM later gets that copy. At most `max_ahead` adapters are
-  read ahead.
+- vLLM uses the adapter whose identity was reported to the scheduler, until the adapter is released
+  or evicted. If vLLM has not loaded the adapter when the scheduler asks, `AdapterWatch` reads it
+  ahead, and vLLM later gets that copy. At most `max_ahead` adapters are read ahead.
 - If other bytes are loaded for a known id, `is_trusted` is False until the scheduler has
   acknowledged this. Stores and loads that were planned for the old bytes must not run.
 """
@@ -70,8 +69,8 @@ class AdapterWatch:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if the scheduler has acknowledged all changes of adapters' bytes, so that
-        its plans hold for the bytes that this worker has loaded."""
+        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Its plans
+        then hold for the bytes that this worker has loaded."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:

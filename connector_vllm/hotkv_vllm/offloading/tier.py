@@ -313,8 +313,8 @@ class HotKVTier(SecondaryTierManager):
         return Miss.NOT_ASKED if known is None else known.miss
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
-        """Returns the position in the prompt, in tokens, at which the first chunk begins that was
-        loaded from the server for the request. Returns None if no chunk was.
+        """Returns where the first chunk begins that was loaded from the server for the request: its
+        position in the prompt, in tokens. Returns None if no chunk was loaded.
 
         groups: hotkv's indices of the groups whose chunks count.
         """
@@ -598,8 +598,8 @@ class HotKVTier(SecondaryTierManager):
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Reports to the server the chunks that the request used without loading them from the
-        server. Otherwise the server would not know that chunks which hit on the device are used,
-        and would evict them early."""
+        server. Otherwise the server would not know of hits on the device, and would evict these
+        chunks early."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # `HotKVOffloadingConnector` reports such a request itself.

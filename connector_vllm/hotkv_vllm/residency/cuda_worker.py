@@ -483,8 +483,8 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds representations (compact forms of keys) of blocks that were complete before this
-        step but that no step has computed: the blocks of a hit."""
+        """Builds the representations (compact forms of keys) of a hit's blocks. Other blocks get
+        theirs in `layer_step` when a step completes them."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:

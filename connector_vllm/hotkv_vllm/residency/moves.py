@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The numbers of blocks that the coming step needs, and that the device's pool has.
+    """How many blocks the coming step needs, and how many the device's pool has.
 
     free: blocks that no request holds.
     promised: blocks that admitted requests still need for their prompts.

@@ -42,8 +42,8 @@ class KeptBlocks:
 class ResidentRow:
     """One request of the step.
 
-    written_block: id of the last block that the step writes, by which a worker finds the request's
-        row in vLLM's batch.
+    written_block: id of the last block that the step writes. A worker finds the request's row in
+        vLLM's batch by this id.
     first_block: id of the context's first block, by which workers report the request as lost.
     may_outgrow: True if the request is resident, so that its blocks may be freed.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device;

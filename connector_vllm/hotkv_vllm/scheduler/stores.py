@@ -3,8 +3,8 @@ Scheduler thread only; never blocks.
 
 Always true:
 - Before a block that a store reads is written, the store has ended or is revoked
-  (`stores_in_flight.StoreFence`). For this, each step lists the stores that read any of the blocks
-  which the step is about to write.
+  (`stores_in_flight.StoreFence`). For this, each step lists the stores whose blocks it is about to
+  write.
 - Block tables are read from vLLM at each step and never kept.
 - A block has at most one store in flight (`stores_in_flight`).
 
@@ -399,7 +399,7 @@ def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[Block
 ANSWER_BLOCKS = 8
 """A decoding request stores this many blocks of its answer at a time, and the remaining blocks at
 its end, because few long stores cost the server less than many short stores. Blocks of the prompt
-are stored at once."""
+are stored at once, and so are all blocks of models with sliding windows or recurrent states."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
 """Properties that all blocks of a store share: retention, id of the resident request (or empty),
@@ -498,9 +498,9 @@ class StorePlanner:
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
     ) -> None:
-        """Queues the last blocks of a request that has ended, whose hashes became known after its
-        last step. They are stored with the engine's next step, up to the first block that this step
-        overwrites.
+        """Queues the last blocks of a request that has ended. The hashes of these blocks became
+        known after the request's last step. They are stored with the engine's next step, up to the
+        first block that this step overwrites.
 
         block_ids: the request's block ids, per vLLM group.
         known_tokens: number of the request's leading tokens whose KV may be stored.
@@ -601,9 +601,11 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes the stores that read a block which is about to be written, and cuts the tails
-        (last blocks of ended requests) before such blocks. Returns the ids of the revoked
-        stores."""
+        """Revokes the stores whose blocks are about to be written, and cuts the tails (last blocks
+        of ended requests) before such blocks. Returns the ids of the revoked stores.
+
+        written_blocks: returns the ids of the blocks that are about to be written.
+        """
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()

@@ -32,8 +32,8 @@ class StoreFence:
     There are two ways to revoke a store. The first is always used. The second is used in addition
     if the first would be too late.
 
-    - By the workers: each step lists the stores that read blocks which the step reallocates. Each
-      worker ends these stores before the step continues (`worker.rank_stores`).
+    - By the workers: each step lists the stores whose blocks it reallocates. Each worker ends these
+      stores before the step continues (`worker.rank_stores`).
     - By the scheduler: if vLLM's runner writes blocks before it notifies connectors
       (`checks.writes_before_it_tells`), each rank shares a memory page (fence) with the scheduler,
       in which each store has a word. The scheduler sets the word before any worker gets the step.

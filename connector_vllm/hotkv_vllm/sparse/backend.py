@@ -138,9 +138,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
-        """Returns the metadata with which the layer attends, with the worker's block tables, and
-        the pages to which they refer (None: the layer's own pages). Returns None if the layer must
-        use vLLM's metadata, because all rows attend to everything."""
+        """Returns vLLM's metadata with the worker's block tables, and the pages to which the tables
+        refer (None: the layer's own pages). Returns None if all rows attend to everything, so that
+        vLLM's own metadata is right."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal

@@ -143,8 +143,8 @@ class RankLoads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends the loads that wait for a mark (point in the device's queue) which the device has
-        passed by now."""
+        """Sends each waiting load whose mark (point in the device's queue) the device has passed by
+        now."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 self._send_now(load)

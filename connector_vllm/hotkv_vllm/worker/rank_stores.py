@@ -1,8 +1,8 @@
 """Follows the stores of one rank, from the order to begin to the report of their end.
 
 Always true:
-- Before a step overwrites blocks that a store reads, that store has ended, or is revoked, or its
-  session is closed.
+- Before a step overwrites the blocks of a store, the store has ended, or is revoked, or its session
+  is closed.
 - If it is not known which blocks a step overwrites, `take_everything_back` revokes all stores in
   one call.
 - No step waits for the device. A store begins to read only after the device has passed its mark
@@ -102,8 +102,8 @@ class RankStores:
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:
-        """Sends the stores that wait for a mark (point in the device's queue) which the device has
-        passed by now."""
+        """Sends each waiting store whose mark (point in the device's queue) the device has passed
+        by now."""
         for store in self.active.values():
             if store.answer is None and store.after.passed():
                 self._submit(store)

@@ -255,8 +255,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Returns the requests whose load has ended since the last call (failed or not), and those
-        whose load failed. Each load is returned once, even if something raises."""
+        """Returns the requests whose load has ended since the last call (failed or not), and the
+        requests whose load failed. Each load is returned once, even if something raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -298,7 +298,7 @@ class HotKVWorker:
         return self.report.take(meta, self.loads, self.stores, self.handshake)
 
     def _send_waiting(self) -> None:
-        """Sends the transfers that wait for a mark (point in the device's queue) which the device
-        has passed by now."""
+        """Sends each waiting transfer whose mark (point in the device's queue) the device has
+        passed by now."""
         self.loads.send_waiting()
         self.stores.send_waiting()
