@@ -46,8 +46,8 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""A request has so many more hot slots (device blocks for selected blocks) than its hot set can
-use. Blocks that the next step is likely to add to the hot set are copied into them ahead of
+"""Number of a request's hot slots (device blocks for selected blocks) beyond the slots that its hot
+set can use. Blocks that the next step is likely to add to the hot set are copied into them ahead of
 time."""
 
 

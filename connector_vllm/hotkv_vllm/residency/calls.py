@@ -30,8 +30,8 @@ GROW_AGAIN_S = 1.0
 """Seconds after which a refused call for more room is retried, if the request still has room for
 its next blocks."""
 TURN_S = 2.0
-"""Once a request has waited this many seconds for room, later requests do not ask for room before
-it has got some."""
+"""If a request has waited this many seconds for room, later requests do not ask for room until it
+has room."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons for which the server refuses a call only in the present session. They don't make a
 request fail: the call is repeated."""

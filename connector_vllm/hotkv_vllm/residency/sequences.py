@@ -32,8 +32,8 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""A request allocates rows for representations (compact forms of keys) ahead of its need, but at
-most so many."""
+"""Most rows for representations (compact forms of keys) that a request allocates ahead of its
+need."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger

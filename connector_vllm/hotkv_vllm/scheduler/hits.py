@@ -341,11 +341,12 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""Time after a miss in which the request is not looked up again."""
+"""How long after a miss a request is not looked up again, seconds."""
 HINT_MEMORY_S = 0.02
-"""How long a hint from the request's arrival stays usable."""
+"""How long the hint that was taken at a request's arrival may be used, seconds."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""A load may begin only within this share of the lease's lifetime."""
+"""A load may begin only in this share of its lease's lifetime, so that the lease outlasts the
+load."""
 NEVER_AGAIN = 1 << 30
 """A number of failed loads that no limit allows: the request is never offered a hit again."""
 

@@ -464,7 +464,8 @@ class OtherLoads:
         that is still open was lost; its requests are never stored.
 
         step: the number that `step` returned.
-        went_well: False if a synchronous load failed in the step.
+        went_well: False if a synchronous load failed in the step. Then blocks of the requests that
+            this step or a later open step has admitted are never stored.
         """
         for number in sorted(self._unsettled):
             if number > step and went_well:

@@ -485,8 +485,9 @@ class StorePlanner:
         its blocks are not stored any more, because they depend on KV from before the reset. If it
         has not, all its blocks are stored, as for a new request.
 
-        A resident request (with old blocks in the server only) stores its blocks anew, under hashes
-        that no other request can have.
+        A resident request (with old blocks in the server only) continues to store blocks. All
+        blocks that the server has not pinned yet are stored under hashes that no other request can
+        have.
         """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
