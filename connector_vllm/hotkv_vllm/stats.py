@@ -30,7 +30,7 @@ OUTSIDE_STEPS = frozenset(
 
 
 class HotKVStats(KVConnectorStats):
-    """The growth of the connector's counters since vLLM last collected it.
+    """The growth of the connector's counters over some time, usually since vLLM last collected it.
 
     data: by counter (a name in `COUNTERS`), the growth. Counters that have not grown are missing.
     """
