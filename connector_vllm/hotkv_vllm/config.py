@@ -1,9 +1,9 @@
-"""Settings of the connector, read from `kv_connector_extra_config`.
+"""Reads the connector's settings from vLLM's `kv_connector_extra_config`.
 
-Every setting is a key `hotkv.<name>`, or a field of an object `hotkv`, which vLLM makes of
-arguments with dots (`--kv-transfer-config.kv_connector_extra_config.hotkv.load always`). Other keys
-belong to others and are ignored. A wrong setting stops the engine's start; the message names the
-key, the value and the allowed values. An absent server never stops the start.
+A setting is a key `hotkv.<name>`, or a field of an object under the key `hotkv`. vLLM makes such an
+object from arguments with dots (`--kv-transfer-config.kv_connector_extra_config.hotkv.load
+always`). Keys that do not begin with `hotkv` are ignored. A wrong setting stops the engine's start;
+the message names the key, the value and the allowed values. An absent server never stops the start.
 """
 
 import os
@@ -32,12 +32,13 @@ LOADS = ("auto", "always")
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used."""
+    """Raised for a wrong setting, or for an engine in which a setting can't work."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """All settings; `tools/connector_settings.py` makes docs/connector.md of this list.
+    """The connector's settings. `tools/connector_settings.py` generates docs/connector.md from this
+    list.
 
     target: `unix:/path/grpc.sock` or `host:port`.
     tenant: engines of different tenants never share blocks; a server that knows tenants demands a
@@ -127,7 +128,8 @@ class ConnectorConfig:
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
-        """Reads `kv_connector_extra_config`. Raises ConfigError."""
+        """Returns the settings in `kv_connector_extra_config`, with defaults for missing settings.
+        Raises ConfigError."""
         known = {f.name: f for f in fields(ConnectorConfig)}
         values: dict[str, Any] = {"target": os.environ.get(TARGET_ENV) or DEFAULT_TARGET}
         for key, value in flat(extra).items():
@@ -159,19 +161,20 @@ class ConnectorConfig:
 
     @property
     def credentials(self) -> Credentials:
-        """Returns the credentials that this engine shows to a server over TCP."""
+        """Returns the credentials that the engine's sessions use with a server over TCP."""
         return Credentials(
             self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
         )
 
     @property
     def is_resident(self) -> bool:
-        """Returns True if contexts may live in host memory."""
+        """Returns True with residency: contexts may then be in host memory instead of device
+        memory."""
         return self.sparse is not None and self.sparse.residency != "off"
 
     def read_centres(self) -> Centres | None:
-        """Reads the file named by `sparse_centre`; None if the setting is empty. Raises
-        ConfigError."""
+        """Reads the model's mean keys (centres) from the file `sparse_centre`. Returns None if the
+        setting is empty. Raises ConfigError."""
         if not self.sparse_centre:
             return None
         try:
@@ -181,9 +184,9 @@ class ConnectorConfig:
 
 
 def flat(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `kv_connector_extra_config` with the fields of an object `hotkv` as keys
-    `hotkv.<name>`. Raises ConfigError if `hotkv` is no object, or if a setting is there in both
-    forms."""
+    """Returns `extra` (`kv_connector_extra_config`) in which the fields of an object `hotkv` have
+    become keys `hotkv.<name>`. Raises ConfigError if `hotkv` is not an object, or if a setting
+    occurs in both forms."""
     if NESTED not in extra:
         return extra
     nested = extra[NESTED]
@@ -239,9 +242,11 @@ def _read_collector(key: str, value: Any) -> str:
 
 
 def _read_sparse(key: str, value: Any) -> SparseConfig:
-    """Reads a `SparseConfig` from a JSON object. Raises ConfigError.
+    """Returns the `SparseConfig` in a JSON object, in which lists stand for tuples. Raises
+    ConfigError.
 
-    JSON has no tuples, so lists stand for them."""
+    key: name of the setting, for messages.
+    """
     known = {f.name for f in fields(SparseConfig)}
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -272,13 +277,14 @@ RESIDENT_SETTINGS: Mapping[str, Any] = {
     "dense_layers": (),
     "min_context_tokens": 2048,
 }
-"""Settings of sparse decode that contexts beyond device memory begin with, in place of the
-defaults: a budget that does not grow with the context, in all layers."""
+"""Defaults of the settings of sparse decode in an engine with residency. They differ from
+`SparseConfig`'s: the number of selected tokens does not grow with the context, and all layers
+attend sparsely."""
 
 
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if the engine asks for `residency`; None otherwise.
-    Raises ConfigError."""
+    """Returns the settings of sparse decode if `extra` turns residency on; None otherwise. Raises
+    ConfigError."""
     value = flat(extra).get(SPARSE)
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
         return None
@@ -286,15 +292,15 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if a CUDA engine asks for `residency` and allows code
-    that has never run on a GPU; None otherwise. Raises ConfigError."""
+    """Returns the settings of sparse decode if `extra` turns residency on for a CUDA engine, and
+    allows code that has never run on a GPU; None otherwise. Raises ConfigError."""
     config = resident_settings(extra)
     return config if flat(extra).get(ALLOW_CUDA) is True else None
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Returns True if an engine with these settings may ask for sparse decode. True for every
-    MultiConnector, because one of its connectors may ask for it."""
+    """Returns True if an engine with these settings may use sparse decode. Always True for a
+    MultiConnector, because the settings of its connectors are not examined."""
     return SPARSE in flat(extra) or "connectors" in extra
 
 

@@ -1,11 +1,13 @@
 """`HotKVConnector`: the class that vLLM loads as its KV connector.
 
-Fails open: no exception of hotkv reaches vLLM from a hook. A hook that raises is logged once,
-counted, and answered by its fallback (`hooks` says why each fallback is safe). Only a wrong
-configuration raises, when vLLM constructs the connector.
+A hook is a method that vLLM calls. The connector fails open: no exception of hotkv reaches vLLM
+from a hook. If a hook raises, the exception is logged once and counted, and vLLM gets the answer of
+the hook's fallback (`hooks` says why each fallback is safe). Only a wrong configuration raises,
+when vLLM constructs the connector.
 
-The connector is thin. It holds a scheduler side and a worker side: one is real, the other a
-`NoSide`. Each hook calls one of the sides. No hook does work per layer.
+The connector only forwards. It holds a scheduler side (`HotKVScheduler`) and a worker side
+(`HotKVWorker`); a `NoSide` replaces the side that the process does not need. Each hook calls a
+method of one side. No hook does work per layer.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +43,8 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sparse", "steps"})
-"""Names of the attributes of a side whose methods the connector calls."""
+"""Attributes of a side that the connector uses, such as `requests` of `HotKVScheduler`. A `NoSide`
+has them too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
@@ -55,16 +58,16 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
 }
-"""Answers of `NoSide`, by method of `HotKVScheduler`, of its parts or of `HotKVWorker`. All other
-methods return None."""
+"""The methods for which `NoSide` does not answer None, with their answers. They are methods of
+`HotKVScheduler`, of `HotKVWorker`, or of the parts of either."""
 
 
 class NoSide:
-    """Stands in for a side that does not exist: the side of the other role, or both sides if hotkv
-    is off.
+    """Replaces a side that this process does not have: the worker side in the scheduler, the
+    scheduler side in a worker, or both if hotkv is off.
 
-    Accepts every call and does nothing, so hooks need not test for a side. Its answers make vLLM
-    run as without hotkv.
+    Accepts every call and does nothing, so hooks need not test for a side. Its answers (`ANSWERS`)
+    make vLLM run as without hotkv.
     """
 
     def __init__(self) -> None:
@@ -77,8 +80,9 @@ class NoSide:
 
 
 class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Implements vLLM's connector interface. vLLM calls the constructor, which raises ConfigError
-    if the configuration is wrong."""
+    """Implements vLLM's connector interface. vLLM constructs one connector in the scheduler's
+    process and one in each worker. The constructor raises ConfigError if the configuration is
+    wrong."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -123,9 +127,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Returns True if contexts live in host memory. vLLM then drops the output of steps in
-        flight for a request that it preempts, because the step may have read bytes that the server
-        had lost. Otherwise False: a lost store only causes a later miss."""
+        """Returns True with residency (contexts in host memory). When vLLM preempts a request, it
+        then drops the output of steps in flight, because such a step may have read blocks that the
+        server no longer held. Returns False otherwise: a lost store only causes a later miss."""
         return self._is_resident
 
     # --------------------------------------------------------------------------------- worker hooks
@@ -136,24 +140,24 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.unregister_broke())
     def unregister_kv_caches(self) -> None:
-        """Closes the worker's session: vLLM is about to discard the KV memory.
+        """Closes the worker's session, because vLLM is about to discard the KV memory.
 
-        vLLM 0.33 and later call this method. vLLM 0.32 puts an engine to sleep only with memory
-        that hotkv can't share.
+        Called by vLLM 0.33 and later. vLLM 0.32 does not call it; there an engine can sleep only if
+        its memory is of a kind that hotkv can't share, and then hotkv is off.
         """
         self._worker.unregister()
 
     @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
-        """Registers the KV memory again. The memory is mapped at its old addresses, with other
-        contents."""
+        """Registers the KV memory again after a sleep. The memory is at its old addresses, but its
+        contents are lost."""
         self._worker.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns this rank's handshake: its findings when it registered its memory. Returns None
-        in a MultiConnector, which would pass the handshake to other connectors; the scheduler then
-        asks for the handshake in a step."""
+        """Returns this rank's handshake, which vLLM forwards to the scheduler's connector. Returns
+        None in a MultiConnector, because it would pass the handshake to other connectors; the
+        scheduler then asks for the handshake in a step."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -168,18 +172,19 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(_loads_broke)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts this step's loads. Model runner V1 passes no keyword arguments and V2 several; all
-        are ignored."""
+        """Starts this step's loads. The keyword arguments that model runner V2 passes are
+        ignored."""
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.start_loads(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request is scheduled only after its load has ended."""
+        """Does nothing, because loads are asynchronous: vLLM runs a request only after its load has
+        ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Does nothing: whole blocks are stored after the step."""
+        """Does nothing, because stores begin after the step (`wait_for_save`)."""
 
     def _stores_broke(self) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
@@ -201,8 +206,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the id of the first block of each request whose bytes in host memory were lost,
-        so that vLLM computes these requests anew. Failed loads are reported by
+        """Returns the first block id of each resident request whose blocks in host memory were
+        lost, so that vLLM computes these requests anew. Failed loads are reported by
         `get_transfer_results` instead."""
         return self._worker.sparse.take_lost()
 
@@ -273,8 +278,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Ends a request. Returns False: vLLM may free its blocks at once, because a step that
-        reuses them first waits for the stores that still read them."""
+        """Ends a request. Returns (False, None), so vLLM may free the request's blocks at once: a
+        step that overwrites them first ends the stores that read them."""
         self._scheduler.requests.finished(request, block_ids)
         return False, None
 
@@ -288,8 +293,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset_cache()
 
     def take_events(self) -> Iterable[Any]:
-        """Returns the shared cache's events for this engine to publish, if the server's
-        `events.identity` is `engine`."""
+        """Returns the events about blocks of the shared cache that vLLM is to publish as this
+        engine's. There are such events only if the server's setting `events.identity` is
+        `engine`."""
         return self._take_events() if self._publishes_events else ()
 
     @hook(lambda _: [], last=())
@@ -312,16 +318,16 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     @class_hook(lambda *_: True, last=True)
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Returns True. If the memory of sleep mode can't be shared (CUDA's cumem allocator), the
-        engine still starts; hotkv is off and logs why."""
+        """Returns True, so that vLLM starts an engine with sleep mode. If the memory of that engine
+        can't be shared (CUDA's cumem allocator), hotkv is off and logs why."""
         return True
 
     @classmethod
     @class_hook(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Returns the layout that hotkv prefers. On CUDA each block is then one contiguous run over
-        all layers. The answer is a preference: vLLM ignores a layout that it can't use. Returns
-        None on CPU, which has one layout.
+        """Returns the KV cache layout that hotkv prefers. On CUDA this is a layout in which the
+        pages of a block in all layers are contiguous. vLLM ignores the preference if it can't use
+        the layout. Returns None on CPU, which has only one layout.
 
         Returns None in a MultiConnector if another connector states a layout, because vLLM refuses
         two layouts.
@@ -347,6 +353,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return HotKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-# MultiConnector finds the class of each connector's statistics by name, also in the frontend's
-# process.
+# MultiConnector looks up the class of each connector by name, to read its statistics. It does so in
+# the frontend's process too.
 checks.name_connector(HotKVConnector.__name__, __name__)

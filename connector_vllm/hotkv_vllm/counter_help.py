@@ -1,4 +1,4 @@
-"""The connector's counters, by name, and the text of each in vLLM's metrics.
+"""Lists the connector's counters, with their help texts in vLLM's metrics.
 
 Always true: importing this module does not import vLLM, so that documentation can be generated from
 it.

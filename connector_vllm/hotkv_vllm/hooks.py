@@ -1,11 +1,12 @@
-"""Guards the calls from vLLM into the connector (hooks): no exception of hotkv reaches vLLM.
+"""Guards the hooks (methods of the connector that vLLM calls), so that no exception of hotkv
+reaches vLLM.
 
-Each hook names a fallback. If the hook raises, vLLM gets the fallback's answer; `FALLBACKS` says
-why that is safe.
+Each hook is decorated with `hook` or `class_hook`, and names a fallback. If the hook raises, vLLM
+gets the fallback's answer. `FALLBACKS` says why that answer is safe.
 
 Always true:
-- A hook that raises is counted and answered by its fallback.
-- A fallback that raises too is counted and answered by `last`, a constant.
+- If a hook raises, the exception is counted, and vLLM gets the answer of the hook's fallback.
+- If the fallback raises too, this is counted, and vLLM gets the constant `last`.
 - A fallback shares as little state as possible with its hook, so that one fault does not break
   both.
 """
@@ -156,11 +157,11 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "Nothing is counted.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""Why the fallback of each hook is safe: the answer that vLLM gets if the hook raises, and why no
-request is lost and no wrong KV is served.
+"""By name of the hook: what happens if the hook raises, and so why no request is lost and no wrong
+KV is served.
 
-The keys are hooks, and parts of hooks that the rest of the hook can do without. `hook` refuses a
-name that is missing here.
+Some names are parts of a hook (`is_part`): if such a part raises, the rest of its hook still runs.
+`hook` refuses a name that is missing here.
 """
 
 
@@ -174,17 +175,17 @@ HOOKS: dict[str, FunctionType] = {}
 
 
 class Clock(Protocol):
-    """Records the time spent in hooks."""
+    """Adds up the time spent in each hook (`stats.HookClock`)."""
 
     def add(self, hook: str, seconds: float) -> None: ...
 
 
 class HookEdge:
-    """Stops the exceptions of a connector's hooks before they reach vLLM.
+    """Records the time and the exceptions of a connector's hooks. `hook` stops the exceptions.
 
-    clock: records the time of each hook.
+    clock: adds up the time of each hook.
     broken: names of the hooks that have raised.
-    count: increments a counter by its name.
+    count: increments the counter with this name.
     """
 
     def __init__(self, clock: Clock, count: Callable[[str], None]) -> None:
@@ -196,7 +197,10 @@ class HookEdge:
         return f"HookEdge(broken: {sorted(self.broken)})"
 
     def broke(self, name: str) -> None:
-        """Counts a hook's exception. Logs the traceback the first time that this hook raises."""
+        """Counts the present exception. Logs its traceback the first time that this hook raises.
+
+        name: name of the hook that raised.
+        """
         self._count("hook_errors")
         if name not in self.broken:
             self.broken.add(name)
@@ -207,14 +211,14 @@ def hook(
     otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False, of: str = ""
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorates a hook: records its time and stops its exceptions before they reach vLLM. The
-    decorated method's object must have an attribute `edge`, a HookEdge.
+    method's object must have an attribute `edge`, a `HookEdge`.
 
-    of: name of the object that has the hook, if that is not the connector itself (such as `tier`);
-        `of` becomes a prefix of the hook's name.
     otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
     last: the answer if the fallback raises too.
-    is_part: True if the method is part of another hook. The method is not timed, and the hook goes
-        on if the method raises.
+    is_part: True if the method is a part of a hook. It is not timed by itself, and the rest of the
+        hook runs even if the method raises.
+    of: prefix of the hook's name in `FALLBACKS`, if the method belongs to another object than the
+        connector (such as `tier`).
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -256,8 +260,8 @@ def _answer(
 def class_hook(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook that vLLM calls on the class, before a connector exists. Exceptions are
-    logged; the hook is neither timed nor counted.
+    """Decorates a hook that vLLM calls on the class, before a connector exists. Stops its
+    exceptions and logs them; does not time or count them.
 
     otherwise: the fallback, called with the class and the hook's arguments if the hook raises.
     last: the answer if the fallback raises too. vLLM's own base class answers None.
@@ -287,4 +291,4 @@ def class_hook(
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Returns None: the fallback of hooks whose result is not needed."""
+    """Returns None, whatever the arguments: the fallback of hooks whose result is not needed."""

@@ -1,9 +1,8 @@
-"""The part of hotkv's client that the connector uses: the session's interface, and the function
-that opens a session.
+"""Connects the connector to hotkv's client: the interface of a session (`CacheSession`), functions
+that open a session and wait for its server, and the log of its state (`StateLog`).
 
-No function here blocks but `await_server`. A change of a session's state is logged once, never per
-request. The loss of a session is logged as a warning; when there is a session again, this is logged
-too.
+Only `await_server` blocks. A change of a session's state is logged once, not per request: its loss
+as a warning, its return as information.
 """
 
 import logging
@@ -45,17 +44,18 @@ from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 
 logger = logging.getLogger("vllm.hotkv")
-"""A child of vLLM's logger, so that vLLM's handlers and level apply."""
+"""The connector's logger: a child of vLLM's logger, so that vLLM's handlers and level apply."""
 
 BoolMask = NDArray[np.bool_]
 
 OPENING_S = 10.0
-"""How long an engine's start waits for a server that has answered to open its session."""
+"""How much longer an engine's start waits if a server has answered but has not opened the session
+yet."""
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. `Session` documents the
-    guarantees."""
+    """The part of `hotkv_client.Session` that the connector uses. For what each method does and
+    guarantees see there."""
 
     @property
     def connected(self) -> bool: ...
@@ -149,12 +149,12 @@ def open_session(
     order: DeviceOrder = NO_ORDER,
     fence: SharedFence | None = None,
 ) -> CacheSession:
-    """Returns a started session.
+    """Creates a session, starts it, and returns it. The session connects in its own thread.
 
     layout: memory to register with the server; None for a session without memory.
-    fds: file descriptors of that memory, by name.
-    order: how transfers wait for the device's own work.
-    fence: the shared page by which the scheduler revokes stores.
+    fds: file descriptors of that memory, by the id of its handle.
+    order: how transfers wait for work in the device's queue.
+    fence: the shared page in which the scheduler revokes stores; None without it.
     """
     from hotkv_client.session import Session
 
@@ -169,18 +169,18 @@ def open_session(
 
 
 def await_server(session: CacheSession, wait_s: float, opening_s: float = 0.0) -> bool:
-    """Blocks until the session is connected, so that the next request can hit. Returns whether the
-    session is connected.
+    """Blocks until the session is connected or the wait is over. Returns True if the session is
+    connected.
 
     wait_s: how long to wait for a server to answer; 0: do not wait.
-    opening_s: how much longer to wait if a server has answered and is opening the session. The
-        server then maps the engine's memory, which takes seconds.
+    opening_s: how much longer to wait if a server has answered but has not opened the session yet,
+        because it must first map the engine's memory, which takes seconds.
     """
     return session.wait_connected(wait_s) or (wait_s > 0 and session.wait_opened(opening_s))
 
 
 def say_on(session: CacheSession, target: str) -> None:
-    """Logs that hotkv is on, and how many blocks of the key space the server has."""
+    """Logs that hotkv is on, and how many bytes of the key space the server has."""
     logger.info(
         "hotkv on: %s of this model's KV are here (%s)", human_bytes(session.stored_bytes), target
     )
@@ -189,9 +189,9 @@ def say_on(session: CacheSession, target: str) -> None:
 class StateLog:
     """Logs a session's state each time it changes. The session's thread calls it.
 
+    who: names the session's owner in the lines, for example `scheduler`.
     target: the address of the server, `hotkv.target`.
-    level: level of the lines. If the level is INFO, the line that there is no session is a
-        WARNING.
+    level: level of the lines. If it is INFO, the line that there is no session is a WARNING.
     why: the reason that came with the last report of the state.
     """
 
@@ -208,10 +208,10 @@ class StateLog:
             self._log(state, why)
 
     def waited(self, wait_s: float) -> None:
-        """Logs that the engine's start found no server, unless the session has already reported
-        its state. The session itself reports it only after seconds.
+        """Logs that the engine's start has found no server, because the session itself reports this
+        only seconds later. Does nothing if the session has already reported a state.
 
-        wait_s: how long the start has waited. After a wait of 0, only a missing socket is logged.
+        wait_s: how long the start has waited. After a wait of 0 only a missing socket is logged.
         """
         why = f"no answer within {wait_s:g} s" if wait_s else ""
         if self._target.startswith("unix:"):

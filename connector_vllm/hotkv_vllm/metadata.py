@@ -1,9 +1,10 @@
-"""Messages between the connector's two sides. vLLM carries them once per step.
+"""Messages between the connector's scheduler side and worker sides.
 
-Scheduler to worker: `HotKVMetadata`. Worker to scheduler: `HotKVWorkerMetadata`, joined over all
-ranks, and once at the start `HotKVHandshake`. vLLM forwards the handshake; if it does not, the
-scheduler asks for it and a report carries it. All are small picklable values: hashes and ids, never
-KV bytes.
+In each step vLLM carries one `HotKVMetadata` from the scheduler to the workers, and one
+`HotKVWorkerMetadata` (a report, joined over all ranks) from the workers to the scheduler. At the
+start each rank sends a `HotKVHandshake`. Normally vLLM forwards it. If vLLM does not, the scheduler
+asks for it, and a report contains it. All messages are small picklable values: they have hashes and
+ids, never KV bytes.
 """
 
 from collections.abc import Callable
@@ -29,10 +30,13 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of a request to load under a read lease.
+    """An order to load blocks of a request under a read lease.
 
+    lease_id: the lease that pins the blocks.
+    runs: the blocks to load, one run per group.
+    timeout_s: the load is cancelled after this time.
     representations: representations (compact forms of keys, for sparse attention) to load with the
-        blocks, as runs (blocks of a group).
+        blocks.
     traceparent: names the load's trace span to the server; None if the request is not traced.
     """
 
@@ -47,15 +51,16 @@ class LoadJob:
 
 @dataclass(slots=True)
 class StoreJob:
-    """Blocks to store that are complete at the end of the step. All ranks store their shard under
-    the same lease.
+    """An order to store blocks that are complete at the end of the step. Each rank stores its shard
+    of the blocks, under the same lease.
 
-    representations: blocks whose representations (compact forms of keys, for sparse attention) are
-        to be stored. These blocks are among `runs` or were stored earlier.
-    fence_index: the word of the fence (shared page) by which the scheduler revokes the store; 0 if
-        only workers revoke it.
-    request_id: the resident request to which the store belongs, or empty. `options` name it to the
-        server.
+    lease_id: the write lease; the first rank that stores acquires it.
+    runs: the blocks to store, as runs (consecutive blocks of a group).
+    representations: runs of the representations (compact forms of keys, for sparse attention) to
+        store. Their blocks are in `runs` or were stored earlier.
+    fence_index: index of the store's word in the fence (the shared page in which the scheduler
+        revokes stores); 0 if only workers revoke the store.
+    request_id: id of the resident request to which the store belongs, or empty.
     """
 
     store_id: int
@@ -69,27 +74,29 @@ class StoreJob:
 
 @dataclass(slots=True)
 class HotKVMetadata(KVConnectorMetadata):
-    """One step's work for a worker.
+    """The scheduler's message to the workers for one step.
 
+    loads: loads to begin.
+    stores: stores to begin after the step.
     flush_stores: stores that must have ended before this step's first write.
     cancel_loads: request ids whose load is to be cancelled.
     abandoned_loads: request ids whose load was never begun and is to be reported as failed.
-    held_loads: transfers whose blocks the scheduler holds back from vLLM's pool, so their requests
-        need not wait.
+    held_loads: ids of hung loads' transfers whose blocks the scheduler holds back from vLLM's pool.
+        Workers report these loads as failed, and tell when the server can't write any more.
     asks_links: True if each rank must report whether it has a session.
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
-        stores and forget all representations (compact forms of keys).
+        stores and discard all representations (compact forms of keys).
     sparse_rows: the rows (requests) that attend sparsely; all other rows attend to their whole
         context. None without sparse decode.
     resident: the step's requests and where their blocks are; None unless contexts can live in host
         memory.
-    allocated_blocks: blocks that are about to be filled.
+    allocated_blocks: blocks that the step or a load is about to write; empty without sparse decode.
     last_reports_of: ended requests for which the workers report the last selections (blocks
         attended to).
     wants_handshake: True while the scheduler has no handshake.
     settles_step, timed_step: numbers to report with this step's output; 0: report no number.
     adapters: LoRA adapters to identify, and ids to release.
-    weights: the order to check weights that may have changed.
+    weights: the order to check weights that may have changed; None without such an order.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -113,8 +120,11 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """The end of a store: the `BlockResult` bytes of its blocks, one entry per rank, in arbitrary
-    order. The entry of a rank is empty if its transfer failed as a whole."""
+    """How a store has ended.
+
+    results: one entry per rank, in arbitrary order: a `BlockResult` byte for each block of the
+        store. The entry is empty if the rank's transfer failed as a whole.
+    """
 
     results: list[bytes]
 
@@ -124,22 +134,24 @@ class StoreReport:
 
 
 STILL_CONNECTING = "not connected yet"
-"""The reason that a rank reports for having no session, until its first try to connect has
-ended."""
+"""The reason for having no session that a rank reports until its first try to connect has ended."""
 
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """A rank's findings when it registered its memory: the key space, or why it runs without the
-    cache.
+    """A rank's message to the scheduler after it has registered its KV memory: the key space, or
+    why the rank runs without hotkv.
 
+    key_space: the key space on which all ranks have agreed; None if the rank runs without hotkv.
     why_off: why the rank has no key space.
     representations: kinds of representation (compact form of keys, for sparse attention) that the
         rank stores and loads with blocks.
-    sparse_layers: (layer, vLLM's group) of the rank's sparse layers.
-    fence: the shared page by which the scheduler revokes the rank's stores; None if only workers
-        revoke stores.
+    sparse_layers: the rank's layers with sparse attention, as (layer number, number of its vLLM
+        group).
+    fence: where to find the shared page in which the scheduler revokes the rank's stores; None if
+        only workers revoke stores.
     host: id of the rank's machine (`hotkv_vllm.identity.ranks.this_host`).
+    rank: vLLM's number of the rank.
     absent: why the rank has no session yet; empty if it has a session.
     weights_in_doubt: True if the rank's weights may differ from the weights that the key space
         names.
@@ -158,22 +170,25 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' report about a step: transfers that ended since the last step, and more.
+    """The workers' report to the scheduler about a step: transfers that have ended since the last
+    report, and the ranks' states.
 
-    Always true: the reports of several ranks give the same result in whatever order and grouping
-    vLLM joins them. For most fields the worst report of any rank counts (`JOINS`).
+    vLLM joins the reports of all ranks with `aggregate`. Always true: the result is the same in
+    whatever order and grouping vLLM joins them. `JOINS` says how each field is joined; for most
+    fields the worst value of any rank counts.
 
-    stores: ended stores, by id.
-    counters: summed over ranks.
-    sparse, adapters: None without a report.
+    stores: how stores have ended, by store id.
+    counters: growth of counters, by name, summed over ranks.
+    sparse: report about sparse decode; None without a report.
     handshakes: one per rank, if the scheduler asked for them.
-    settled_step, timed_step: the step's numbers; 0 without a number.
-    overdue_loads: transfers that the server was asked to end, and that have not ended.
-    settled_loads: by held transfer, the number of ranks in which the server can't write any more.
-    load_seconds: by request, the longest time that the server took for its load in any rank. Below
-        0 if a rank's time limit was reached.
+    settled_step, timed_step: the numbers that the step's `HotKVMetadata` had; 0 without a number.
+    overdue_loads: ids of transfers that were cancelled and have not ended in time.
+    settled_loads: by held transfer, the number of ranks to which the server can't write any more.
+    load_seconds: by request, the time that the server took for its load in the slowest rank.
+        Negative if the load reached its time limit in any rank.
     links: by rank, why the rank has no session; empty if the rank has a session.
-    weights: reports by rank.
+    adapters: report about LoRA adapters; None without a report.
+    weights: reports about weights, by rank.
     """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -194,7 +209,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.counters[name] = self.counters.get(name, 0) + value
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
-        """Returns the joined report of two ranks. Changes neither report."""
+        """Returns the report that joins this report and another rank's. Changes neither report."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
         return HotKVWorkerMetadata(
@@ -215,8 +230,8 @@ Join = Callable[[Any, Any], Any]
 
 
 def _each(join: Join) -> Join:
-    """Returns a function that joins two mappings: `join` joins the values of keys that both
-    mappings have; the other values are copied."""
+    """Returns a function that joins two mappings. For a key in both mappings it joins the values
+    with `join`; all other entries are copied."""
 
     def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
         shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}
@@ -226,7 +241,7 @@ def _each(join: Join) -> Join:
 
 
 def _if_any(one: Value | None, other: Value | None) -> Value | None:
-    """Joins values that may be None, by the value's own `join`."""
+    """Joins two values by their method `join`. If one value is None, returns the other."""
     if one is None or other is None:
         return other if one is None else one
     joined: Value = one.join(other)  # type: ignore[attr-defined]
@@ -238,7 +253,7 @@ def _sum(one: Number, other: Number) -> Number:
 
 
 def _ordered(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names of both, sorted and without duplicates."""
+    """Returns the names in either tuple, sorted and without duplicates."""
     return tuple(sorted({*one, *other}))
 
 
@@ -249,15 +264,16 @@ def _by_rank(
 
 
 def _slower(one: float, other: float) -> float:
-    """Returns the longer of two load times. The result is negative if either is, which marks a load
-    whose time limit was reached."""
+    """Returns the longer of two load times. The result is negative if either time is negative: the
+    load reached its time limit in that rank."""
     longest = max(abs(one), abs(other))
     return -longest if min(one, other) < 0 else longest
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Joins two reports of the same rank. For each field the worse value counts: a notice before an
-    answer, changed weights before original weights, written before not written."""
+    """Joins two reports of the same rank about its weights. For each field the worse value counts:
+    a notice of a write rather than an answer, changed weights rather than original weights,
+    written rather than not written."""
     worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
     return replace(worse, was_written=one.was_written or other.was_written)
 

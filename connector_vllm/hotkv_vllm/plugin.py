@@ -1,10 +1,11 @@
-"""Entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it builds a
-model.
+"""The plugin of hotkv for vLLM (entry point `vllm.general_plugins`). vLLM calls `register` in every
+process, before it builds a model.
 
-Engines without `hotkv.sparse` run as before (see `hotkv_vllm.sparse.backend` and
-`cuda_backend`), except that vLLM knows the connector by its name, which its MultiConnector
-asks for (the connector's module registers the name too, as VLLM_PLUGINS may leave this plugin out).
-Never raises: an exception here would keep vLLM from starting.
+The plugin registers the names of hotkv's connectors, so that MultiConnector finds their classes,
+and hotkv's attention backends. In an engine without `hotkv.sparse` these backends behave as vLLM's
+own (`sparse.backend`, `residency.cuda_backend`). VLLM_PLUGINS may leave this plugin out; so each
+connector's module also registers its own name. Never raises, because an exception would keep vLLM
+from starting.
 """
 
 import logging
@@ -18,8 +19,8 @@ CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:
-    """Puts hotkv's attention backends in place of vLLM's `CPU_ATTN` and `FLASH_ATTN`, and registers
-    the connector's name. Backends replaced by another plugin stay as they are."""
+    """Registers the connectors' names, and replaces vLLM's attention backends `CPU_ATTN` and
+    `FLASH_ATTN` by hotkv's. Leaves a backend alone that another plugin has replaced."""
     try:
         from hotkv_vllm.compat import checks, sparse_layers
 

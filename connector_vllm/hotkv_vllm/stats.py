@@ -1,7 +1,7 @@
-"""The connector's counters for vLLM's metrics, and a clock of the time spent in its hooks.
+"""Counts events of the connector for vLLM's metrics, and measures the time spent in its hooks.
 
-Counters only go up; vLLM collects their growth since the last step. A `HookClock` has one writing
-thread.
+Counters only increase. vLLM collects their growth after each step. Only one thread writes to a
+`HookClock`.
 """
 
 import json
@@ -26,11 +26,14 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Hooks that vLLM calls at start and shutdown, while no request waits."""
+"""Hooks that vLLM calls at the engine's start and shutdown, when no request waits."""
 
 
 class HotKVStats(KVConnectorStats):
-    """The growth of the connector's counters over an interval."""
+    """The growth of the connector's counters over some time, usually since vLLM last collected it.
+
+    data: by counter (a name in `COUNTERS`), the growth. Counters that have not grown are missing.
+    """
 
     data: dict[str, Any]
 
@@ -53,8 +56,8 @@ class HotKVStats(KVConnectorStats):
 
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """Exposes a Prometheus counter `vllm:hotkv_<exported(name)>` per name in COUNTERS and engine.
-    All counters start at 0."""
+    """Exposes each counter in `COUNTERS`, per engine, as a Prometheus counter
+    `vllm:hotkv_<exported(name)>`. All counters start at 0."""
 
     def __init__(
         self,
@@ -86,18 +89,22 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
 
 
 class SilentPromMetrics(KVConnectorPromMetrics):
-    """Replaces HotKVPromMetrics if that can't be constructed."""
+    """Replaces `HotKVPromMetrics` if its constructor raises. Exposes no counters."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Does nothing."""
 
 
 class HookClock:
-    """Seconds spent in the connector's hooks, and the number of engine steps.
+    """Adds up the time spent in the connector's hooks, and counts the engine's steps.
 
-    startup_s: seconds in the hooks of start and shutdown; `hook_s` leaves these out.
-    longest_s: the longest single hook call.
-    step_s: wall time of the steps, hooks included (worker side only).
+    who: names the side in the log and in the timing file, for example `worker-0`.
+    hook_s: seconds in all hooks except the hooks of start and shutdown.
+    startup_s: seconds in the hooks of start and shutdown.
+    longest_s: the longest single hook call in `hook_s`.
+    steps: number of steps.
+    step_s: wall time of the steps, hooks included; measured on the worker side only.
+    by_hook: the seconds in `hook_s`, by hook.
     """
 
     def __init__(self, who: str, engine_id: str) -> None:
@@ -129,7 +136,7 @@ class HookClock:
             self._step_began_s = 0.0
 
     def log(self) -> None:
-        """Logs the sums in one line."""
+        """Logs the total time and the number of steps in one line."""
         logger.info(
             "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
             self.who,
@@ -149,8 +156,11 @@ class HookClock:
         }
 
     def write(self, path: str) -> None:
-        """Merges this side's figures into the JSON file at `path`, which the engine's other sides
-        write too. Does nothing if `path` is empty. Raises OSError."""
+        """Merges this side's figures into a JSON file, into which the engine's other processes
+        write too. Replaces the file of another engine. Raises OSError.
+
+        path: the file (setting `hook_timing_file`); empty: do nothing.
+        """
         if not path:
             return
         target = Path(path)

@@ -1,9 +1,12 @@
 """Decides whether hotkv works with the installed version of vLLM. It works with the tested
 versions, and with every version whose sources still have the API that hotkv uses (`compat.uses`).
 
-With any other version hotkv is off and the engine runs without it: hooks whose meaning has changed
-could serve wrong KV, and an engine that does not start is worse than an engine without a cache.
-`hotkv.allow_untested_vllm` turns hotkv on nevertheless.
+With any other version hotkv is off and the engine runs without it. If it were on, a hook whose
+meaning has changed could serve wrong KV. Stopping the engine's start would be worse than running
+without a cache. `hotkv.allow_untested_vllm` turns hotkv on nevertheless.
+
+A *door* is one of hotkv's two connectors: OWN is `HotKVConnector`, OFFLOADING is
+`HotKVOffloadingConnector`.
 """
 
 import functools
@@ -25,8 +28,11 @@ def why_off(door: str, allow_untested: bool) -> str:
     """Returns why a door (one of hotkv's two connectors) is off with this version of vLLM; empty if
     the door is on.
 
-    With an untested version the door is on if `allow_untested` is set, or if vLLM still has the
-    whole API that the door uses; the reason is then logged.
+    An untested version that still has the whole API that the door uses counts as supported; this is
+    logged as a warning, once.
+
+    door: OWN or OFFLOADING.
+    allow_untested: True turns the door on with every version.
     """
     if allow_untested:
         return ""
@@ -39,19 +45,22 @@ def why_off(door: str, allow_untested: bool) -> str:
 
 
 def why_not_imported(error: ImportError, door: str = OWN) -> str:
-    """Returns the reason to log if vLLM lacks a name that a door (one of hotkv's two connectors)
-    imports."""
+    """Returns the message for an import that failed because vLLM lacks a name.
+
+    error: the failed import.
+    door: the connector (OWN or OFFLOADING) whose module was imported.
+    """
     return f"hotkv works with vLLM {uses.span(door)}, and this is {VERSION}: {error}"
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Logs a warning, once per process."""
+    """Logs a warning. The same text is logged only once per process."""
     logger.warning(text)
 
 
 @functools.cache
 def _answer(door: str, version: str) -> uses.Answer:
-    """Returns whether a door (one of hotkv's two connectors) works with a version of vLLM. Computed
-    once per process."""
+    """Returns whether a door (one of hotkv's two connectors) works with a version of vLLM, and why.
+    Computed once per process."""
     return uses.answer(door, version)

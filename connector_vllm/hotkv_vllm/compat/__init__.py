@@ -1,15 +1,16 @@
-"""All that the connector reads of vLLM beyond vLLM's public base classes.
+"""Contains the connector's code that reads vLLM beyond its public base classes, and so may have to
+change with vLLM's version.
 
-Everything that may change with vLLM's version is in this package, in `worker.layout`,
+Only five modules outside this package read vLLM in this way: `worker.layout`,
 `identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and `residency.cuda_backend`.
 Each module lists the attributes of vLLM that it reads. `tools/check_vllm_api.py` compares them with
 the sources of every supported version.
 """
 
 NULL_BLOCK = 0
-"""Id of vLLM's null block: it marks an empty entry of a block table."""
+"""Id of vLLM's null block, which marks an empty entry of a block table."""
 
 
 class Unsupported(Exception):
-    """hotkv can't work with this engine, which then runs without the cache. The text gives the
-    reason."""
+    """Raised if hotkv can't work with this engine. The engine then runs without hotkv. The text is
+    the reason."""

@@ -1,4 +1,5 @@
-"""Answers hotkv's questions about an engine, and sets the few settings of vLLM that hotkv changes.
+"""Answers questions about an engine from vLLM's configuration and call stack, and changes the few
+settings of vLLM that hotkv must change.
 
 Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`),
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
@@ -23,8 +24,9 @@ from hotkv_vllm.link import logger
 
 
 def check_ranks(vllm_config: Any) -> None:
-    """Raises Unsupported if the engine runs its ranks in a way that hotkv can't serve: on several
-    machines, or each with a scheduler. Needs no answer from the ranks."""
+    """Raises Unsupported if the engine runs its ranks in a way that hotkv does not support: with
+    prefill context parallelism, on several machines, or with a scheduler in each rank. Reads only
+    the configuration."""
     parallel = vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise Unsupported("prefill context parallelism is not supported yet")
@@ -42,8 +44,8 @@ def check_ranks(vllm_config: Any) -> None:
 
 
 def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
-    """Returns True if the runner overwrites blocks before it notifies the connector's worker side.
-    Then only the scheduler can revoke stores in time.
+    """Returns True if vLLM's model runner overwrites blocks before it notifies the connector's
+    worker side. Then only the scheduler side can revoke stores in time.
 
     Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: this runner zeroes new
     blocks, copies blocks and moves recurrent states before `pre_forward` calls
@@ -56,8 +58,8 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 
 def counts_media(vllm_config: Any) -> bool:
-    """Returns True if vLLM names images and other media by a counter of its process. Block hashes
-    then do not cover the content of the media.
+    """Returns True if vLLM identifies images and other media by a counter of its process, so that
+    block hashes do not cover their content.
 
     Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: vLLM does not hash media if its own
     caches don't need the hash.
@@ -71,12 +73,12 @@ def counts_media(vllm_config: Any) -> bool:
 
 
 def is_pausing() -> bool:
-    """Returns True if vLLM resets its caches because the engine pauses, sleeps or frees KV memory;
-    False if a user asked for the reset.
+    """Returns True if vLLM is resetting its caches because the engine pauses, sleeps or frees KV
+    memory; False if a user has asked for the reset.
 
-    vLLM makes the same call in both cases, without arguments, and shows connectors no pause state.
-    So this function looks for the caller on the stack. Source: in vLLM 0.32 and 0.33 only pauses go
-    through `EngineCore._reset_caches`. Without such a caller the call counts as a user's reset.
+    vLLM makes the same call without arguments in both cases, and does not tell connectors that the
+    engine pauses. So this function looks for `EngineCore._reset_caches` on the call stack. Source:
+    in vLLM 0.32 and 0.33 only pauses call it. If it is not found, the reset counts as a user's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -90,17 +92,17 @@ def is_pausing() -> bool:
 
 
 def is_device_empty(kv_cache_manager: Any) -> bool:
-    """Returns True if no block of the device is in use and no block has a hash in vLLM's prefix
-    cache, as after a successful reset of that cache. Returns False if this can't be determined.
+    """Returns True if no request uses a device block, so that a reset of vLLM's prefix cache has
+    emptied the device. Returns False if this can't be determined.
 
-    Source: `BlockPool.reset_prefix_cache`, for which only the null block may be in use.
+    Source: `BlockPool.reset_prefix_cache` succeeds only if no block but the null block is in use.
     """
     pool = getattr(kv_cache_manager, "block_pool", None)
     return pool is not None and pool.num_gpu_blocks - pool.get_num_free_blocks() == 1
 
 
 def model_names(vllm_config: Any) -> tuple[str, ...]:
-    """Returns the names by which requests address the model, as far as an engine knows them: if
+    """Returns the names by which requests address the model, as far as the engine knows them. If
     there are several names, vLLM passes only the first to the engine.
 
     Source: `get_served_model_name` in vLLM 0.32.
@@ -110,14 +112,16 @@ def model_names(vllm_config: Any) -> tuple[str, ...]:
 
 
 MAX_POD_CHARS = 200
-"""The server refuses names that it can't print, or of more than 256 characters."""
+"""Most characters of a pod's name in an engine's name. The server refuses names of more than 256
+characters, and names that are not printable."""
 
 
 def engine_name(engine_id: str) -> str:
-    """Returns the engine's name for people: its pod, or else `host:pid` of this process.
+    """Returns a readable name of the engine: the name of its pod, or `host:pid` of this process if
+    it does not run in a pod.
 
-    The pod's name is the variable POD_NAME (downward API). Without this variable the host name is
-    used in a pod; with `hostNetwork` that is the node's name. The name of a data-parallel replica
+    The pod's name is the variable POD_NAME (set by the downward API). If it is not set, the host
+    name is used; with `hostNetwork` this is the node's name. The name of a data-parallel replica
     ends with the replica's number.
 
     Source: vLLM 0.32 appends `_dp` and the replica's number to `engine_id`.
@@ -133,25 +137,27 @@ def engine_name(engine_id: str) -> str:
 
 
 def publishes_events(vllm_config: Any) -> bool:
-    """Returns True if the engine publishes KV events."""
+    """Returns True if vLLM's settings make the engine publish KV events."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
 
 
 def preferred_layout() -> str | None:
-    """Returns the KV cache layout for which hotkv asks vLLM. On CUDA the block dimension comes
-    first, so that a block of all layers is contiguous. None on other platforms."""
+    """Returns the KV cache layout that hotkv prefers, as vLLM names it. On CUDA this is a layout in
+    which the pages of a block in all layers are contiguous. None on other platforms."""
     from vllm.platforms import current_platform
 
     return "BLHNC" if current_platform.is_cuda() else None
 
 
 def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
-    """Sets the policy for failed loads to `recompute`: vLLM then computes the tokens of a failed
-    load. Must run before vLLM's scheduler reads the policy.
+    """Sets vLLM's `kv_load_failure_policy` to `recompute`, so that vLLM computes the tokens of a
+    failed load instead of failing the request. Must be called before vLLM's scheduler reads the
+    policy.
 
-    configs: every configuration that the scheduler may read, as `outer_configs` returns them.
-    is_child: True if hotkv runs inside a MultiConnector.
+    configs: the configurations from which the scheduler may read the policy. None stands for a
+        configuration that was not found; this is logged.
+    is_child: True if hotkv is in a MultiConnector.
     """
     if None in configs:
         logger.warning(
@@ -172,14 +178,18 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
 
 
 def name_connector(name: str, module: str) -> None:
-    """Registers the connector's name with vLLM, unless the name is registered already.
-    MultiConnector looks up its children by name, even children that have a module path."""
+    """Registers a connector's name with vLLM, unless it is registered already. Needed because
+    MultiConnector looks up its children by name, even if their module path is configured.
+
+    name: name of the connector and of its class.
+    module: the module of the class.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(name, module, name)
     except ValueError:
-        # It is known already.
+        # The name is registered already.
         return
 
 
@@ -188,11 +198,15 @@ def name_connector(name: str, module: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank's shard (its part of a block) in a slot.
+    """A rank's position in the engine, and the position of its shard (its part of a block) in a
+    slot of the server.
 
-    rank: index of the rank in the engine.
-    is_writer: True for the first of the ranks that hold the same KV; only this rank stores the KV.
-    stage: index of the rank's pipeline stage.
+    rank: number of the rank in the engine.
+    num_shards: number of shards in a slot.
+    shard_index: index of this rank's shard in a slot.
+    is_writer: True if this rank stores its shard. If several ranks hold the same KV, only the first
+        of them does.
+    stage: number of the rank's pipeline stage.
     """
 
     rank: int
@@ -203,8 +217,8 @@ class RankPlace:
 
 
 def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """Returns this worker's place among the shards of a slot. Assumes that every pipeline stage
-    holds as many copies of the KV as this stage."""
+    """Returns the position of this worker and of its shard. Assumes that in every pipeline stage as
+    many ranks hold copies of the same KV as in this worker's stage."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config
@@ -226,8 +240,8 @@ def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
 
 
 def num_ranks(vllm_config: Any) -> int:
-    """Returns the number of this engine's workers. Every data-parallel rank is an engine by
-    itself."""
+    """Returns the number of this engine's workers. Each data-parallel replica counts as an engine
+    of its own."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
@@ -238,17 +252,15 @@ MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 
 def outer_configs() -> tuple[Any, ...]:
-    """Returns the configuration of each MultiConnector that is calling us, innermost first; empty
-    if hotkv is not in a MultiConnector.
+    """Returns the configuration of each MultiConnector that is constructing or calling hotkv's
+    connector, innermost first. Empty if hotkv is not in a MultiConnector. An entry is None if the
+    configuration was not found.
 
-    MultiConnector gives each child a copy of the engine's configuration that holds the child's own
-    `kv_transfer_config`. The copy has no reference to the original, and vLLM does not see the
-    changes that a child makes in it. MultiConnector also forwards the handshake of a single child,
-    to all children, and raises if two children ask for different KV cache layouts. So a child must
-    find out that it is a child. This function looks on the call stack for the MultiConnector that
-    is calling the child. The function only reads frames, and keeps no reference to a frame.
-
-    An entry is None if the frame of its MultiConnector holds no configuration.
+    A connector must know whether it is a child of a MultiConnector, for three reasons. A child gets
+    a copy of the engine's configuration, and vLLM does not see changes that the child makes in it.
+    MultiConnector forwards the handshake of only one child, to all children. And it raises if two
+    children ask for different KV cache layouts. vLLM does not tell a connector, so this function
+    looks for MultiConnectors on the call stack. It keeps no reference to a frame.
     """
     multi: type | None = getattr(sys.modules.get(MULTI_CONNECTOR), "MultiConnector", None)
     found: list[Any] = []
@@ -270,11 +282,13 @@ MOVE_WITH_THE_CACHE = {
     "ExampleHiddenStatesConnector",
     "HotKVOffloadingConnector",
 }
-"""Connectors that reach the KV cache through its tensors in each step."""
+"""Names of the connectors that keep working when the KV cache is moved, because they access it
+through its tensors in each step."""
 
 
 def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the names of the connectors that register the KV cache before hotkv.
+    """Returns the names of the connectors that register the KV cache before hotkv does: the
+    connectors before it in its MultiConnectors.
 
     outer: the result of `outer_configs` in the constructor of hotkv's connector.
     """
@@ -289,8 +303,12 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
-    """Raises Unsupported if hotkv would move the KV cache away from addresses that one of vLLM's
-    connectors has registered. Connectors that vLLM does not know are logged."""
+    """Raises Unsupported if another connector of vLLM has registered the addresses of the KV cache,
+    and hotkv would move it (on a CPU engine). For a connector that vLLM does not know, only logs a
+    warning.
+
+    earlier: the result of `earlier_connectors`.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in earlier if device_type == "cpu" else ():
@@ -311,10 +329,14 @@ def _has_children(config: Any) -> bool:
 
 
 def others_state_a_layout(connector: type, outer: tuple[Any, ...]) -> bool:
-    """Returns True if another child of the MultiConnector asks for a KV cache layout, or if this is
-    not known."""
+    """Returns True if another child of the MultiConnector asks for a KV cache layout, or if this
+    can't be determined.
+
+    connector: the class of hotkv's connector.
+    outer: the result of `outer_configs`.
+    """
     if len(outer) != 1 or outer[0] is None:
-        # With nested MultiConnectors the outer connector would ask us again.
+        # With nested MultiConnectors the question would come back to hotkv's connector.
         return True
     children = getattr(
         sys.modules[MULTI_CONNECTOR].MultiConnector, "_get_connector_classes_and_configs", None

@@ -1,11 +1,13 @@
-"""Reads from vLLM's source files which names they define: modules, members and bases of classes,
-parameters, annotated types.
+"""Finds definitions in vLLM's source files: modules, classes with their members and bases,
+functions with their parameters, and annotated types.
 
-It reads syntax trees, and imports or runs no code of vLLM. If a definition or type can't be
+It reads syntax trees, and does not import or run code of vLLM. If a definition or type can't be
 determined (names of other packages, values without an annotation), the result is None, and hotkv
-does not check that name. An engine's start compares about forty files of vLLM. To be fast, a file
-is cut at its top-level statements, and only statements that may define the requested name are
-parsed. If a statement can't be parsed alone, the whole file is parsed.
+does not check that name.
+
+An engine's start reads about forty files of vLLM. To be fast, a file's text is cut at its top-level
+statements, and only statements that may define the requested name are parsed. If a statement can't
+be parsed alone, the whole file is parsed.
 """
 
 import ast
@@ -18,14 +20,14 @@ from typing import Protocol
 
 
 class Readable(Protocol):
-    """The source files of one version of vLLM. Paths begin with `vllm/`."""
+    """Gives access to the source files of one version of vLLM. Paths begin with `vllm/`."""
 
     def read(self, path: str) -> str | None:
         """Returns a file's text; None if there is no such file."""
 
 
 class Files:
-    """Source files below a folder that contains the folder `vllm`."""
+    """Reads source files in a folder that contains the folder `vllm`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -58,8 +60,8 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 class Found:
     """A definition in vLLM's sources.
 
-    module: the module that has it.
-    node: the class, function or assignment; the whole tree for a module.
+    module: full name of the module that contains it, or of the module that it is.
+    node: the class, function or assignment; `Module.node` if the definition is a module.
     """
 
     module: str
@@ -68,15 +70,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Instance:
-    """The type of a value that is an instance of `cls`, a class of vLLM."""
+    """The type of a value that is an instance of a class of vLLM (`cls`)."""
 
     cls: Found
 
 
 @dataclass(frozen=True)
 class Items:
-    """The type of a collection or mapping. `item` is the type of its items or keys, `mapped` the
-    type of a mapping's values (None for a collection)."""
+    """The type of a collection or mapping.
+
+    item: the type of a collection's items, or of a mapping's keys.
+    mapped: the type of a mapping's values; None for a collection.
+    """
 
     item: "Type"
     mapped: "Type" = None
@@ -91,8 +96,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Scope:
-    """The type of an expression that is itself a class or module, whose attributes are read.
-    `name`: the full name by which the class or module was found."""
+    """The type of an expression whose value is itself a class or module.
+
+    found: the class or module.
+    name: the full name by which it was found.
+    """
 
     found: Found
     name: str
@@ -102,8 +110,8 @@ Type = Instance | Items | Row | Scope | None
 
 
 def told(kind: Type) -> str:
-    """Returns a type as text: `Request`, `[Request]`, `{Key: Request}`, `(Request, _)`; `_` for a
-    type that can't be determined."""
+    """Returns a type as text, such as `Request`, `[Request]`, `{Key: Request}` or `(Request, _)`.
+    `_` stands for a type that can't be determined."""
     if isinstance(kind, Instance):
         assert isinstance(kind.cls.node, ast.ClassDef)
         return kind.cls.node.name
@@ -114,8 +122,8 @@ def told(kind: Type) -> str:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields the statements of a body, and of its `if` and `try` branches. TYPE_CHECKING counts as
-    true."""
+    """Yields the statements of a body, and recursively the statements inside its `if`, `try`,
+    `with`, `for`, `while` and `match` statements, whatever their conditions."""
     for node in body:
         yield node
         if isinstance(node, ast.Match):
@@ -133,8 +141,8 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
-"""Matches the begin of a top-level statement. Also matches a line of a multi-line string that is
-not indented."""
+"""Matches the beginning of a top-level statement. Also matches a line of a multi-line string if the
+line is not indented."""
 HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
 
 
@@ -143,12 +151,13 @@ COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
 """Matches the colon at the end of a method's signature."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""Matches the begin of the statement after a method."""
+"""Matches the beginning of the statement after a method."""
 
 
 def without_bodies(text: str) -> str:
-    """Returns a class's text with `...` for the body of each method. The result can't be parsed, or
-    lacks methods, if no code formatter has formatted the class's text."""
+    """Returns the text of a class in which the body of each method is replaced by `...`, so that it
+    is parsed faster. Assumes that a code formatter has formatted the text; otherwise the result may
+    lack methods, or can't be parsed."""
     kept, end = [], 0
     for method in METHOD.finditer(text):
         if method.start() < end:
@@ -167,17 +176,20 @@ def without_bodies(text: str) -> str:
 
 
 class Module:
-    """One source file, parsed only as far as needed. Raises SyntaxError if the file can't be
-    parsed."""
+    """One source file, parsed only as far as needed. Methods raise SyntaxError if the file can't be
+    parsed.
+
+    node: stands for any module, as the node of a `Found`.
+    """
 
     node = ast.Module([], [])
-    """The node of a `Found` that is a module."""
 
     def __init__(self, text: str, *, is_package: bool, is_whole: bool) -> None:
         self.is_package = is_package
         self._text = text
+        # For each top-level statement: its text, and the name of the class or function that it
+        # defines, or empty.
         self._parts: list[tuple[str, str]] = []
-        """Each statement's text, and the name of the class or function that it is, or empty."""
         self._parsed: dict[int, list[ast.stmt]] = {}
         self._full: dict[str, ast.ClassDef] = {}
         self._whole = ast.parse(text).body if is_whole else None
@@ -191,7 +203,8 @@ class Module:
                 first = None
 
     def defining(self, name: str) -> Iterator[ast.stmt]:
-        """Yields the statements that may define a name, in order, those in branches too."""
+        """Yields the statements that may define a name, in order, including statements in branches
+        of `if` and the like."""
         yield from self._statements(
             lambda text, header: (
                 header == name or (not header and (name in text or "import *" in text))
@@ -199,13 +212,14 @@ class Module:
         )
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        """Yields all classes at the top level."""
+        """Yields all classes of the file that are not inside other classes or functions."""
         for node in self._statements(lambda text, header: header != ""):
             if isinstance(node, ast.ClassDef):
                 yield node
 
     def full(self, cls: ast.ClassDef) -> ast.ClassDef:
-        """Returns a class of this module with the bodies of its methods."""
+        """Returns a class of this module with the bodies of its methods, which other methods leave
+        out."""
         if self._whole is None and cls.name not in self._full:
             for text, header in self._parts:
                 if header == cls.name:
@@ -237,9 +251,10 @@ class Module:
 
 
 class Names:
-    """Finds definitions in one version's sources. Raises SyntaxError if a file can't be parsed.
+    """Finds definitions in the sources of one version of vLLM. Methods raise SyntaxError if a file
+    can't be parsed.
 
-    is_whole: True parses whole files. Otherwise only parts are parsed, which is faster but may
+    is_whole: True parses whole files. False parses only parts of files, which is faster, but may
         overlook a definition in a file that no code formatter has formatted.
     """
 
@@ -266,8 +281,8 @@ class Names:
         return self._modules[name]
 
     def find(self, name: str) -> Found | None:
-        """Returns what a full name such as `vllm.config.VllmConfig` stands for; None if the name
-        stands for nothing, or for a definition of another package."""
+        """Returns the definition of a full name such as `vllm.config.VllmConfig`. Returns None if
+        there is no such definition in vLLM."""
         module, _, last = name.rpartition(".")
         return self.lookup(module, last) or (
             Found(name, Module.node) if self.module(name) is not None else None
@@ -276,9 +291,11 @@ class Names:
     def lookup(
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Found | None:
-        """Returns the definition of a name in a module's scope, also if the name is imported from
-        another module. None for names of other packages. `seen`: names that were looked up on the
-        way, so that a loop of imports ends."""
+        """Returns the definition of a name in a module's scope, even if the module imports it from
+        another module of vLLM. Returns None if there is no such definition in vLLM.
+
+        seen: the (module, name) pairs that led here, so that a loop of imports ends.
+        """
         if seen:
             return self._lookup(module, name, seen)
         if (module, name) not in self._found:
@@ -334,7 +351,7 @@ class Names:
     # -------------------------------------------------------------------------------------- classes
 
     def bases(self, cls: Found) -> list[Found]:
-        """Returns a class and those of its bases that are in vLLM, nearest first."""
+        """Returns a class and all its base classes that are in vLLM, nearest first."""
         assert isinstance(cls.node, ast.ClassDef)
         found = [cls]
         for base in cls.node.bases:
@@ -347,7 +364,8 @@ class Names:
         return found
 
     def member(self, cls: Found, name: str) -> Found | None:
-        """Returns a method, field or attribute of a class or of its bases."""
+        """Returns the definition of a method, field or attribute of a class or of its bases; None
+        if there is none."""
         bases = self.bases(cls)
         for members in (self._body_members, self._set_members):
             for one in bases:
@@ -371,8 +389,9 @@ class Names:
         return module.full(cls.node)
 
     def owner(self, cls: Found, name: str) -> Found | None:
-        """Returns a class that has such a member: `cls`, or a subclass in its own module, for
-        values whose annotation names the base."""
+        """Returns the class that has a member of this name: `cls`, or a subclass of it in the same
+        module. Subclasses count, because a value may be annotated with the base class. Returns None
+        if there is no such class."""
         if self.member(cls, name) is not None:
             return cls
         module = self.module(cls.module)
@@ -383,8 +402,8 @@ class Names:
         return None
 
     def constructor(self, cls: Found) -> ast.arguments | None:
-        """Returns the parameters of a class's constructor, including a dataclass's fields; None if
-        they can't be determined."""
+        """Returns the parameters of a class's constructor; for a dataclass without `__init__`, made
+        from its fields. Returns None if they can't be determined."""
         init = self.member(cls, "__init__")
         if init is not None and isinstance(init.node, FunctionDef):
             return init.node.args
@@ -411,7 +430,7 @@ class Names:
         )
 
     def abstract(self, cls: Found) -> list[str]:
-        """Returns the methods that subclasses of a class must define."""
+        """Returns the names of the abstract methods of a class, which subclasses must define."""
         found: dict[str, bool] = {}
         for one in self.bases(cls):
             for name, node in body_members(one.node).items():
@@ -421,7 +440,8 @@ class Names:
         return sorted(name for name, is_abstract in found.items() if is_abstract)
 
     def callers(self, cls: Found, name: str) -> list[str]:
-        """Returns the methods of a class's own body that call a method of this name."""
+        """Returns the names of the methods in a class's own body that call a method of this
+        name."""
         if cls.node not in self._calls:
             self._calls[cls.node] = {
                 method: {
@@ -437,7 +457,8 @@ class Names:
     # ---------------------------------------------------------------------------------------- types
 
     def annotated(self, module: str, annotation: ast.expr | None) -> Type:
-        """Returns the type that an annotation in a module names."""
+        """Returns the type that an annotation in a module stands for; None if it can't be
+        determined."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             annotation = ast.parse(annotation.value, mode="eval").body
         if isinstance(annotation, ast.BinOp):
@@ -471,8 +492,8 @@ class Names:
         return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
 
     def value(self, found: Found) -> Type:
-        """Returns the type of a definition that is read: of a field, a property, an annotated
-        attribute or variable."""
+        """Returns the type of the value that reading a definition gives: of a field, a property, or
+        an annotated attribute or variable. None if it can't be determined."""
         if isinstance(found.node, ast.AnnAssign):
             return self.annotated(found.module, found.node.annotation)
         if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":
@@ -480,21 +501,22 @@ class Names:
         return None
 
     def given(self, found: Found) -> Type:
-        """Returns the type of a definition that is read or called."""
+        """Returns the type of the value that a definition gives: the result of a function, or the
+        value of anything else. None if it can't be determined."""
         if isinstance(found.node, FunctionDef):
             return self.annotated(found.module, found.node.returns)
         return self.value(found)
 
 
 def own_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Returns the members that a class's own body defines, and the attributes that its methods
-    set."""
+    """Returns, by name, the members that a class's own body defines, and the attributes that its
+    methods set."""
     assert isinstance(cls, ast.ClassDef)
     return set_members(cls) | body_members(cls)
 
 
 def body_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Returns the members that a class's own body defines."""
+    """Returns, by name, the members that a class's own body defines."""
     assert isinstance(cls, ast.ClassDef)
     members: dict[str, ast.AST] = {}
     for line in statements(cls.body):
@@ -507,7 +529,7 @@ def body_members(cls: ast.AST) -> dict[str, ast.AST]:
 
 
 def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
-    """Returns the attributes that a class's methods set."""
+    """Returns, by name, the assignments to attributes in a class's methods."""
     members: dict[str, ast.AST] = {}
     for method in [line for line in statements(cls.body) if isinstance(line, FunctionDef)]:
         arguments = {argument.arg: argument for argument in method.args.args}
@@ -526,8 +548,11 @@ def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
-    """Returns the assignment of an attribute, with the annotation of the parameter whose value it
-    keeps."""
+    """Returns the assignment `node` to an attribute. If it assigns a parameter of the method that
+    has an annotation, returns an assignment with this annotation.
+
+    arguments: the parameters of the method, by name.
+    """
     value = getattr(node, "value", None)
     argument = (
         arguments.get(value.id)
@@ -540,7 +565,7 @@ def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) 
 
 
 def kind_of(function: FunctionDef) -> str:
-    """Returns how a method is called: `method`, `property`, `classmethod` or `staticmethod`."""
+    """Returns the kind of a method: `method`, `property`, `classmethod` or `staticmethod`."""
     names = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.decorator_list}
     if names & {"property", "cached_property"}:
         return "property"
@@ -556,11 +581,12 @@ def _targets(target: ast.AST) -> set[str]:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """How a function is called. As text: `a, b, c=, ...`.
+    """The form of a call: which arguments it passes. As text, for example: `a, b, c=, ...`.
 
     positional: names of the parameters that get positional arguments.
     keywords: names of the arguments that are passed by name, in order.
-    is_open: True if the call also passes `*` or `**` arguments, whose number is not known.
+    is_open: True if the call also passes `*` or `**` arguments, whose number is not known (`...` in
+        the text).
     """
 
     positional: tuple[str, ...]
@@ -582,7 +608,12 @@ class Call:
 
 
 def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Call:
-    """Returns a call's form. A parameter that the function does not have is named `?`."""
+    """Returns the form of a call in source code. `?` stands for a positional argument that the
+    function does not accept.
+
+    parameters: the parameters of the called function.
+    has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.
+    """
     places = _places(parameters, has_self=has_self)
     given = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
     more = "*" if parameters.vararg is not None else "?"
@@ -595,7 +626,7 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
     """Returns why a function does not accept a call, or would assign its positional arguments to
-    other parameters; empty if the call fits."""
+    other parameters than expected; empty if the call fits. For the parameters see `call_of`."""
     places = _places(parameters, has_self=has_self)
     keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
     required = places[: len(places) - len(parameters.defaults)]
@@ -621,7 +652,7 @@ def _places(parameters: ast.arguments, *, has_self: bool) -> list[str]:
 
 
 def signature(function: FunctionDef) -> str:
-    """Returns a method's parameters and kind as text: `method(self, a, b=, *, c)`."""
+    """Returns a method's kind and parameters as text, such as `method(self, a, b=, *, c)`."""
     given = function.args
     places = [one.arg for one in (*given.posonlyargs, *given.args)]
     first = len(places) - len(given.defaults)

@@ -1,8 +1,8 @@
-"""Converts events of the shared cache to vLLM's event classes.
+"""Converts the server's events about blocks to vLLM's event classes.
 
-Media have the same names as in the events that the server publishes directly: host memory is CPU; a
-tier is STORAGE, with the locality LOCAL for the server's disk and REMOTE for a store that nodes
-share. `ownership` is the name of that shared store.
+Media have the same names as in the events that the server itself publishes. Host memory is CPU. A
+tier below it is STORAGE: with the locality LOCAL for the server's disk, and REMOTE for a store that
+several nodes share. `ownership` is the name of the shared store.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 
 MEDIA = {"CPU": ("CPU", None), "DISK": ("STORAGE", "LOCAL"), "REMOTE": ("STORAGE", "REMOTE")}
-"""vLLM's medium and locality of each medium of the server."""
+"""By the server's name of a medium: vLLM's medium and locality."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -23,11 +23,15 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""vLLM's `KVCacheSpecKind` of each kind of group."""
+"""By kind of group: the value of vLLM's `KVCacheSpecKind`."""
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Returns the event for consecutive blocks that became ready."""
+    """Returns vLLM's event for consecutive blocks that became ready.
+
+    group: the group of the blocks.
+    run: the server's event.
+    """
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()
     return BlockStored(
@@ -50,7 +54,11 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Returns the event for blocks that were removed."""
+    """Returns vLLM's event for blocks that were removed.
+
+    group: the group of the blocks.
+    gone: the server's event.
+    """
     medium, locality = MEDIA[gone.medium]
     return BlockRemoved(
         block_hashes=[_external(one) for one in gone.hashes],

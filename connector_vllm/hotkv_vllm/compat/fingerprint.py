@@ -1,8 +1,9 @@
-"""Selects the settings of vLLM that decide the bytes of a KV block: all settings, except those in
-`HARMLESS` and `HARMLESS_ENVIRONMENT`.
+"""Computes digests over the settings of vLLM that may decide the bytes of a KV block. These are all
+settings, except the harmless settings listed in `HARMLESS` and `HARMLESS_ENVIRONMENT`.
 
-So a setting that a new version of vLLM adds keeps engines apart until it has been reviewed. No
-model, layer or value is named here: `key_space_factors` walks vLLM's config objects as they are.
+So if a new version of vLLM adds a setting, engines that differ in it do not share KV until an
+author has reviewed it. The module contains no names of models, layers or values:
+`key_space_factors` walks through vLLM's config objects as they are.
 """
 
 import dataclasses
@@ -24,12 +25,12 @@ from hotkv_vllm import versions
 
 # -------------------------------------------------------------------------------- settings left out
 
-# A field is harmless if two engines that differ in it alone compute the same KV for the same
-# tokens, up to the rounding that batch size and kernel fusion change anyway.
+# A field is harmless if two engines that differ only in this field compute the same KV for the same
+# tokens. Differences in rounding don't count, as batch size and kernel fusion cause them anyway.
 
 
 def _names(text: str) -> frozenset[str]:
-    """Returns the words of all lines that do not begin with `#`."""
+    """Returns the words in `text`, without lines that begin with `#`."""
     return frozenset(
         word
         for line in text.splitlines()
@@ -130,8 +131,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "specialize_active_lora fully_sharded_loras"
     ),
 }
-"""By name of a config class of vLLM (or of a base of it): the fields that do not change the bytes
-of KV."""
+"""By name of a config class of vLLM, or of one of its base classes: the fields that do not change
+the bytes of KV."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.
@@ -176,7 +177,7 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
 """)
-"""Environment variables of vLLM that do not change KV. Every other variable of vLLM that is set is
+"""Environment variables of vLLM that do not change KV. All other variables of vLLM that are set are
 part of the key space."""
 
 
@@ -184,21 +185,22 @@ part of the key space."""
 
 
 _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-"""Methods of speculation without a KV cache of their own."""
+"""Methods of speculative decoding without a KV cache of their own."""
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns `name=digest` for each of vLLM's config objects, over the settings that decide KV
-    bytes. Two engines that don't share can be compared part by part.
+    """Returns the settings that decide KV bytes, for the key space: a text `name=digest` for each
+    of vLLM's config objects, and further parts such as the environment. So two engines that don't
+    share can be compared part by part.
 
-    layer_specs: KV cache spec by layer name.
+    layer_specs: KV cache spec of each layer, by layer name.
     """
     return _factors(_parts(vllm_config, layer_specs))
 
 
 def portable_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns `key_space_factors` without the tensor-parallel size, for KV that is stored in a form
-    that is the same for all tensor-parallel sizes."""
+    """Returns `key_space_factors` without the tensor-parallel size. Used for KV that is stored in a
+    format which is the same for all tensor-parallel sizes."""
     heads = vllm_config.model_config.get_total_num_kv_heads()
     whole = {
         name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in layer_specs.items()
@@ -228,8 +230,8 @@ def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def draft_model(vllm_config: Any) -> Any | None:
-    """Returns vLLM's config of the draft model, which may have KV of its own; None if the engine
-    drafts without a model, or not at all."""
+    """Returns vLLM's config of the draft model, which may have KV of its own. Returns None if the
+    engine has no draft model."""
     speculative = vllm_config.speculative_config
     return (
         None
@@ -239,8 +241,8 @@ def draft_model(vllm_config: Any) -> Any | None:
 
 
 def plugin_class(model: Any) -> str:
-    """Returns the class that a plugin has registered for the model's architecture; empty if vLLM's
-    own class computes the model.
+    """Returns the name of the class that a plugin has registered for the model's architecture;
+    empty if the model uses a class of vLLM.
 
     Source: `_ModelRegistry.register_model` in vLLM 0.32, which also replaces vLLM's own classes.
     """
@@ -252,7 +254,8 @@ def plugin_class(model: Any) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Returns vLLM's environment variables that are set and not known to be harmless."""
+    """Returns the values of vLLM's environment variables that are set and not known to be
+    harmless."""
     known = envs.compile_factors()
     return {
         name: os.environ[name]
@@ -262,19 +265,19 @@ def environment() -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Returns 32 hexadecimal digits over `canonical(value)`."""
+    """Returns a digest of `canonical(value)`: 32 hexadecimal digits."""
     text = json.dumps(canonical(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Returns `value` as JSON that is equal in every process for equal settings. The JSON holds no
-    addresses and does not depend on the order of sets.
+    """Converts a value to JSON types, so that equal settings give equal results in every process.
+    The result contains no addresses and does not depend on the order of sets.
 
-    An object of an unknown class is written as its class and attributes. If an object contains
-    itself (a cycle), the inner occurrence is written as its class only.
+    An object of an unknown class becomes its class name and its attributes. If an object contains
+    itself (a cycle), the inner occurrence becomes its class name only.
 
-    within: ids of the objects that contain this object.
+    within: ids of the objects that contain this value.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -318,19 +321,19 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
         return [name, canonical(attributes, within)]
-    # The text of a dtype, device, number or pattern identifies it. If the text is only an address,
-    # the class name is used alone.
+    # `str` of a dtype, device, number or pattern identifies it. If it contains the object's
+    # address, only the class name is used.
     text = str(value)
     return name if f"at {id(value):#x}" in text else [name, text]
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields of a config object, without the fields that are harmless for the object's
-    class or for a base class."""
+    """Returns the fields of a config object by name, without those that `HARMLESS` lists for its
+    class or a base class."""
     harmless = frozenset[str]().union(
         *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
     )
-    # Leave out a field that vLLM declares and never sets: it has no value that could differ.
+    # A field that vLLM declares but never sets has no value, and is left out.
     names = [
         field.name
         for field in dataclasses.fields(value)
@@ -340,8 +343,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _model_settings(config: Any) -> Any:
-    """Returns a copy of a transformers config. The copy and all nested configs lack two fields: the
-    model's path, and the version of the transformers library."""
+    """Returns a copy of a transformers config without the model's path and the version of the
+    transformers library, in all nested configs too."""
     if isinstance(config, dict):
         return {
             name: _model_settings(entry)

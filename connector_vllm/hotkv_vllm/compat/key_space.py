@@ -1,4 +1,5 @@
-"""The identity of an engine's key space: all that decides the bytes of a block.
+"""Computes the key space of an engine: the identity of everything that decides the bytes of a
+block.
 
 Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo`, `cache_dtype` and
 `calculate_kv_scales`, the parallel sizes, `KVCacheConfig.hash_block_size`, and through
@@ -33,11 +34,14 @@ def key_space(
     num_shards: int,
     page_format: str,
 ) -> KeySpace:
-    """Returns the identity of the engine's key space. Raises Unsupported if a part of the identity
-    can't be determined, OSError if the weights can't be read.
+    """Returns the engine's key space. Raises Unsupported if a part of the identity can't be
+    determined, OSError if the weights can't be read.
 
-    shard_bytes: bytes of this rank's shard (part) of a block, per group. The shards of all ranks
-        have the same size.
+    groups: the groups that hotkv stores.
+    shard_bytes: bytes of this rank's shard (part) of a block, per group. The result gives all
+        shards this size.
+    num_shards: number of shards of a block.
+    page_format: how the engine arranges the bytes of a page.
     """
     model, cache, parallel = (
         vllm_config.model_config,
@@ -79,8 +83,8 @@ def key_space(
 
 
 def _model_name(model: Any) -> str:
-    """Returns a name of the model for people to read. A local folder's name is the user's choice
-    and must not keep engines apart, so for a folder the name is the model's architecture."""
+    """Returns a readable name of the model. For a local folder this is the model's architecture,
+    because engines must share whatever the folder is called."""
     if not Path(model.model).exists():
         return str(model.model)
     return str(
@@ -92,7 +96,7 @@ def _model_name(model: Any) -> str:
 
 def _parallel_shape(parallel: Any) -> str:
     dcp_size = parallel.decode_context_parallel_size
-    # Decides which of a block's tokens a rank has.
+    # This setting decides which tokens of a block a rank has.
     interleave = f",interleave={parallel.cp_kv_cache_interleave_size}" if dcp_size > 1 else ""
     shape = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
     return f"{shape},dcp={dcp_size}{interleave}"
@@ -105,8 +109,8 @@ def _hash_bytes(algorithm: str) -> int:
 
 
 def _hash_seed(algorithm: str) -> str:
-    """Returns the seed of the engine's block hashes. Raises Unsupported if vLLM draws a new seed in
-    every process."""
+    """Returns the seed of the engine's block hashes. Raises Unsupported if every process of vLLM
+    has another seed, so that no other engine could find the blocks."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     hash_function = get_hash_fn_by_name(algorithm)
@@ -123,13 +127,13 @@ def _hash_seed(algorithm: str) -> str:
 def packing(
     vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ...], device_type: str
 ) -> str:
-    """Returns the way in which the engine packs K and V inside a page: the attention backend, and
-    on CPU also the instruction set."""
+    """Returns a text that identifies how the engine packs K and V inside a page: the attention
+    backends, the quantization, and on CPU the instruction set."""
     parts = []
     for group in groups:
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
         if not names:
-            # These layers are in another stage of the pipeline.
+            # The layers of this group are in another pipeline stage.
             continue
         parts.append(_backend_name(vllm_config, names))
         spec = next(
@@ -139,7 +143,7 @@ def packing(
         if quant:
             parts.append(f"quant={quant}")
         if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
-            # Some GPUs of a platform write e4m3fn, others e4m3fnuz, under one name of the setting.
+            # With the same setting some GPUs of a platform write e4m3fn and others e4m3fnuz.
             parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
         if device_type == "cpu" and hasattr(spec, "head_size"):
             parts.append(_isa(vllm_config, spec))

@@ -1,5 +1,5 @@
-"""Translates vLLM's KV cache groups into hotkv's: their kinds, block sizes and windows, and which
-of them belong to a drafter.
+"""Translates vLLM's KV cache groups into hotkv's groups: their kinds, block sizes and windows, and
+which groups belong to a drafter.
 
 Reads `KVCacheConfig.kv_cache_groups` and each group's `kv_cache_spec`, `prefix_cacheable_group_ids`
 and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`, and
@@ -29,12 +29,16 @@ _KINDS: dict[KVCacheSpecKind, GroupKind] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One prefix-cacheable group of the engine. Its index in hotkv is its place in the list.
+    """A KV cache group that hotkv stores. Its index in hotkv is its position in the result of
+    `cache_groups`.
 
-    vllm_group: id of the group in vLLM.
-    states_by_handoff: Mamba "align" mode: only blocks that vLLM hands over
+    vllm_group: number of the group in vLLM.
+    block_tokens: tokens of a block.
+    window_tokens: length of the sliding window or chunk; 0 for other kinds.
+    states_by_handoff: True in Mamba's "align" mode: only the blocks that vLLM offers for storing
         (`boundary_state_offloads`) hold a state that can be stored.
-    is_draft: True for the layers of a drafter, whose last block may change while decoding.
+    is_draft: True if the group has layers of a drafter. While decoding, its last block may still
+        change.
     """
 
     vllm_group: int
@@ -46,11 +50,12 @@ class CacheGroup:
 
 
 def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ...]:
-    """Returns the groups that hotkv stores. Raises Unsupported if a hit could not restore
-    everything that the engine needs."""
+    """Returns the groups that hotkv stores: the groups of vLLM that prefix caching can use. Raises
+    Unsupported if a hit could not restore everything that the engine needs."""
     parallel = vllm_config.parallel_config
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
-    # Only the stage that holds a drafter's layers knows which group they are in.
+    # Only the pipeline stage with the drafter's layers knows their group, so every group is treated
+    # as a drafter's.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -114,19 +119,20 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
 
 
 def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
-    """Returns the unit of hit lengths, in tokens: a multiple of vLLM's own granularity and of the
-    block size of every group."""
+    """Returns the alignment of hits, in tokens: every hit ends at a multiple of it. It is a
+    multiple of vLLM's own alignment and of the block size of every group."""
     return math.lcm(
         kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups)
     )
 
 
 def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
-    """Returns the groups in which the KV of a token depends on the next token. A hit in such a
-    group must include the next token, so the hit loses its last block.
+    """Returns the indices of the groups in which the KV of a token depends on the next token, as
+    with EAGLE. In such a group a hit requires a further block after its end.
 
-    If no group is marked as a drafter's, all groups except Mamba states count. Source: the EAGLE
-    last-block drop of `HybridKVCacheCoordinator` in vLLM 0.32.
+    If speculative decoding needs this but no group is marked as a drafter's, returns all groups
+    except Mamba states. Source: the EAGLE last-block drop of `HybridKVCacheCoordinator` in vLLM
+    0.32.
     """
     if not _drops_last_block(vllm_config):
         return frozenset()
@@ -142,8 +148,8 @@ def _drops_last_block(vllm_config: Any) -> bool:
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the tokens of a block per vLLM group, for `fresh_block_ids`; 0 for states, whose
-    blocks need not follow token order."""
+    """Returns the tokens of a block, per vLLM group; 0 for recurrent states, whose blocks need not
+    follow token order."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0

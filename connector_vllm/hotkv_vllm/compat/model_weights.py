@@ -1,8 +1,8 @@
-"""The identity of the weights that an engine has loaded, including a draft model's weights.
+"""Computes the identity of the weights that an engine has loaded, including a draft model's
+weights.
 
 Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config` and `seed`,
-`LoadConfig.load_format` and `SpeculativeConfig.draft_load_config`. `files_identity` computes the
-digest of the files.
+`LoadConfig.load_format` and `SpeculativeConfig.draft_load_config`.
 """
 
 import hashlib
@@ -19,14 +19,16 @@ from hotkv_vllm.compat.fingerprint import digest, draft_model
 
 # -------------------------------------------------------------------------------------------- files
 
-# Identity of a model's weights: equal only if the weights are equal. It is never a path.
+# Equal identities mean equal weights. An identity never contains a path.
+#
 # A model from a hub is identified by the commit of its revision. Any other model is identified by a
-# digest over its files: all names and sizes; small files as a whole; of each tensor in a
-# safetensors file its header entry and pieces of its data; of other large files a page in every
-# mebibyte. Index and headers alone would not do, because fine-tunes share them. Training changes
-# part of every tensor that it trains, but it may train a single expert or the embeddings of a few
-# tokens. So each expert of a stacked tensor has pieces of its own, and embeddings are read as a
-# whole.
+# digest over its files. The digest covers the names and sizes of all files. Small files are read as
+# a whole. Of a large safetensors file, the header and pieces of each tensor are read. Of other
+# large files, a page in every mebibyte is read.
+#
+# Names, sizes and headers alone would not be enough, because fine-tuned models share them. Training
+# changes a part of every tensor that it trains. But it may train a single expert, or the embeddings
+# of a few tokens. So pieces of each expert in a stacked tensor are read, and embeddings as a whole.
 
 
 WHOLE_FILE_BYTES = 8 << 20
@@ -35,8 +37,8 @@ STRIDE_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 256 << 20
 MAX_SLICES = 4096
-"""Largest number of slices of a stacked tensor (such as all experts of a layer) that are sampled
-separately. A tensor with more slices is sampled like a tensor without slices."""
+"""Of a stacked tensor (such as all experts of a layer) with at most this many slices, pieces of
+each slice are read. A tensor with more slices counts as one slice."""
 MAX_LINKS = 40
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 SIDE_FILES = (
@@ -46,7 +48,7 @@ SIDE_FILES = (
     "quantize_config.json",
     "hf_quant_config.json",
     "params.json",
-    # Configuration of the processors that embed images, video and sound.
+    # Configuration of the processors for images, video and sound.
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -58,8 +60,9 @@ FROM_FILES = frozenset(
         *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
     )
 )
-"""Values of `LoadConfig.load_format` with which vLLM reads the model's files. With others, also of
-plugins, it may read a process, a service or a file beside the model, of another version."""
+"""Values of `LoadConfig.load_format` with which vLLM reads the weights from the model's files. With
+other values, including those of plugins, weights may come from elsewhere, such as another process
+or a service, so the files don't identify them."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
@@ -67,13 +70,14 @@ _EMBEDDINGS = re.compile(r"embed|wte|wpe")
 
 
 def is_commit(revision: str) -> bool:
-    """Returns True for a full commit hash, which identifies bytes; a branch or a tag does not."""
+    """Returns True if a revision is a full commit hash, which identifies the files' bytes. A branch
+    or a tag does not."""
     return bool(_COMMIT.fullmatch(revision))
 
 
 def files_identity(path: Path) -> str:
-    """Returns a digest of a weights file, or of all weights files of a folder. Raises OSError, or
-    ValueError if there are no such files."""
+    """Computes the identity of a model from its files: a weights file, or a folder with weights
+    files. Raises OSError, or ValueError if the folder has no weights files."""
     files = _weights_files(path)
     if not files:
         raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
@@ -92,9 +96,11 @@ def files_identity(path: Path) -> str:
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
-    """Returns True if a file that `files_identity` reads was created, moved or written after
-    `moment_s` of the system's clock. The folder and symbolic links on the way to it count too.
-    Raises OSError."""
+    """Returns True if a file that `files_identity` reads was created, moved or written after a
+    moment. Changes of the folder, and of symbolic links in the paths, count too. Raises OSError.
+
+    moment_s: the moment, by the system's clock.
+    """
     files = [*_weights_files(path), *_side_files(path)]
     times = [place.stat().st_ctime for place in (path, *files)]
     times += [
@@ -104,8 +110,8 @@ def changed_since(path: Path, moment_s: float) -> bool:
 
 
 def process_start_s() -> float:
-    """Returns the time at which this process began, by the system's clock, at most 10 ms late. A
-    forked process begins with the fork. Raises OSError."""
+    """Returns the time at which this process began, by the system's clock. The result is at most 10
+    ms too late. A forked process begins with the fork. Raises OSError."""
     hertz = os.sysconf("SC_CLK_TCK")
     began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - (began_ticks + 1) / hertz)
@@ -120,8 +126,8 @@ def _weights_files(path: Path) -> list[Path]:
 
 
 def _side_files(path: Path) -> list[Path]:
-    """Returns the other files that decide how a model computes: configuration, and the model's own
-    code."""
+    """Returns the other files in a model's folder that decide how the model computes: its
+    configuration, and its own Python code."""
     if not path.is_dir():
         return []
     return [side for name in SIDE_FILES if (side := path / name).is_file()] + sorted(
@@ -130,7 +136,7 @@ def _side_files(path: Path) -> list[Path]:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Yields the symbolic links that the resolution of an absolute path follows."""
+    """Yields the symbolic links that are followed when an absolute path is resolved."""
     for _ in range(MAX_LINKS):
         link = next(
             (place for place in (*reversed(path.parents), path) if place.is_symlink()), None
@@ -154,8 +160,11 @@ def _sampled_ranges(file: Path, stream: BinaryIO, size: int) -> Iterable[tuple[i
 
 
 def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Returns the ranges of the header and of samples of every tensor; empty if the header is not
-    readable."""
+    """Returns the byte ranges to read of a safetensors file: its header, and pieces of every
+    tensor. Empty if the header can't be read.
+
+    stream: the file, at its start.
+    """
     header_bytes = int.from_bytes(stream.read(8), "little")
     data = 8 + header_bytes
     if header_bytes > min(MAX_HEADER_BYTES, size - 8):
@@ -174,8 +183,11 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """Returns the ranges to read of a tensor, in bytes behind the header: the begin, middle and end
-    of each slice, or an embedding as a whole."""
+    """Returns the byte ranges to read of a tensor: pieces at the beginning, middle and end of each
+    slice, or an embedding as a whole. Offsets count from the end of the header.
+
+    entry: the tensor's entry in the header.
+    """
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     if len(shape) > 1 and _EMBEDDINGS.search(name):
         return [(begin, end)]
@@ -193,18 +205,19 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Returns the identity of the weights, including a draft model's: commit, content digest, or
-    (for random weights) config and seed.
+    """Returns the identity of the engine's weights, including a draft model's. For each model it is
+    the commit, or the digest of the files, or (for random weights) a digest of the config and the
+    seed.
 
-    Raises Unsupported, OSError.
+    Raises Unsupported if the weights can't be identified, OSError if files can't be read.
     """
     return "+draft:".join(_model_identity(model, load) for model, load in _models(vllm_config))
 
 
 def weights_may_be_older(vllm_config: Any) -> bool:
-    """Returns True if files that `weights_identity` reads have changed since this process began, so
-    that the process may have loaded the files' old contents. True also if the time of a change
-    can't be determined."""
+    """Returns True if files that `weights_identity` reads have changed since this process began.
+    The process may then have loaded their old contents. Also returns True if the times can't be
+    determined."""
     paths = [
         _weights_path(model) for model, load in _models(vllm_config) if load.load_format != "dummy"
     ]
@@ -216,8 +229,8 @@ def weights_may_be_older(vllm_config: Any) -> bool:
 
 
 def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
-    """Returns the configs of the models whose weights decide KV bytes, each with its load
-    config."""
+    """Returns the configs of the models whose weights decide KV bytes, each with its load config:
+    the model itself, and a draft model with weights of its own."""
     load, draft = vllm_config.load_config, draft_model(vllm_config)
     models = [(vllm_config.model_config, load)]
     if draft is not None:

@@ -1,18 +1,20 @@
-"""Residency (old blocks of long contexts only in the server's memory) as vLLM's classes: a KV cache
-spec for such layers, the manager of their blocks, and the number of blocks that a request holds on
-the device.
+"""Implements residency (old blocks of long contexts only in the server's memory) by vLLM's classes:
+a KV cache spec for the layers (`ResidentSpec`), the manager of their blocks (`ResidentManager`),
+and the scheduler side's access to both (`DevicePool`).
 
-A request holds its first blocks (sinks), the recent window together with tokens in flight, and hot
-slots. A hot slot is a block of vLLM's pool that belongs to no position and has contents of its own
-in each layer. All other complete blocks return to the pool once `ResidentManager.stored_tokens`
-says that the server has pinned them; the block table then has the null block in their place.
+On the device a request holds its first blocks (sinks), its recent window together with tokens in
+flight, and hot slots. A hot slot is a block of vLLM's pool into which selected blocks are copied:
+it belongs to no position of the context, and has other contents in each layer. All other complete
+blocks return to the pool once the server has pinned them (`ResidentManager.stored_tokens`). The
+request's block table then has the null block in their place.
 
-With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved
-(`ResidentManager.moved`). From then on to its end it holds blocks as described above.
+With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved off the
+device (`ResidentManager.moved`). From then on it holds blocks as described above.
 
 Always true:
 - No block is freed before the server has pinned its bytes.
-- A request that has lost bytes gets no further block, so vLLM preempts it and computes it anew.
+- A request that has lost blocks in the server gets no further block, so vLLM preempts it and
+  computes it anew.
 
 Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC #42449),
 `FullAttentionSpec`, `FullAttentionManager` with its block tables, its pool and `new_step_starts`,
@@ -44,18 +46,24 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of hot slots (device blocks for selected blocks) beyond the capacity of a hot set. They
-receive blocks that are copied ahead, and that the next step adds to the hot set."""
+"""Number of a request's hot slots (device blocks for selected blocks) beyond the slots that its hot
+set can use. Blocks that the next step is likely to add to the hot set are copied into them ahead of
+time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
-    """The spec of full attention whose old blocks are in host memory only.
+    """The KV cache spec of a full-attention layer with residency.
 
-    keeps_tokens: tokens that any request keeps on the device: the recent window, tokens in flight,
-        and tokens whose store is under way.
-    sparse_from_tokens: shorter contexts are dense, so they stay on the device as a whole.
-    begins_whole: True if requests stay on the device as a whole until they are moved.
+    sink_blocks: number of a context's first blocks that stay on the device.
+    recent_tokens: length of the recent window, which stays on the device.
+    keeps_tokens: most tokens at the end of a context that are on the device: the recent window,
+        tokens in flight, and tokens whose store has not ended.
+    hot_blocks: number of hot slots of a request.
+    sparse_from_tokens: contexts below this length attend to everything, so all their blocks stay on
+        the device.
+    begins_whole: True with `residency = "auto"`: all blocks of a request stay on the device until
+        it is moved.
     """
 
     sink_blocks: int
@@ -67,7 +75,7 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """Returns the resident spec in place of vLLM's spec of a layer."""
+        """Returns the resident spec that replaces vLLM's spec of a layer."""
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -83,45 +91,45 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the most blocks that a request can have and still stay on the device as a
-        whole."""
+        """Returns the length, in blocks, up to which all blocks of a request stay on the device."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the most blocks that a request of `num_tokens` holds, hot slots included."""
+        """Returns the most device blocks that a request of `num_tokens` holds, hot slots
+        included."""
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.moved_blocks
 
     @property
     def moved_blocks(self) -> int:
-        """Returns the most blocks that a request holds on the device if only a part of its context
-        is on the device."""
+        """Returns the most device blocks, hot slots included, that a request holds if only a part
+        of its context is on the device."""
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
-        """Returns the blocks between the sinks and the recent window of a hit; empty if the hit
-        fits on the device as a whole."""
+        """Returns the positions of a hit's blocks between the sinks and the recent window, which
+        need not be on the device; empty if the hit is short enough to be wholly on the device."""
         if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
             return range(0)
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns the bytes that one request needs of the pool. vLLM checks this number at its
-        start."""
+        """Returns the bytes of the pool that a request of the longest context needs. vLLM checks at
+        its start that the pool has so many."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """Returns the first layer's spec for a group. Raises AssertionError if layers differ;
-        vLLM's own method would merge them."""
+        """Returns the common spec of a group's layers. Raises AssertionError if the specs differ,
+        whereas the method of `FullAttentionSpec` would merge them."""
         return KVCacheSpec.merge.__func__(cls, specs)
 
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
-    that the hot set of a layer can use."""
+    that a layer's hot set can use, and SPARE_SLOTS."""
     endless = 1 << 40
     budget = config.budget_blocks(endless, block_tokens)
     return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
@@ -132,20 +140,26 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """Manages the blocks of resident requests for vLLM. The scheduler side sets `stored_tokens`,
-    `has_room` and `step_starts`.
+    """Manages the blocks of resident requests for vLLM.
 
-    `freed_blocks`: by request, the end of the freed blocks, which begin behind the sinks.
-    `hot`: the hot slots by request.
-    `moved`: with `begins_whole`, requests that are no longer on the device as a whole.
-    `awaited`: with `begins_whole`, for each request that waited for admission when the step began,
+    stored_tokens: returns how many leading tokens of a request the server has pinned. The scheduler
+        side sets this, `has_room` and `step_starts`.
+    has_room: returns True if the server has reserved room for a request.
+    step_starts: called before vLLM plans a step.
+    freed_blocks: by request, the position at which its freed blocks end; they begin after the
+        sinks.
+    hot: by request, its hot slots (device blocks for selected blocks).
+    hot_ids: by request, the ids of its hot slots.
+    lost: requests that have lost blocks in the server; they get no further block.
+    moved: with `begins_whole`, the requests that were moved off the device.
+    awaited: with `begins_whole`, for each request that waited for admission when the step began,
         the fewest blocks with which it can begin.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
         self.spec = kv_cache_spec
-        # vLLM gives a cap only to the kinds of specs that it knows.
+        # vLLM sets this cap only for the kinds of specs that it knows.
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
@@ -164,12 +178,12 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """Finds no hit on the device: blocks on the device don't prove that the server has the rest
-        of the prefix. The connector looks hits up instead."""
+        """Returns no hit: a block on the device does not prove that the server has the blocks
+        before it. So all hits come from the connector."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
-        """Notifies the scheduler side that vLLM is about to plan a step. vLLM calls this method."""
+        """Calls `step_starts`. vLLM calls this method before it plans a step."""
         super().new_step_starts()
         self.step_starts()
 
@@ -177,21 +191,24 @@ class ResidentManager(FullAttentionManager):
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
         """Returns how many hot slots (device blocks for selected blocks) a request of `num_tokens`
-        still needs: all of them or 0."""
+        still needs. 0 if the request has its hot slots or needs none."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
 
     def _outgrows(self, request_id: str, num_tokens: int) -> bool:
-        """Returns True if a request of `num_tokens`, or admitted with more, does not stay on the
-        device as a whole. Only such a request has hot slots and frees blocks."""
+        """Returns True if not all blocks of the request stay on the device. Only such a request has
+        hot slots and frees blocks.
+
+        num_tokens: length of the request; if it was admitted with a longer length, that counts.
+        """
         if self.spec.begins_whole and not self._is_moved(request_id):
             return False
         return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
 
     def _most_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Returns the number of blocks of a request of `num_tokens`, or of the longer length with
-        which it was admitted."""
+        """Returns the number of blocks that a request of `num_tokens` has, or of the length with
+        which it was admitted if that is longer."""
         return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
 
     def _is_moved(self, request_id: str) -> bool:
@@ -200,7 +217,8 @@ class ResidentManager(FullAttentionManager):
     # -------------------------------------------------------------------------------- allocation
 
     def needs(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many more blocks a running request must allocate to have `num_tokens`."""
+        """Returns how many blocks a running request must allocate to grow to `num_tokens`, hot
+        slots included."""
         held = len(self.req_to_blocks.get(request_id, ()))
         lacks = max(0, _blocks(num_tokens, self.block_size) - held)
         return lacks + self._missing_hot(request_id, num_tokens)
@@ -216,9 +234,10 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Returns how many blocks must be allocated, as vLLM's method does, but counts only the
-        blocks that stay on the device. Returns more blocks than the pool has if the request may get
-        no block now."""
+        """Overrides vLLM's method: returns how many blocks must be allocated for the request,
+        counting only blocks that stay on the device, and hot slots. Returns more than the pool has
+        if the request must get no block now, because it has lost blocks or because the server has
+        no room for it."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -229,8 +248,8 @@ class ResidentManager(FullAttentionManager):
         if is_new and self.spec.begins_whole and not is_decided:
             self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
-            # A request that asks for no hit has not waited for the answer, so check for room here
-            # too.
+            # Checked here too, because vLLM does not ask the connector about every request, so the
+            # request may not have waited for its reservation.
             return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -239,7 +258,7 @@ class ResidentManager(FullAttentionManager):
             total_computed_tokens,
             num_local_computed_tokens,
             num_tokens_main_model,
-            # What is on the device as a whole is not capped.
+            # The cap does not hold for a request whose blocks all stay on the device.
             apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
             prefill_end=prefill_end,
         )
@@ -251,9 +270,9 @@ class ResidentManager(FullAttentionManager):
         return needed + self._missing_hot(request_id, num_tokens)
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
-        """Decides whether a request without blocks begins as if it had been moved off the device.
-        The request does so if its blocks do not fit (`room_for`) and the server has room for the
-        blocks. The decision is made anew until the request has blocks."""
+        """Decides, with `begins_whole`, whether a new request begins as if it had been moved off
+        the device. It does if its blocks do not all fit on the device (`room_for`), and the server
+        has room for them. The decision is repeated until the request has blocks."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -266,10 +285,13 @@ class ResidentManager(FullAttentionManager):
             self._begins_moved.add(request_id)
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
-        """Returns how many free blocks a request without blocks may use to begin on the device as a
-        whole. Blocks that admitted prompts still need do not count. For a hit, blocks that other
-        waiting requests need do not count either: if the hit were moved to make room for them, its
-        load would have been in vain."""
+        """Returns how many blocks of the pool a new request may use to begin wholly on the device:
+        the free blocks, minus the blocks that admitted prompts still need.
+
+        is_hit: True for a request with a hit. Then the blocks that other waiting requests need are
+            subtracted too. Otherwise the request might be moved off the device to make room for
+            them, and its load would have been in vain.
+        """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
             room -= sum(
@@ -280,9 +302,12 @@ class ResidentManager(FullAttentionManager):
         return room
 
     def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
-        """Returns the positions [first, last) of a hit's blocks that are neither allocated nor
-        loaded. These blocks lie between the sinks and the recent window, and the server has pinned
-        them for the request."""
+        """Returns the range, first and end (exclusive), of a hit's blocks that are neither
+        allocated nor loaded: blocks between the sinks and the recent window that the server has
+        pinned for the request.
+
+        num_held: number of blocks that the request has already.
+        """
         first = max(self.spec.sink_blocks, num_held)
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
         if not self._outgrows(request_id, computed_tokens):
@@ -296,8 +321,8 @@ class ResidentManager(FullAttentionManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        """Allocates blocks for the sinks and the recent window of a hit; null blocks between
-        them."""
+        """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks and the recent
+        window get blocks of the pool; the block table has null blocks between them."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
         first, last = self._gap(request_id, total, len(blocks))
@@ -319,8 +344,8 @@ class ResidentManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Allocates blocks as vLLM's method does. With a request's first blocks the method also
-        allocates the request's hot slots (device blocks for selected blocks)."""
+        """Overrides vLLM's method: before the new blocks, also allocates the hot slots (device
+        blocks for selected blocks) that the request still needs."""
         if request_id in self._begins_moved:
             self._begins_moved.discard(request_id)
             self.moved.add(request_id)
@@ -342,7 +367,8 @@ class ResidentManager(FullAttentionManager):
 
     @property
     def promised_blocks(self) -> int:
-        """Returns how many more blocks the admitted requests need for their prompts."""
+        """Returns how many further blocks the admitted requests need until their prompts are
+        computed."""
         return sum(self._promised(name, self._is_moved(name)) for name in self.req_to_blocks)
 
     def _promised(self, request_id: str, is_moved: bool) -> int:
@@ -352,7 +378,11 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns how many blocks the pool gains if the request is moved off the device."""
+        """Returns how many blocks the pool gains if the request is moved off the device.
+
+        processed_tokens: number of the request's tokens whose computation has ended.
+        stored_tokens: number of leading tokens that the server has pinned.
+        """
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
         return Relief(
             len(blocks) - self.spec.hot_blocks,
@@ -360,8 +390,8 @@ class ResidentManager(FullAttentionManager):
         )
 
     def move(self, request_id: str, processed_tokens: int) -> None:
-        """Moves a request off the device: frees the blocks that the server has pinned, and
-        allocates its hot slots (device blocks for selected blocks)."""
+        """Moves a request off the device: frees the blocks that the server has pinned, except for
+        sinks and recent window, and allocates its hot slots (device blocks for selected blocks)."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -380,9 +410,9 @@ class ResidentManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Frees the device blocks whose copies the server has pinned and whose tokens are older
-        than the recent window. The window ends at the last token of the completed steps. vLLM calls
-        this method before it allocates blocks for the request."""
+        """Frees the request's device blocks that the server has pinned and that are older than the
+        recent window. The window ends at the last token of the completed steps. vLLM calls this
+        method before it allocates blocks for the request."""
         if request_id in self.hot:
             self._free(request_id, processed_computed_tokens)
 
@@ -394,15 +424,18 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns the positions of the blocks that can be freed now. These blocks follow the blocks
-        freed earlier, end before the recent window, and lie within the `stored_tokens` leading
-        tokens that the server has pinned."""
+        """Returns the positions of the blocks that can be freed now: from the end of the blocks
+        freed earlier up to the recent window, as far as the server has pinned them.
+
+        processed_tokens: number of the request's tokens whose computation has ended.
+        stored_tokens: number of leading tokens that the server has pinned.
+        """
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
         return range(first, min(kept // self.block_size, len(self.req_to_blocks[request_id])))
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Removes and returns the blocks of a request, as vLLM's method does, including its hot
+        """Overrides vLLM's method: removes and returns all blocks of a request, including its hot
         slots (device blocks for selected blocks)."""
         self.lost.discard(request_id)
         self.freed_blocks.pop(request_id, None)
@@ -413,9 +446,14 @@ class ResidentManager(FullAttentionManager):
 
 
 def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
-    """Returns the spec of a layer of a resident engine. A layer without plain full attention
-    retains its spec, and so do all layers if hotkv is off with this version of vLLM: vLLM then
-    checks that the longest context fits on the device."""
+    """Returns the KV cache spec of a layer in an engine with residency: a `ResidentSpec` for plain
+    full attention.
+
+    Returns `spec` unchanged for a layer of another kind, and for all layers if hotkv is off with
+    this version of vLLM. vLLM then requires that the longest context fits on the device.
+
+    spec: vLLM's spec of the layer.
+    """
     if type(spec) is not FullAttentionSpec:
         return spec
     extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -428,14 +466,16 @@ def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
 
 
 def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:
-    """Returns the spec of the engine's only group if it is resident; None otherwise."""
+    """Returns the `ResidentSpec` of the engine; None if the engine has several groups or a group of
+    another kind."""
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     return spec if isinstance(spec, ResidentSpec) else None
 
 
 def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Raises ConfigError if the engine's contexts can't be resident in host memory."""
+    """Raises ConfigError if residency can't work in this engine. The message says which setting to
+    change."""
     name = f"{SPARSE}.residency = {config.residency!r}"
     spec = resident_spec(kv_cache_config)
     if spec is None:
@@ -466,8 +506,8 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
 
 
 def _register() -> None:
-    """Registers spec and manager with vLLM, in each process that imports this module. vLLM's own
-    specs come first, because vLLM takes a registry that is not empty for complete."""
+    """Registers spec and manager with vLLM. Runs in each process that imports this module. Makes
+    vLLM register its own specs first, because vLLM does so only if the registry is empty."""
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)
 
@@ -479,16 +519,16 @@ _register()
 
 
 class DevicePool:
-    """The pool of a resident engine as the scheduler side sees it: which blocks requests hold, and
-    how to preempt or fail a request.
+    """Gives the scheduler side access to the device's blocks in an engine with residency: which
+    blocks requests hold, and functions to move, preempt or fail a request. In an engine without
+    residency its methods do nothing, and every request stays on the device.
 
-    Usable once vLLM has constructed its pool and called `bind`. Uses, of vLLM 0.32: the state of
-    `ResidentManager`, `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`,
-    `max_num_active_reqs`, `max_num_scheduled_tokens`, `current_step`, `_preempt_request`,
-    `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and of `Request` the fields that
-    count output in flight and `next_decode_eligible_step`.
+    Usable after `bind`. Uses, of vLLM 0.32: the state of `ResidentManager`, `Scheduler.requests`,
+    `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`, `max_num_scheduled_tokens`,
+    `current_step`, `_preempt_request`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`,
+    and of `Request` the fields that count output in flight and `next_decode_eligible_step`.
 
-    spec: None for an engine that is not resident.
+    spec: the KV cache spec with residency; None in an engine without residency.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -512,8 +552,8 @@ class DevicePool:
         """Connects this object to vLLM's block manager. vLLM's scheduler calls this method from its
         constructor.
 
-        stored_tokens: returns the leading tokens of a request that need not stay on the device.
-        has_room: returns True if a request that outgrows the device may begin.
+        stored_tokens: returns how many leading tokens of a request the server has pinned.
+        has_room: returns True if the server has reserved room for a request.
         step_starts: called before vLLM plans a step.
         """
         self._scheduler = _scheduler_of_caller()
@@ -527,8 +567,9 @@ class DevicePool:
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves these requests out of the step that vLLM is about to plan, and preempts the
-        running requests that are lost. vLLM would preempt others in their place."""
+        """Leaves the requests in `held` out of the step that vLLM is about to plan. Also preempts
+        running requests that have lost blocks; otherwise vLLM might preempt other requests in their
+        place."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -549,18 +590,17 @@ class DevicePool:
                     raise
 
     def was_preempted(self, request_id: str) -> bool:
-        """Returns True if the request of a resident engine was preempted since vLLM planned its
-        last step. The coming step must not resume the request, because that step's message still
-        says that the request has lost its blocks.
-
-        `Scheduler.reset_prefix_cache` preempts between steps, and so does `leave_out`.
+        """Returns True if the request was preempted after vLLM planned its last step (by
+        `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume it,
+        because that step's message to the workers tells that it was preempted. Always False without
+        residency.
         """
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
     def describe(self) -> str:
-        """Returns a text for the log: how many blocks a request holds on the device, and how many
-        requests fit."""
+        """Returns a text for the log: how many device blocks a request holds, and how many requests
+        fit on the device."""
         assert self.spec is not None
         held = self.spec.device_blocks(self.max_model_len)
         size = held * self.spec.page_size_bytes / 2**20
@@ -575,27 +615,31 @@ class DevicePool:
         )
 
     def longest(self, request: Any) -> int:
-        """Returns the most tokens that a request can reach."""
+        """Returns the greatest length, in tokens, that a request can reach."""
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
     def holds_whole(self, request: Any) -> bool:
-        """Returns True if a request stays on the device as a whole, even at its greatest length."""
+        """Returns True if all blocks of the request stay on the device even at its greatest
+        length."""
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Returns the positions of a hit's blocks that need not be loaded if the server pins them
-        all for the request. Agrees with `ResidentManager._gap`. Empty in an engine without
-        residency, and with `begins_whole`: there the manager decides only when the request gets its
-        blocks, so all blocks are leased."""
+        """Returns the positions of a hit's blocks that are not to be leased and loaded, because
+        they need not be on the device once the server has pinned them. Agrees with
+        `ResidentManager._gap`.
+
+        Empty without residency. Also empty with `begins_whole`: there the manager decides only at
+        the allocation which blocks come to the device, so all blocks of the hit are leased.
+        """
         spec = self.spec
         return range(0) if spec is None or spec.begins_whole else spec.gap(hit_tokens)
 
     # ------------------------------------------------------------------- requests that may be whole
 
     def stays_whole(self, request: Any) -> bool:
-        """Returns True if the request was not moved, and the whole pool is large enough for all its
-        blocks."""
+        """Returns True, with `begins_whole`, if the request may have all its blocks on the device:
+        it was not moved, and the whole pool is large enough for it."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -605,7 +649,8 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.moved
 
     def has_room_for(self, request: Any) -> bool:
-        """Returns True if the request, which has no blocks, can begin as a whole with a hit."""
+        """Returns True if the pool has room now for all blocks of a new request with a hit, so that
+        the request can begin wholly on the device."""
         spec, manager = self.spec, self._manager
         if spec is None or manager is None or not self.stays_whole(request):
             return False
@@ -613,8 +658,12 @@ class DevicePool:
         return -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
-        """Returns how many blocks the coming step needs; None if the pool is surely large enough,
-        or if no request can be moved."""
+        """Returns how many blocks the coming step needs, and how many are free. Returns None if the
+        pool is surely large enough, or if requests can't be moved off the device (without
+        `begins_whole`).
+
+        has_room: returns True if the server has reserved room for a request.
+        """
         spec, manager, scheduler = self.spec, self._manager, self._scheduler
         if spec is None or not spec.begins_whole or manager is None or scheduler is None:
             return None
@@ -641,14 +690,15 @@ class DevicePool:
         return Demand(free, manager.promised_blocks, running, first)
 
     def _first_needs(self, has_room: Callable[[str], bool]) -> int | None:
-        """Returns the fewest blocks with which vLLM admits the first waiting request. Returns None
-        if no request waits, or if vLLM may not run more requests."""
+        """Returns the fewest free blocks with which vLLM would admit the first waiting request.
+        Returns None if no request waits, or if vLLM may not run more requests."""
         spec, scheduler = self.spec, self._scheduler
         assert spec is not None
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return None
         if scheduler.kv_holding_waiting:
-            # The blocks that it needs are promised.
+            # The first waiting request holds blocks, and its further blocks are counted as
+            # promised.
             return 0
         if not scheduler.waiting:
             return None
@@ -659,12 +709,15 @@ class DevicePool:
         return needed + self._watermark_blocks
 
     def running_requests(self) -> list[str]:
-        """Returns the running requests, in the order in which they were admitted."""
+        """Returns the ids of the running requests, in the order in which they were admitted."""
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
         """Returns how many blocks the pool gains if the request is moved off the device; None if
-        the request has no blocks or was moved already."""
+        the request has no blocks or was moved already.
+
+        stored_tokens: number of leading tokens that the server has pinned.
+        """
         manager = self._manager
         if manager is None or not self.has_blocks(request_id) or self._is_moved(request_id):
             return None
@@ -672,8 +725,8 @@ class DevicePool:
         return manager.relief(request_id, _processed(request), stored_tokens)
 
     def move(self, request_id: str) -> None:
-        """Moves a running request off the device: only its sinks (first blocks), its recent window
-        and its hot slots (device blocks for selected blocks) stay."""
+        """Moves a running request off the device. Only its sinks (first blocks), its recent window
+        and its hot slots (device blocks for selected blocks) stay on the device."""
         assert self._manager is not None
         self._manager.move(request_id, _processed(self._scheduler.requests[request_id]))
 
@@ -693,27 +746,27 @@ class DevicePool:
         return self._manager is not None and request_id in self._manager.req_to_blocks
 
     def is_in_flight(self, request_id: str) -> bool:
-        """Returns True if a step of the request is under way."""
+        """Returns True if a step in progress computes tokens of the request."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         return request is not None and bool(request.num_in_flight_tokens)
 
     def num_freed(self, request_id: str) -> int:
-        """Returns the position at which the request's freed blocks end; they begin after the sinks.
-        0 if no block was freed."""
+        """Returns the position at which the request's freed blocks end; they begin after the sinks
+        (first blocks). 0 if no block was freed."""
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
     def has_away(self, request_id: str) -> bool:
-        """Returns True if some blocks of the request are in host memory only."""
+        """Returns True if some blocks of the request are only in host memory."""
         return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
 
     @property
     def has_lost(self) -> bool:
-        """Returns True if vLLM has not yet preempted a lost request."""
+        """Returns True if a request has lost blocks and vLLM has not preempted it yet."""
         return self._manager is not None and bool(self._manager.lost)
 
     def lose(self, request_id: str) -> None:
-        """Makes vLLM preempt the request before it gets another block, and drop the output of steps
-        in flight for it."""
+        """Makes vLLM preempt the request before it gets another block, and drop its output of steps
+        in flight."""
         if self._manager is not None and request_id in self._manager.req_to_blocks:
             self._manager.lost.add(request_id)
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
@@ -722,8 +775,11 @@ class DevicePool:
             request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests that hold one of these blocks. Does not call `lose`,
-        because a fault of `lose` may be the reason of this call."""
+        """Makes vLLM preempt the requests that hold one of these blocks, and drop their output of
+        steps in flight. Used if `lose` may have raised, so it does not call `lose`.
+
+        first_blocks: ids of the first blocks of requests.
+        """
         if self._manager is not None:
             for request_id, blocks in self._manager.req_to_blocks.items():
                 if not first_blocks.isdisjoint(block.block_id for block in blocks):
@@ -733,17 +789,16 @@ class DevicePool:
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def fail(self, request_id: str, why: str) -> None:
-        """Makes vLLM end the request with an error, in the next output. Uses the set that vLLM has
-        for mismatches of its encoder cache: vLLM ends all requests in this set, whatever the
-        cause."""
+        """Makes vLLM end the request with an error, and logs `why`. To do so, adds the request to
+        vLLM's set for mismatches of its encoder cache, because vLLM ends every request in that
+        set."""
         logger.error("hotkv: request %s ends with an error: %s", request_id, why)
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
-        """Returns the requests that hold one of these blocks. A block may have moved to another
-        request since its step was planned; then the result has that request too, and vLLM
-        recomputes both requests."""
+        """Returns the requests that hold one of these blocks. A block may have been reallocated to
+        another request since a worker reported it; then that request is recomputed too."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id
@@ -753,14 +808,15 @@ class DevicePool:
 
 
 def _processed(request: Any) -> int:
-    """Returns the number of a request's tokens whose computation has ended: its computed tokens
-    without those that steps in flight still compute."""
+    """Returns the number of a request's tokens whose computation has ended: vLLM's number of
+    computed tokens, minus the tokens that steps in flight still compute."""
     return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
 
 def _scheduler_of_caller() -> Any:
-    """Returns vLLM's scheduler from the call stack; None without a scheduler. The scheduler calls
-    `bind_kv_cache_manager` from its constructor and is not passed to connectors."""
+    """Finds vLLM's scheduler on the call stack and returns it; None if there is none. This works
+    during `bind_kv_cache_manager`, which the scheduler calls from its constructor. vLLM does not
+    pass the scheduler to connectors."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,17 +1,16 @@
-"""Finds the reason for which vLLM itself forbids that the KV of a prefix is used again in this
-engine.
+"""Finds out whether vLLM itself forbids prefix caching in this engine, and why. Then hotkv must be
+off too.
 
-vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two things: the user's choice, and
-vLLM's own decision that a prefix hit would be wrong in this engine or would end it. If the user
-turned the flag off, only the device's cache is off, and hotkv goes on. vLLM's own decision binds
-hotkv.
+vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two decisions. If the user turned it
+off, only the cache on the device is off, and hotkv works. If vLLM turned it off, because a prefix
+hit would be wrong in this engine or would end it, a hit of hotkv would do the same harm.
 
-The flag alone does not tell the two apart, and the connector may not even see vLLM's decision:
-`EngineCore` makes a decision after the workers have copied the config, and layers decide in the
-worker's process. So this module asks vLLM again (`ModelConfig.is_prefix_caching_supported`, KV
-cache specs). If vLLM decides in the middle of other code, this module reads the same inputs.
-`tools/check_vllm_reuse.py` finds all such places in vLLM's sources, and names the check that covers
-each. The scheduler side handles rules for single requests (`Request.skip_reading_prefix_cache`).
+The flag does not tell who turned it off, and the connector may not even see vLLM's decision:
+`EngineCore` decides after the workers have copied the config, and layers decide in the worker's
+process. So this module makes vLLM's decisions again, from the same inputs
+(`ModelConfig.is_prefix_caching_supported`, KV cache specs and others). `tools/check_vllm_reuse.py`
+finds all places in vLLM's sources where vLLM decides, and names the check that covers each. Rules
+for single requests (`Request.skip_reading_prefix_cache`) are handled by the scheduler side.
 
 Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, `pooler_config`,
 `use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
@@ -31,20 +30,21 @@ from vllm.v1.kv_cache_interface import KVQuantMode, RSWASpec, iter_layer_specs
 from hotkv_vllm.compat import Unsupported
 
 NO_REUSE_IF_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Attention backends without prefix caching if batch invariance is on. Source: `Attention.__init__`
-and `MLAAttention.__init__`."""
+"""Names of the attention backends with which vLLM turns prefix caching off if batch invariance is
+on. Source: `Attention.__init__` and `MLAAttention.__init__`."""
 
 
 def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raises Unsupported with vLLM's reason if vLLM itself forbids prefix caching in this engine.
-    Every rank checks its own layers."""
+    """Raises Unsupported, with the reason, if a hit of hotkv would do harm in this engine (see
+    `why_forbidden`). Checks only the layers of this rank, so every rank must call it."""
     if why := why_forbidden(vllm_config, kv_cache_config):
         raise Unsupported(why)
 
 
 def why_forbidden(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns the reason for which vLLM itself forbids prefix caching in this engine, or would
-    spoil a hit that hotkv loads; empty if there is none."""
+    """Returns why a hit of hotkv would do harm in this engine: vLLM itself forbids prefix caching,
+    would end the engine at a hit, or would overwrite loaded KV. Returns an empty text if hits are
+    fine."""
     why = (
         _of_platform(vllm_config)
         or _of_model(vllm_config)
@@ -61,8 +61,8 @@ def _of_platform(vllm_config: Any) -> str:
         return ""
     if current_platform.get_cpu_architecture() is CpuArchEnum.RISCV:
         return "the CPU is a RISC-V"
-    # Without AMX `CpuPlatform.check_and_update_config` turns both off. With AMX a user who turns
-    # off both is refused as well.
+    # Without AMX `CpuPlatform.check_and_update_config` turns both settings off. A user with AMX who
+    # has turned both off can't be distinguished, and gets the same answer.
     if (
         vllm_config.model_config.use_mla
         and not vllm_config.cache_config.enable_prefix_caching
@@ -86,7 +86,7 @@ def _of_model(vllm_config: Any) -> str:
             f"{pooler.tok_pooling_type})"
         )
     if vllm_config.cache_config.enable_prefix_caching:
-        # vLLM accepts --enable-prefix-caching for a generating model without a warning.
+        # A user may turn prefix caching on for such a model, and vLLM accepts that.
         return ""
     return f"its default for models of this kind ({model.attn_type})"
 
@@ -116,10 +116,11 @@ def _of_layers(vllm_config: Any) -> str:
 
 
 def _of_outputs(vllm_config: Any) -> str:
-    """Returns why a hit would end the engine although vLLM forbids none.
+    """Returns why a hit would end the engine; empty if it would not.
 
-    vLLM keeps the experts of the tokens that this engine has computed, by block hash, and raises at
-    a hit in any other block. Source: `BlockObjectStore.get_concatenated` in vLLM 0.32, whose
+    With `enable_return_routed_experts` vLLM records, by block hash, the experts of the tokens that
+    this engine has computed, and raises at a hit in another block. Source:
+    `BlockObjectStore.get_concatenated` in vLLM 0.32. vLLM does not refuse hotkv in this case:
     `VllmConfig._verify_aux_output_compatibility` refuses only some connectors, by name.
     """
     outputs = getattr(vllm_config, "aux_output_config", None)
@@ -132,11 +133,13 @@ def _of_outputs(vllm_config: Any) -> str:
 
 
 def _of_scales(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Returns why the engine's first step would spoil loaded KV.
+    """Returns why the engine's first step would overwrite a part of loaded KV; empty if it would
+    not.
 
-    vLLM's Triton attention sets the scales in all pages of a layer to 1 when the layer first runs.
-    Only the warm-up of runner V2 runs it before requests come. Source:
-    `TritonAttentionImpl._ensure_scale_caches` and `Worker.compile_or_warm_up_model` in vLLM 0.32.
+    With KV scales per token and head, vLLM's Triton attention sets the scales in all pages of a
+    layer to 1 when the layer first runs. This does no harm if the layer first runs in the warm-up
+    of model runner V2, before any load. Source: `TritonAttentionImpl._ensure_scale_caches` and
+    `Worker.compile_or_warm_up_model` in vLLM 0.32.
     """
     modes = [
         getattr(spec, "kv_quant_mode", KVQuantMode.NONE)

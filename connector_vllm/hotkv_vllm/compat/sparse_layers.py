@@ -1,4 +1,5 @@
-"""Finds the layers of an engine that can decode sparsely, and the reason if an engine can't.
+"""Finds the layers of an engine that can attend sparsely, checks whether sparse decode can work in
+the engine, and replaces vLLM's attention backends.
 
 Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
 of `KVCacheConfig.kv_cache_groups`, and of each layer in `static_forward_context` its `impl` and
@@ -24,8 +25,11 @@ from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError, flat
 
 
 def override_cpu_attention(class_path: str) -> None:
-    """Registers the class `class_path` in place of vLLM's CPU attention backend, unless another
-    plugin has replaced that backend."""
+    """Registers a class in place of vLLM's CPU attention backend, unless another plugin has
+    replaced that backend.
+
+    class_path: full name of the class.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.CPU_ATTN.is_overridden():
@@ -33,9 +37,12 @@ def override_cpu_attention(class_path: str) -> None:
 
 
 def override_cuda_attention(class_path: str) -> None:
-    """Registers the class `class_path` in place of vLLM's FlashAttention, unless another plugin has
-    replaced that backend. For engines that don't ask for hotkv's attention the class returns vLLM's
-    classes (`residency.cuda_backend`)."""
+    """Registers a class in place of vLLM's FlashAttention backend, unless another plugin has
+    replaced that backend. In engines without residency the class behaves as vLLM's own
+    (`residency.cuda_backend`).
+
+    class_path: full name of the class.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
@@ -43,8 +50,8 @@ def override_cuda_attention(class_path: str) -> None:
 
 
 def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
-    """Raises ConfigError if sparse decode can't work in this engine, or if settings do not fit the
-    model."""
+    """Raises ConfigError if sparse decode can't work in this engine, or if its settings don't suit
+    the model. The message says what to change."""
     parallel = vllm_config.parallel_config
     device = vllm_config.device_config.device_type
     why = ""
@@ -63,7 +70,8 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
     else:
-        # A context's blocks are named, stored and pinned like the blocks of a shared prefix.
+        # The blocks of a long context are stored and loaded like the blocks of a prefix, so they
+        # need what prefix caching needs.
         why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
@@ -77,7 +85,7 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
 
 
 def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
-    """Returns the reason for which a CUDA engine can't decode sparsely; empty if the engine can."""
+    """Returns why an engine that does not run on CPUs can't decode sparsely; empty if it can."""
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
         return (
@@ -99,7 +107,7 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
 def replays_decode(vllm_config: Any) -> bool:
     """Returns True if vLLM may replay decode steps from full CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
-    # vLLM may lower the mode in its workers; it never raises it.
+    # vLLM's workers may change this mode to a mode with fewer graphs, but not to one with more.
     return mode is None or bool(mode.has_full_cudagraphs())
 
 
@@ -109,7 +117,8 @@ def _is_cuda_scorer(name: str) -> bool:
 
 
 def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> None:
-    """Raises ConfigError if the centres belong to another model than this worker's."""
+    """Raises ConfigError if the centres (mean keys from the file `sparse_centre`) don't fit this
+    worker's model: in the number of layers, KV heads or channels."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -137,8 +146,8 @@ def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> N
 
 
 def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
-    """Returns (group, block tokens) of the KV cache groups whose layers may be sparse: plain full
-    attention."""
+    """Returns the KV cache groups of full attention, whose layers may attend sparsely: each as
+    (number of the vLLM group, tokens of a block)."""
     return tuple(
         (index, group.kv_cache_spec.block_size)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -148,9 +157,13 @@ def sparse_groups(kv_cache_config: Any) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """A layer that could be sparse: causal full attention over its own keys, without ALiBi.
+    """A layer that can attend sparsely: it has causal full attention over its own keys, without
+    ALiBi.
 
-    index: counts the model's layers.
+    index: number of the layer in the model.
+    group: number of its KV cache group in vLLM.
+    impl: vLLM's object that computes its attention.
+    isa: vLLM's name of the instruction set that its CPU kernel uses; empty on CUDA.
     """
 
     name: str
@@ -162,8 +175,8 @@ class AttentionLayer:
 
 
 def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[AttentionLayer, ...]:
-    """Returns the layers that could be sparse, in the model's order. Layers with windows, chunks,
-    ALiBi or keys of another layer are left out."""
+    """Returns the layers of this worker that can attend sparsely, in the model's order. Leaves out
+    layers with windows, chunks or ALiBi, and layers that use the keys of another layer."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     found = []
@@ -193,8 +206,11 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
 
 
 def _is_plain(impl: Any) -> bool:
-    """Returns True for a decoder's layer that attends to all earlier tokens, without ALiBi, and has
-    its own keys."""
+    """Returns True if a layer is a decoder's layer that attends to all earlier tokens, has its own
+    keys, and does not use ALiBi.
+
+    impl: vLLM's object that computes the layer's attention.
+    """
     shape = (impl.attn_type, impl.kv_sharing_target_layer_name)
     is_whole = impl.sliding_window in (-1, (-1, -1))
     return shape == ("decoder", None) and is_whole and impl.alibi_slopes is None
@@ -204,12 +220,12 @@ def _is_plain(impl: Any) -> bool:
 
 
 def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
-    """Returns the rotation of heads of this size in radians per token, float64 [F]. Channel i
-    rotates with channel i + F.
+    """Returns the frequencies with which RoPE rotates the channels of a head, in radians per token,
+    float64 [F]. Channels i and i + F rotate together.
 
-    None if the rotation is not known: no rotary module has this size, modules of this size differ,
-    or the channels have another order. The rotation is read from the tables of the model's rotary
-    modules, which hold for any scaling of RoPE.
+    The frequencies are read from the tables of the model's rotary modules, so they are right with
+    any scaling of RoPE. Returns None if they can't be determined: no rotary module has this head
+    size, modules of this size differ, or their channels are in another order.
     """
     from vllm.model_executor.layers import rotary_embedding
 

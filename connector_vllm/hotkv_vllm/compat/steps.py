@@ -1,10 +1,10 @@
-"""Reads blocks and requests out of a step of vLLM's scheduler.
+"""Reads the blocks and requests of a step that vLLM's scheduler has planned. The functions at the
+end (from `tell_written` on) correct the state of vLLM's own offloading.
 
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
 `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks beside its tokens. The last functions write what vLLM's offloading
-remembers of blocks and stores.
+into a request's blocks in addition to its tokens.
 """
 
 import copy
@@ -21,9 +21,9 @@ from hotkv_vllm.compat import NULL_BLOCK
 
 
 class BlockIds(Sequence[int]):
-    """A view of a request's block table in one group, as vLLM's manager holds it. The cost of a
-    read grows with the ids that it returns, not with the table. Valid only while the step is
-    planned."""
+    """A view of a request's block table in one group: reads ids from vLLM's block objects when they
+    are needed. So the cost of a read grows with the number of returned ids, not with the length of
+    the table. Valid only while the step is planned."""
 
     __slots__ = ("_blocks",)
 
@@ -49,10 +49,12 @@ class BlockIds(Sequence[int]):
 
 
 def read_in_place(scheduler_output: Any, manager: Any) -> Any:
-    """Returns the step with block tables that are read in place (`BlockIds`). vLLM's own
-    `get_block_ids` builds a request's whole table: 50 to 100 us at 128k tokens.
+    """Returns a copy of a step whose `get_block_ids` returns views of block tables (`BlockIds`).
+    vLLM's own `get_block_ids` builds a request's whole table, which takes 50 to 100 us at 128k
+    tokens.
 
-    manager: vLLM's `KVCacheManager`; without a manager the step is returned unchanged.
+    scheduler_output: vLLM's `SchedulerOutput` of the step.
+    manager: vLLM's `KVCacheManager`; if it is None, the step is returned unchanged.
     """
     state = scheduler_output.kv_connector_block_state
     if manager is None or state is None:
@@ -68,10 +70,11 @@ def read_in_place(scheduler_output: Any, manager: Any) -> Any:
 
 
 def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) -> set[int]:
-    """Returns the blocks that this step may write for the first time. Blocks of a local prefix hit
-    are not among them. Source: `SchedulerOutput` in vLLM 0.32.
+    """Returns the ids of the blocks that vLLM has reallocated and that this step may write. Leaves
+    out blocks of hits in vLLM's own prefix cache. Source: `SchedulerOutput` in vLLM 0.32.
 
-    tokens_per_block: tokens of a block, per vLLM group; 0 selects all blocks of the group.
+    tokens_per_block: tokens of a block, per vLLM group. 0: all blocks of a request in this group
+        are returned.
     """
     fresh: set[int] = set()
     for new in scheduler_output.scheduled_new_reqs:
@@ -87,15 +90,15 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
         for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
             fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
     fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
-    # These include the blocks of requests that were preempted in the same call.
+    # These include blocks of requests that were preempted while the step was planned.
     fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
 
 
 def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
-    """Yields for each request of a step the tokens that the step computes, and the tokens computed
-    before.
+    """Yields, for each request of a step, the number of tokens that the step computes, and the
+    number of tokens computed before.
 
     Source: `SchedulerOutput` in vLLM 0.32.
     """
@@ -110,8 +113,11 @@ def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
 def event_extra_keys(
     request: Any, blocks: range, block_tokens: int
 ) -> tuple[tuple[Any, ...] | None, ...]:
-    """Returns the extra keys that are hashed into each block beside its tokens, as vLLM's events
-    name them; empty if no block has extra keys.
+    """Returns, for each block, the extra keys that vLLM hashes in addition to the block's tokens
+    (for media, a cache salt or prompt embeddings), in the form of vLLM's events. Empty if no block
+    has extra keys.
+
+    blocks: positions of the blocks in the request.
 
     Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
     """
@@ -128,13 +134,13 @@ def event_extra_keys(
 
 
 def shared_prefix_boundary(request: Any) -> int:
-    """Returns the length of the prefix for which vLLM has a state because several requests share
-    it; 0 without such a prefix."""
+    """Returns the length, in tokens, of the prefix for which vLLM keeps a recurrent state because
+    several requests share it; 0 without such a prefix."""
     return int(getattr(request, "shared_prefix_boundary", 0))
 
 
 class WholeSet(set[int]):
-    """A set that is whole from the start: `add` and `update` change nothing."""
+    """A set that ignores `add` and `update`, so that it keeps its first contents."""
 
     def add(self, element: int, /) -> None:
         """Does nothing."""
@@ -144,29 +150,33 @@ class WholeSet(set[int]):
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:
-    """Tells vLLM's offloading, before it plans the stores of a step, which blocks the step writes.
+    """Replaces the record of vLLM's offloading of which blocks a step writes. Must be called before
+    it plans the stores of the step.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
-    written: the blocks that vLLM has newly allocated, and not those that it reuses.
+    written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
-    Source: vLLM 0.32 and 0.33. They count the blocks of a new request's prefix hit as newly
-    allocated. So another request of the same prefix lost these blocks from its windows, and stored
-    a chunk of several blocks without them, or with its other blocks in their places. 0.32 does not
-    count blocks that another connector of a MultiConnector loads into.
+    Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
+    prefix hit. Another request with the same prefix then drops these blocks from its windows, and
+    stores a chunk of several blocks without them, or with its other blocks in their places. The
+    record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
-    """Ends the stores of all requests that have one of these blocks, which another connector of a
-    MultiConnector has failed to load. They store no further whole chunks; vLLM may still store the
-    partial last block of a model with a single recurrent group. Returns the keys of stores under
-    way; `fail_stores` must keep their rows from being used.
+    """Keeps vLLM's offloading from storing wrong KV after another connector of a MultiConnector has
+    failed to load blocks. Returns the keys of affected stores that are in progress; `fail_stores`
+    must make these fail.
+
+    The requests that hold one of the blocks store no further whole chunks. vLLM may still store the
+    partial last block of a model with a single recurrent group.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
+    invalid_blocks: ids of the blocks that were not loaded.
 
-    Source: vLLM 0.32. A load within a step fails after the stores of this step, and perhaps of the
-    next one, were planned.
+    Source: vLLM 0.32. A synchronous load fails after the stores of its step, and perhaps of the
+    next step, were planned.
     """
     keys: set[Any] = set()
     for status in offloading._req_status.values():
@@ -243,10 +253,12 @@ def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
 
 
 def fail_stores(manager: Any, spoilt: set[Any]) -> None:
-    """Makes a store fail that ends with a key in `spoilt`: the primary tier then frees its rows,
-    and tiers below do not get them. Removes the keys of stores that have ended.
+    """Makes vLLM's offloading treat a store as failed if one of its keys is in `spoilt`. The
+    primary tier then frees the store's rows, and does not pass them to the tiers below. Keys of
+    stores that have ended are removed from `spoilt`.
 
-    manager: vLLM's `TieringOffloadingManager`.
+    manager: vLLM's `TieringOffloadingManager`. Its method `complete_store` is replaced.
+    spoilt: the keys; the caller may add keys later.
     """
     complete = manager.complete_store
 
@@ -259,14 +271,14 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
 
 
 def stop_at_computed(offloading: Any, request: Any) -> None:
-    """Keeps vLLM's offloading from storing blocks that a request has not computed, or does not hold
-    any more, when it ends.
+    """Keeps vLLM's offloading from storing blocks that an ended request has not computed, or does
+    not hold any more.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 and 0.33. Its `_build_store_jobs` takes all tokens of a finished request but
-    the last for computed, unless the request was aborted. With asynchronous scheduling a request
-    may also end after vLLM has preempted it, and so freed its blocks.
+    Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
+    finished request were computed, unless the request was aborted. With asynchronous scheduling a
+    request may also end after vLLM has preempted it and freed its blocks.
     """
     limit_stores(offloading, request.request_id, request.num_computed_tokens)
 
@@ -283,12 +295,14 @@ def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
 
 
 def forget_blocks(offloading: Any, request: Any) -> None:
-    """Makes vLLM's offloading forget the blocks of a session with streamed input whose next turn is
-    given blocks.
+    """Clears the block ids that vLLM's offloading has recorded for a request with streamed input.
+    Must be called when the request's next turn gets its blocks. Does nothing for other requests.
 
-    Source: vLLM 0.32; 0.33 does so by itself. Its `_update_req_states` appends the blocks that a
-    step lists. For the next turn of a session a step lists all blocks again, so that every later
-    block would be stored under the name of another.
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+
+    Source: vLLM 0.32; 0.33 clears them itself. `_update_req_states` appends the blocks that a step
+    lists. For the next turn a step lists all blocks of the request again. Without clearing, later
+    blocks would be stored under the keys of other blocks.
     """
     if getattr(request, "resumable", False):
         for group in offloading._req_status[request.request_id].group_states:

@@ -1,14 +1,15 @@
 """Checks whether an untested version of vLLM still has the API that hotkv uses.
 
-`uses.json` lists this API for each door (one of hotkv's two connectors): the modules, classes,
-members, calls and hooks of vLLM that the door uses, and every KV cache spec class and attention
-backend that an author has reviewed. `make fix` generates the list from the sources of the tested
-versions (`tools/vllm_list.py`). This module compares the list with the sources of another version:
-with the installed vLLM when an engine starts, which takes less than 0.2 s, or with a release (the
-nightly comparison).
+A *door* is one of hotkv's two connectors. `uses.json` lists the API that each door uses (its
+*uses*): modules, classes, members, calls and hooks of vLLM. It also lists every KV cache spec class
+and attention backend that an author has reviewed. `make fix` generates the list from the sources of
+the tested versions (`tools/vllm_list.py`).
 
-Always true: vLLM is not imported. Only the source files that the list refers to are read. Each
-difference is named in the result. No result is kept on disk.
+This module compares the list with the sources of another version. At an engine's start this is the
+installed vLLM, and takes less than 0.2 s. A nightly job compares releases.
+
+Always true: vLLM is not imported. Only the source files to which the list refers are read. The
+result names each difference. Nothing is written to disk.
 
 `python -m hotkv_vllm.compat.uses VERSION` prints the answers for the installed vLLM as JSON; `hotkv
 doctor` runs it.
@@ -44,7 +45,8 @@ from hotkv_vllm.compat.definitions import (
 
 OWN, OFFLOADING = "own", "offloading"
 DOORS = (OWN, OFFLOADING)
-"""`own`: the connector. `offloading`: hotkv as a tier below vLLM's own offloading."""
+"""The names of hotkv's two connectors: `own` is `HotKVConnector`, `offloading` is
+`HotKVOffloadingConnector` (hotkv as a tier below vLLM's own offloading)."""
 
 Line = tuple[int, int]
 TESTED: Mapping[str, tuple[Line, Line]] = {
@@ -58,8 +60,8 @@ LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
     OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
     OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
 }
-"""By door (one of the two connectors): older release lines that `make check` compares too, each
-with the reason why the door can't work with it."""
+"""By door (one of the two connectors): older release lines with which the door can't work, and why.
+`make check` compares them too."""
 
 
 def span(door: str) -> str:
@@ -82,22 +84,22 @@ def is_tested(door: str, version: str) -> bool:
 LIST = Path(__file__).with_name("uses.json")
 SPECS = "vllm.v1.kv_cache_interface"
 SPEC = "KVCacheSpec"
-"""Base of all spec classes in the module `SPECS`."""
+"""Name of the base class of all KV cache spec classes. It is in the module `SPECS`."""
 REGISTRY = "vllm.v1.attention.backends.registry"
 ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
 
 
 @dataclass
 class Form:
-    """The properties of one name of vLLM on which hotkv relies. A property is empty if hotkv does
-    not rely on it.
+    """The properties of a name of vLLM on which hotkv relies. A property is empty if hotkv does not
+    rely on it.
 
-    kind: `class`, `function`, `module`, `value`, `method`, `classmethod`, `staticmethod`.
+    kind: `class`, `function`, `module`, `value`, `method`, `classmethod` or `staticmethod`.
     gives: type of the value, or of a call's result, if another use depends on it.
-    calls: the forms in which hotkv calls the name (`Call` as text).
-    signature: parameters of a hook that hotkv overrides.
-    abstract: for a class that hotkv subclasses, the methods that subclasses must define.
-    callers: methods of the same class that call this method, if hotkv distinguishes callers.
+    calls: how hotkv calls the name; each entry is a `Call` as text.
+    signature: kind and parameters of a method that hotkv overrides.
+    abstract: for a class of which hotkv has subclasses: the methods that subclasses must define.
+    callers: the methods of the same class that call this method, if hotkv looks at the caller.
     """
 
     kind: str
@@ -112,7 +114,7 @@ class Form:
         return cls(**{**entry, "calls": set(entry.get("calls", ()))})
 
     def entry(self) -> dict[str, Any]:
-        """Returns the form as a JSON object, without empty parts."""
+        """Returns the form as a JSON object, without empty properties."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         values["calls"] = sorted(self.calls)
         return {name: value for name, value in values.items() if value}
@@ -120,9 +122,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Uses:
-    """The contents of `uses.json`. For each use the list has the forms that the use has in the
-    versions `made_from`. None stands for a version without the name. Equal forms are listed
-    once."""
+    """The contents of `uses.json`.
+
+    made_from: the versions of vLLM from which the list was generated.
+    specs: names of the reviewed KV cache spec classes.
+    backends: names of the reviewed attention backends, by enumeration.
+    doors: by door, module and name: the different forms that the name has in these versions. None
+        stands for a version without the name.
+    """
 
     made_from: tuple[str, ...]
     specs: frozenset[str]
@@ -150,7 +157,11 @@ class Uses:
 
 
 def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
-    """Returns a form with the kind and type of a definition."""
+    """Returns the form of a definition, with its kind and type only.
+
+    found: the definition.
+    is_member: True if it is a member of a class.
+    """
     node = found.node
     if isinstance(node, FunctionDef):
         kind = kind_of(node) if is_member else "function"
@@ -163,7 +174,7 @@ def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
 
 
 def spec_classes(names: Names) -> set[str]:
-    """Returns the names of all KV cache spec classes."""
+    """Returns the names of all KV cache spec classes in a version's sources."""
     module = names.module(SPECS)
     classes = module.classes() if module is not None else ()
     return {
@@ -177,7 +188,10 @@ def spec_classes(names: Names) -> set[str]:
 
 
 def backends(names: Names, enum: str) -> set[str]:
-    """Returns the members of an enumeration of attention backends."""
+    """Returns the names of the members of an enumeration of attention backends.
+
+    enum: name of the enumeration.
+    """
     found = names.lookup(REGISTRY, enum)
     body = found.node.body if found is not None and isinstance(found.node, ast.ClassDef) else ()
     targets = [line.targets[0] for line in body if isinstance(line, ast.Assign)]
@@ -188,17 +202,21 @@ def backends(names: Names, enum: str) -> set[str]:
 
 
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
-    """Returns a line for each use of a door that fits none of its forms in a version's sources, and
-    for each spec class and backend that the list does not know. Raises SyntaxError."""
+    """Compares the list with a version's sources. Returns a line for each use of a door whose form
+    there is not listed, and for each spec class and attention backend that is not listed. Raises
+    SyntaxError if a source file can't be parsed."""
     names = Names(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Returns a line for each use that fits none of its forms, in order. `names`: the definitions
-    in the sources, from files parsed in part; a use that does not fit is checked again with files
-    parsed as a whole."""
+    """Returns a line for each use of a door whose form in the sources is not listed, in the order
+    of the list (the keys of the result).
+
+    names: the definitions in the sources, from files that are parsed only in part. If a use does
+        not fit, it is checked again with files that are parsed as a whole.
+    """
     whole = Names(source, is_whole=True)
     found: dict[str, None] = {}
     for module, entries in uses.doors[door].items():
@@ -211,7 +229,8 @@ def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[
 
 
 def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
-    """Returns a line for each spec class and attention backend that is unknown, in order."""
+    """Returns a line for each spec class and attention backend that is not listed (the keys of the
+    result)."""
     found: dict[str, None] = {}
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
@@ -222,15 +241,18 @@ def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
 
 
 def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None]) -> str:
-    """Returns an empty text if a use fits one of its forms. Otherwise says how it differs from the
-    last form."""
+    """Returns an empty text if a name of vLLM has one of the listed forms. Otherwise returns how it
+    differs from the last listed form."""
     problems = [_differs_from(names, module, name, form) for form in forms]
     return next(one for one in reversed(problems) if one) if all(problems) else ""
 
 
 def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
-    """Returns how a use in the installed vLLM differs from this form, in words; empty if the use
-    has this form. `form`: None means that the name must be missing."""
+    """Returns, as text, how a name of vLLM differs from a form; empty if it has this form.
+
+    name: the name in the module, such as `Class.member`.
+    form: the expected form; None if the name must be missing.
+    """
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     if form is None:
@@ -262,8 +284,8 @@ def _differs_from(names: Names, module: str, name: str, form: Form | None) -> st
 
 
 def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
-    """Returns why a class or function does not accept a call of the list; empty if all calls are
-    accepted."""
+    """Returns why a class or function does not accept one of the form's calls; empty if it accepts
+    all of them."""
     if not form.calls:
         return ""
     if isinstance(found.node, FunctionDef):
@@ -284,9 +306,10 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a door (one of the two connectors) works with a version of vLLM.
+    """Whether a door (one of the two connectors) works with a version of vLLM, and why.
 
-    changed: a line per difference; None if the version is tested, so that no comparison was made.
+    changed: the differences, a line each; None if nothing was compared, because the version is
+        tested.
     num_uses: number of compared uses.
     took_s: duration of the comparison, seconds.
     """
@@ -317,8 +340,8 @@ class Answer:
 
 
 def installed() -> Readable | None:
-    """Returns the sources of the vLLM that this environment has, without importing vLLM; None if
-    vLLM is not installed."""
+    """Returns the sources of the installed vLLM, without importing it; None if vLLM is not
+    installed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
@@ -326,14 +349,16 @@ def installed() -> Readable | None:
 
 
 def answer(door: str, version: str, source: Readable | None = None) -> Answer:
-    """Returns whether a door (one of the two connectors) works with a version of vLLM. Compares
-    sources only if the version is not tested. `source`: the version's sources; None for the
-    installed vLLM."""
+    """Returns whether a door (one of the two connectors) works with a version of vLLM, and why.
+    Compares sources only if the version is not tested.
+
+    source: the version's sources; None for the installed vLLM.
+    """
     if is_tested(door, version):
         return Answer(door, version)
     started_s = perf_counter()
     was_collecting = gc.isenabled()
-    # A syntax tree is many objects without a cycle: looking through them doubles the time.
+    # A syntax tree has many objects and no cycles: the garbage collector would double the time.
     gc.disable()
     try:
         source = source or installed()

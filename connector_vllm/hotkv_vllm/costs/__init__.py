@@ -1,1 +1,2 @@
-"""Decides whether a hit is loaded or computed, by which of the two is faster."""
+"""Decides whether a hit is loaded from the server or its tokens are computed: whichever is
+faster."""

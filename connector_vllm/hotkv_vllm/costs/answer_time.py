@@ -1,7 +1,6 @@
-"""Measures how long the server takes to answer a call.
-
-The engine reads an answer only between its steps, possibly long after it has arrived. So the time
-is taken when the answer arrives. Any thread may use this module.
+"""Measures how long the server takes to answer a call. The time ends when the answer arrives, not
+when the engine reads it, because the engine reads answers only between its steps. Any thread may
+use this module.
 """
 
 import time
@@ -19,9 +18,11 @@ if TYPE_CHECKING:
 
 
 class AnswerTime:
-    """Seconds from the construction until `answer` has a result.
+    """Measures the seconds from its construction until a future is resolved.
 
-    span: the trace span of the call; the span ends with the answer.
+    answer: the future of a call to the server.
+    span: the trace span of the call, which is ended when the future is resolved; None without
+        tracing.
     """
 
     __slots__ = ("_asked_s", "_came_s")
@@ -41,13 +42,16 @@ class AnswerTime:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds until the answer came, or until now if the answer has not come."""
+        """Returns the seconds until the answer arrived, or until now if it has not arrived."""
         return (self._came_s or time.monotonic()) - self._asked_s
 
 
 def end_call(span: "Span", answer: "Future[Any]") -> None:
-    """Ends the trace span of a lookup or lease, whether the call was answered or failed. Any thread
-    may call it."""
+    """Ends the trace span of a lookup or lease, and records in it how the call has ended. Any
+    thread may call it.
+
+    answer: the resolved future of the call.
+    """
     if answer.cancelled():
         span.end("CANCELLED")
         return

@@ -1,17 +1,25 @@
-"""Takes a hit if loading it is faster than computing it.
+"""Decides whether to load a hit: only if loading is faster than computing its tokens.
 
-The engine measures the server's time for answers and loads, and its own time for prefill. Only the
-server's time counts: an engine that is busy would wait between two steps in any case.
+The engine learns both times. It measures how long the server takes for answers and loads, and how
+long its own prefill takes. The time in which an answer waits for the engine's next step does not
+count.
 
-Always true: a load has a time limit, the time to compute its hit, as soon as that is known. While
-loads are slower than prefill, trials of loading may take TRIED_SHARE of the prefill time of such
-hits. A trial that exceeds its time limit adds the excess to a debt, and no trial begins until the
-time that further hits allow for trials has paid it. The debt is bounded by the usual time of
-trials, because one stall says little about the next trial, and it decreases with time.
+A hit is loaded if the predicted load time is not longer than the predicted prefill time (`TAKE`).
+The load is cancelled when it has taken as long as the prefill would.
 
-A trial loads a few tokens of its hit, since a load that has begun can't always be ended at once. If
-it ends in time, the next trial loads twice as many tokens. From both the engine learns the fixed
-time of a load and the time per token. Scheduler thread only.
+If loading seems slower, the hit is computed (`LEAVE`). But now and then the engine tries a load
+(`TRY`), to notice when loading has become faster. A trial loads only a few tokens of its hit,
+because a load that has begun can't always be ended at once. After a trial that ended in time the
+next trial loads twice as many tokens. So the engine learns the fixed time of a load and the time
+per token.
+
+Always true: trials take at most TRIED_SHARE of the prefill time of the hits that were computed.
+Each such hit adds to an allowance of seconds, from which trials are paid. A trial that exceeds its
+time limit makes the allowance negative (a debt), and no trial begins until further hits have paid
+the debt. The debt is at most the usual time of DEBT_TRIALS trials, because one stall says little
+about the next trial. It also decreases with time.
+
+Scheduler thread only.
 """
 
 from collections import deque
@@ -27,31 +35,32 @@ from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState
 from hotkv_vllm.stats import HotKVStats
 
 COSTED = 16
-"""Number of recent answers and loads from which costs are learnt, so that costs follow the server's
-load."""
+"""Costs are learnt from this many recent answers and loads, so that they follow changes of the
+server's load."""
 CHANGED = 4.0
-"""If a time differs from its prediction by this factor, up or down, the server has changed: earlier
-times are forgotten."""
+"""If a measured time is greater or smaller than its prediction by this factor, the server has
+changed, and earlier times are discarded."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
-"""A call that was given up counts as if it had taken this multiple of its time so far."""
+"""A call that was given up counts as if it had taken this multiple of the time until then."""
 USUAL_TRIALS = 5
-"""The usual time of a trial is the median over this many trials. Before there were so many, the
-missing trials count as having ended in time."""
+"""The usual time of a trial is the median over this many trials. As long as there were fewer
+trials, each missing trial counts with its time limit."""
 DEBT_TRIALS = 3
 """The debt of trials is at most the usual time of this many trials."""
 DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
-"""A hit is still loaded if that is slower than prefill by no more than this: it frees the device
-for other work."""
+"""A hit is still loaded if loading is slower than prefill by at most this, because a load leaves
+the device free for other work."""
 LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
-"""The shortest time limits: of a hit that is worth loading, and of the load of any hit. Timers are
-coarse, and so short a wait does no harm."""
+"""The shortest time limits: for a hit that is to be loaded (answers and load), and for the load of
+a hit alone. Shorter limits would be inexact, and gain nothing."""
 
 
 class ServerCosts:
-    """Predicts the server's time for the answers of a hit, and for the load of its tokens."""
+    """Predicts, from measured times, how long the server takes for its answers about a hit, and for
+    a load."""
 
     def __init__(self) -> None:
         self._answers: deque[float] = deque(maxlen=COSTED)
@@ -63,7 +72,8 @@ class ServerCosts:
 
     @property
     def answers_s(self) -> float:
-        """Returns the time for the answers of one hit; 0 before the first measurement."""
+        """Returns the predicted time for the answers about one hit; 0 before the first
+        measurement."""
         return float(np.median(self._answers)) if self._answers else 0.0
 
     def load_s(self, num_tokens: int) -> float:
@@ -74,7 +84,7 @@ class ServerCosts:
         return fixed_s + num_tokens * token_s
 
     def forget_loads(self) -> None:
-        """Discards the times of loads, which no longer hold."""
+        """Discards the measured times of loads, because they no longer hold."""
         self._loads.clear()
 
     def note_answers(self, seconds: float) -> None:
@@ -89,8 +99,8 @@ class ServerCosts:
         self._is_guess = False
 
     def guess_load(self, num_tokens: int, seconds: float) -> None:
-        """Replaces the times of loads by an estimate, after a load was given up. The next measured
-        load replaces the estimate."""
+        """Replaces the measured times of loads by an estimate, after a load was given up. The next
+        measured load replaces the estimate."""
         self._loads.clear()
         self._loads.append((num_tokens, seconds))
         self._is_guess = True
@@ -101,8 +111,11 @@ def _is_like(predicted_s: float, seconds: float) -> bool:
 
 
 class LoadChoice:
-    """Decides whether a hit is loaded or computed. Without `prefill` (measured prefill speed) every
-    hit is loaded."""
+    """Decides whether a hit is loaded or computed. Owns the `HitChoice` of each request.
+
+    costs: predicts the server's times.
+    prefill: predicts the prefill time; None loads every hit.
+    """
 
     def __init__(self, prefill: PrefillSpeed | None, stats: HotKVStats) -> None:
         self.costs = ServerCosts()
@@ -120,8 +133,12 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """Returns the hit finder's answer if loading the hit is faster than computing it; otherwise
-        the answer "no hit"."""
+        """Returns the answer to vLLM's question how long the request's hit is: the answer of
+        `HitFinder` if the hit is to be loaded (all of it, or a part for a trial), otherwise "no
+        hit".
+
+        computed_tokens: length of the hit in vLLM's own prefix cache.
+        """
         self._let_debt_fade(now_s)
         if not self._may_ask(state, computed_tokens):
             return _left(finder, state)
@@ -139,8 +156,9 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """Returns True if the request may ask for its hit, whose length is not known yet. Returns
-        False once the hit is to be computed instead, or its time limit has passed."""
+        """Returns True if the request may look for its hit, before the hit's length is known.
+        Returns False if the hit is to be computed, or if the server's answers have exceeded the
+        hit's time limit."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1
@@ -156,8 +174,12 @@ class LoadChoice:
         return False
 
     def _missed(self, state: RequestState, spent_s: float, was_late: bool) -> None:
-        """Ends the choice, because there is no hit or the answer exceeded the time limit that every
-        request has."""
+        """Ends the choice, because there is no hit, or because an answer exceeded
+        `lookup_timeout_s`.
+
+        spent_s: time that the server has taken for answers.
+        was_late: True if an answer exceeded `lookup_timeout_s`.
+        """
         choice, state.choice = state.choice, None
         if choice is not None and was_late:
             self._answers_lost(choice, spent_s)
@@ -173,7 +195,10 @@ class LoadChoice:
     def _weigh(
         self, finder: HitFinder, state: RequestState, num_tokens: int, computed_tokens: int
     ) -> None:
-        """Decides whether a leased hit of `num_tokens` is loaded, and how much of it."""
+        """Decides whether a leased hit is loaded, and how many of its tokens.
+
+        num_tokens: length of the hit beyond `computed_tokens`.
+        """
         choice = state.choice
         assert choice is not None, "a hit that was not asked for"
         if choice.num_tokens == num_tokens:
@@ -189,7 +214,8 @@ class LoadChoice:
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
-        """Decides again, now that the server has answered and the length of the hit is known."""
+        """Decides whether to take, try or leave a hit, now that its length is known. Replaces the
+        decision of `_chosen`, which assumed that the hit covers the whole prompt."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
             if held_s:
@@ -208,23 +234,26 @@ class LoadChoice:
         self._stats.add("tried_requests")
 
     def _trial_load_s(self, prefill_s: float) -> float:
-        """Returns the time limit of a trial's load, for a hit that takes `prefill_s` to compute."""
+        """Returns the time limit for the load of a trial.
+
+        prefill_s: predicted time to compute the hit.
+        """
         few_s = self.costs.load_s(self._tried_tokens)
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
-        """Returns the time limit of a request's load: `timeout_s`, or the rest of the hit's own
-        limit if that is shorter."""
+        """Returns the time limit for a request's load: `timeout_s`, or what remains of the hit's
+        time limit after the server's answers, if that is shorter."""
         choice = state.choice
         if choice is None or not choice.budget_s:
             return timeout_s
         return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
 
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
-        """Processes the ranks' reports of load times.
+        """Records the ranks' reports of load times.
 
-        load_seconds: the server's time for the load, by request; negative if the time limit was
-            reached.
+        load_seconds: by request, the time that the server took for its load; negative if the load
+            reached its time limit.
         """
         for request_id, load_s in load_seconds.items():
             choice = states[request_id].choice if request_id in states else None
@@ -233,13 +262,13 @@ class LoadChoice:
                 choice.is_late |= load_s < 0
 
     def end(self, state: RequestState, has_failed: bool) -> bool:
-        """Ends the choice of a request whose load has ended in all ranks. Returns True if the load
-        failed because it reached its time limit."""
+        """Ends the choice of a request whose load has ended in all ranks, and learns from the
+        load's time. Returns True if the load failed because it reached its time limit."""
         choice, state.choice = state.choice, None
         if choice is None:
             return False
         if has_failed and choice.is_late:
-            # vLLM will ask for this hit again: retain the choice.
+            # vLLM will ask for this hit again. The choice is kept, so that the hit is computed.
             state.choice = choice
             if self._lost(choice, choice.ask_s + choice.load_s):
                 self.costs.note_answers(choice.ask_s)
@@ -249,8 +278,8 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """Updates the choice after a load that ended within its time limit. The load's time counts
-        only if `load_s` (the server's time for the load) is known."""
+        """Learns from a load that has ended within its time limit. Its time counts only if it is
+        known (`choice.load_s`)."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -274,7 +303,8 @@ class LoadChoice:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
-        """Returns a first choice for a hit of unknown length, as if it covered the whole prompt."""
+        """Returns the first choice for a hit whose length is not known yet. Assumes that the hit
+        covers the whole prompt."""
         prefill_s = self._prefill_s(computed_tokens, stop_tokens)
         if not prefill_s:
             return HitChoice(Verdict.TAKE, 0.0)
@@ -295,8 +325,12 @@ class LoadChoice:
         self._stats.add("left_requests")
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
-        """Counts a hit whose load was ended at its time limit, after `seconds`. Returns True if
-        `seconds` shows the cost of the load; the limit of a trial is too short for that."""
+        """Handles a hit whose answers or load were given up at the time limit: from now on it is to
+        be computed. Returns True if `seconds` shows the cost of the load. The time of a trial does
+        not, because its limit is too short.
+
+        seconds: time that the server had taken until then.
+        """
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)
         self._stats.add("late_requests")
@@ -308,7 +342,8 @@ class LoadChoice:
         return was_taken
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
-        """Adds to the debt the time that a failed trial took beyond its limit."""
+        """Subtracts from the allowance the time by which a failed trial exceeded its limit. The
+        allowance may become negative (a debt)."""
         self._trials_s.append(seconds)
         in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
         usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))
@@ -321,7 +356,10 @@ class LoadChoice:
         self._seen_s = now_s
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
-        """Counts whether the choice about a hit (to load or to compute) proved right."""
+        """Counts whether the choice about a hit has proved right.
+
+        is_sooner: True if loading was, or would have been, faster than computing.
+        """
         if choice.prefill_s:
             self._stats.add("judged_choices")
             if (choice.verdict is Verdict.TAKE) == is_sooner:
@@ -335,8 +373,10 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
-    """Shortens a granted hit to about `limit` tokens, if a whole hit of that length exists. Returns
-    the new length."""
+    """Shortens a granted hit for a trial, and returns its new length beyond `computed_tokens`.
+
+    limit: wanted number of tokens. If no hit can end there, it is doubled until one can.
+    """
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:
         shorter = finder.groups.longest_hit(hit.ready, computed_tokens, computed_tokens + limit)

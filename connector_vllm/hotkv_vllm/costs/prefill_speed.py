@@ -1,7 +1,7 @@
-"""Learns how fast the engine computes prompts, from the engine's steps.
+"""Learns how fast the engine computes prompts, from the durations of its steps.
 
-Always true: only steps that are mostly prefill count, and idle time does not count. Scheduler
-thread only.
+Always true: only steps count that consist mostly of prefill. Time in which the engine is idle does
+not count. Scheduler thread only.
 """
 
 from collections import deque
@@ -13,23 +13,27 @@ import numpy as np
 from hotkv_vllm.stats import HotKVStats
 
 LEAST_CHUNK_TOKENS = 64
-"""This many tokens of a request in a step count as prefill. A decode step has one token, or a few
-drafts."""
+"""If a step computes at least this many tokens of a request, they count as prefill. In decode a
+request has one token per step, or a few draft tokens."""
 LEAST_STEP_TOKENS = 256
-"""Smaller steps are not measured: the fixed cost of a step dominates there."""
+"""Steps with fewer tokens are not measured, because the fixed cost of a step dominates their
+time."""
 RECENT = 15
-"""The speed is the median over this many steps, since some steps wait for stores or for a compiler.
-"""
+"""The speed is the median over this many recent steps, because some steps wait for stores or for a
+compiler."""
 LEAST_SPREAD_TOKENS = 2048
-"""The cost of context is learnt only from steps whose contexts differ by at least this."""
+"""How the cost grows with the context is learnt only from steps whose contexts differ by at least
+this many tokens."""
 MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step that was planned.
+    """A step that was planned and whose results have not arrived.
 
-    context_tokens: number of tokens before a token of the step, on average.
+    num_tokens: number of tokens that the step computes.
+    context_tokens: number of tokens before each of them, on average.
+    planned_s: time of the plan, monotonic clock.
     """
 
     num_tokens: int
@@ -38,12 +42,14 @@ class Planned:
 
 
 class PrefillSpeed:
-    """Learns how fast the engine computes prompts. A step begins when it is planned and ends when
-    its results come; the worker repeats the step's number with the results. With asynchronous
-    scheduling the next step is planned before these results come.
+    """Learns how fast the engine computes prompts, and predicts prefill times.
 
-    `last_end_s`: the time at which the results of the last step of any kind came. The caller sets
-        it.
+    A step begins when it is planned (`begin_step`) and ends when its results arrive (`end_step`).
+    With asynchronous scheduling the next step is planned before that. So a step has a number, which
+    the workers report with its results, and its time begins no earlier than the end of the step
+    before.
+
+    last_end_s: time at which the results of the last step of any kind arrived. The caller sets it.
     """
 
     def __init__(self, stats: HotKVStats) -> None:
@@ -51,7 +57,8 @@ class PrefillSpeed:
         self._number = 0
         self._open: dict[int, Planned] = {}
         self.last_end_s = 0.0
-        # Context before a token, and the seconds that it took.
+        # For each measured step: the tokens before each of its tokens, on average, and the seconds
+        # per token.
         self._costs: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._fit: tuple[float, float] | None = None
 
@@ -60,13 +67,13 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Returns the tokens of prefill that the engine computes per second; 0 before the first
+        """Returns how many tokens of prefill the engine computes per second; 0 before the first
         measurement."""
         return 1 / float(np.median([cost for _, cost in self._costs])) if self._costs else 0.0
 
     def seconds(self, start_tokens: int, stop_tokens: int) -> float:
-        """Returns the time to compute the tokens from `start_tokens` to `stop_tokens` of a prompt;
-        0 before the first measurement."""
+        """Returns the predicted time to compute the tokens of a prompt from position `start_tokens`
+        to `stop_tokens`; 0 before the first measurement."""
         if self._fit is None:
             self._fit = self._fitted()
         token_s, context_s = self._fit
@@ -75,11 +82,11 @@ class PrefillSpeed:
         )
 
     def begin_step(self, rows: Iterable[tuple[int, int]], now_s: float) -> int:
-        """Begins a step. Returns the step's id, which the worker sends back with the results; 0 if
-        the step is not timed.
+        """Begins to time a step. Returns its number, which the workers must report with the step's
+        results; 0 if the step is not timed, because it is small or mostly decode.
 
-        rows: for each request, how many tokens the step computes, and how many tokens come before
-            them.
+        rows: for each request of the step, the number of tokens that the step computes, and the
+            number of tokens before them.
         """
         num_tokens, num_prefill, contexts = 0, 0, 0.0
         for count, computed in rows:
@@ -95,7 +102,10 @@ class PrefillSpeed:
         return self._number
 
     def end_step(self, number: int, now_s: float) -> None:
-        """Ends a timed step: its results have come."""
+        """Ends a timed step, because its results have arrived.
+
+        number: the number that `begin_step` has returned.
+        """
         planned = self._open.pop(number, None)
         if planned is None:
             return
@@ -113,8 +123,8 @@ class PrefillSpeed:
         self._fit = None
 
     def _fitted(self) -> tuple[float, float]:
-        """Returns the seconds per token, and the additional seconds per token for each token of
-        context.
+        """Fits a line to the measured steps. Returns the seconds per token without context, and the
+        further seconds per token for each token of context.
 
         Uses medians of slopes and of residuals (Theil 1950, Sen 1968), because up to a third of the
         steps may have waited for something else.

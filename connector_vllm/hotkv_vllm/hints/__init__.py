@@ -1,1 +1,2 @@
-"""Reads the hints about retention and sessions that requests give to the cache."""
+"""Reads the hints that requests give to the cache: how to retain their blocks, and to which session
+they belong."""

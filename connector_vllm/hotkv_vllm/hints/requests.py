@@ -1,11 +1,12 @@
-"""Reads the hints of a request: vLLM's `kv_hints` and `session_id`, and their short form in
-`kv_transfer_params`.
+"""Reads the hints of a request, once, when the request arrives. A client gives hints in two forms:
+in vLLM's fields `kv_hints` and `session_id`, and in a short form in `kv_transfer_params`.
 
-Keys of the short form begin with `hotkv.`; other keys belong to other connectors and are ignored.
-`hotkv.cache_control` takes the value of Anthropic's field of that name, which vLLM drops from the
-body of a request. vLLM before 0.32 has no `kv_hints`. A wrong hint is dropped, counted, and logged
-at most once in `LOG_INTERVAL_S`; it never affects the request. Hints are read once, when the
-request arrives.
+Keys of the short form begin with `hotkv.`; other keys are ignored. `hotkv.cache_control` has the
+same values as Anthropic's field `cache_control`, which vLLM drops from the body of a request. vLLM
+before 0.32 has no `kv_hints`.
+
+A wrong hint never affects the request: it is dropped, counted, and logged at most once in
+`LOG_INTERVAL_S`.
 """
 
 import math
@@ -23,7 +24,7 @@ from hotkv_vllm.stats import HotKVStats
 LOG_INTERVAL_S = 60.0
 
 CACHE_TTL = "5m"
-"""Time to live of a `cache_control` without `ttl`, as in Anthropic's API."""
+"""The time to live if a `cache_control` has no `ttl`, as in Anthropic's API."""
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"([0-9]{1,6})([smh])")
 
@@ -44,9 +45,11 @@ _ALLOWED = {
 class RequestHints:
     """The hints of a request.
 
-    retention: retention of all blocks of the request; the request's stores carry it to the server.
-    session_id: empty without a session.
-    hints: all hints, for the server.
+    retention: how the server should retain all blocks of the request. The request's stores pass it
+        to the server.
+    session_id: id of the client's session (such as a conversation) to which the request belongs;
+        empty if the client has named none.
+    hints: all hints, for the report about the request to the server.
     """
 
     retention: Retention = NO_RETENTION
@@ -55,12 +58,13 @@ class RequestHints:
 
     @property
     def lasts(self) -> bool:
-        """Returns True if the server must be notified when the request ends."""
+        """Returns True if the request's end must be reported to the server, because of its session
+        or its hints."""
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:
-        """Returns the hints to send again when the request ends: the actions, of which some wait
-        for the end."""
+        """Returns the hints to send to the server again when the request ends: its actions, because
+        some of them take effect only at the end."""
         return Hints(self.hints.message_id, self.hints.actions)
 
 
@@ -68,14 +72,17 @@ NOTHING = RequestHints()
 
 
 class HintReader:
-    """Reads hints and logs wrong hints."""
+    """Reads the hints of requests, and counts and logs wrong hints."""
 
     def __init__(self, stats: HotKVStats) -> None:
         self._stats = stats
         self._quiet_until_s = -math.inf
 
     def asked(self, request: Any, now_s: float) -> RequestHints:
-        """Returns the hints of a request of vLLM."""
+        """Returns all valid hints of a request.
+
+        request: vLLM's object of the request.
+        """
         params = request.kv_transfer_params
         envelope, session = getattr(request, "kv_hints", None), getattr(request, "session_id", None)
         if envelope is None and session is None and not params:
@@ -103,13 +110,16 @@ class HintReader:
         return RequestHints(together.retention(), session or "", together)
 
     def read(self, params: Any, now_s: float) -> Retention:
-        """Returns the retention that the short form (keys `hotkv.*` of `kv_transfer_params`) asks
-        for; NO_RETENTION without hints."""
+        """Returns the retention in the short form of a request's hints (keys `hotkv.*` of
+        `kv_transfer_params`); NO_RETENTION without such hints.
+
+        params: the request's `kv_transfer_params`.
+        """
         return self._short(params, now_s)[0]
 
     def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
-        """Returns the retention, and all valid hints of the short form (keys `hotkv.*` of
-        `kv_transfer_params`)."""
+        """Returns the retention in the short form of a request's hints (keys `hotkv.*` of
+        `kv_transfer_params`), and all valid hints in it by name."""
         if not isinstance(params, dict):
             return NO_RETENTION, {}
         given = {
@@ -158,8 +168,9 @@ class HintReader:
 
 
 def _message_id(request_id: str) -> str:
-    """Returns an id for the hints of a request without a message id. Clients choose a part of a
-    request's id, so this part may contain any text."""
+    """Returns an id for a request's hints if the client has given them none: made from the
+    request's id, without characters that are not printable, because clients can choose a part of
+    that id."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
     return f"request {printable}"[:MAX_ID_CHARS]
 
@@ -188,7 +199,8 @@ def _is_good(name: str, value: Any) -> bool:
 
 
 def _cache_ttl_s(value: Any) -> float | None:
-    """Returns the time to live of a `cache_control`; None if the value is wrong."""
+    """Returns the time to live, in seconds, that a `cache_control` asks for; None if the value is
+    wrong."""
     if isinstance(value, dict):
         if value.get("type") != "ephemeral":
             return None

@@ -1,15 +1,16 @@
-"""Names the bytes that a worker holds for a LoRA adapter, and notices if they change. Worker side.
+"""Identifies the bytes that a worker has loaded for a LoRA adapter, and notices if they change.
+Worker side.
 
 vLLM reads an adapter's files when the adapter is added, or in the first step that needs it, and
-again after it was evicted. The identity is a digest of the adapter in memory after the read. So
-files that are written at that moment can't make it wrong.
+again if it was evicted since. The identity is a digest of the adapter in memory, after it was read.
+So it is right even if the files are written at that moment.
 
 Always true:
-- vLLM uses the adapter that was named to the scheduler until the adapter is released or evicted. If
-  vLLM has not loaded it yet, it is read ahead, and vLLM gets that copy. The number of adapters read
-  ahead is bounded.
-- `is_trusted` is False from the moment that other bytes are loaded under a known id until the
-  scheduler has acknowledged it. Stores and loads that were planned on the old bytes must not run.
+- vLLM uses the adapter whose identity was reported to the scheduler, until the adapter is released
+  or evicted. If vLLM has not loaded the adapter when the scheduler asks, `AdapterWatch` reads it
+  ahead, and vLLM later gets that copy. At most `max_ahead` adapters are read ahead.
+- If other bytes are loaded for a known id, `is_trusted` is False until the scheduler has
+  acknowledged this. Stores and loads that were planned for the old bytes must not run.
 """
 
 import hashlib
@@ -24,16 +25,18 @@ from hotkv_vllm.identity.weights_watch import calling_worker
 from hotkv_vllm.link import logger
 
 MAX_AHEAD = 4
-"""Most adapters that are read ahead of vLLM. If more adapters fit a batch, that number is the
-limit."""
+"""Most adapters that are read ahead of vLLM, or the number of adapters in a batch (`max_loras`) if
+that is larger."""
 
 
 class AdapterWatch:
-    """Watches the LoRA manager of a vLLM worker.
+    """Identifies the adapters that a vLLM worker loads, by watching vLLM's LoRA manager.
 
-    manager: vLLM's LoRA manager; None without LoRA: then the identity of every adapter is UNKNOWN.
-    settings: digest of the settings that decide an adapter's KV in addition to the adapter's bytes.
-    max_ahead: most adapters that are read ahead.
+    manager: vLLM's LoRA manager; None without LoRA, or if the manager is not known: then every
+        adapter is UNKNOWN.
+    rank: vLLM's number of the rank.
+    settings: digest of the settings that affect the KV in addition to the adapter's bytes.
+    max_ahead: most adapters that are read ahead of vLLM.
     """
 
     def __init__(
@@ -61,18 +64,18 @@ class AdapterWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Returns True if the engine has a manager of adapters, whose loads this object watches."""
+        """Returns True if this object watches a LoRA manager."""
         return self._manager is not None
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if the adapters' bytes that this worker holds are those with which the
-        scheduler has made its plans."""
+        """Returns True if the scheduler has acknowledged all changes of adapters' bytes. Its plans
+        then hold for the bytes that this worker has loaded."""
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:
-        """Carries out the work on adapters that a step's metadata asks for. Postponed questions
-        come first."""
+        """Carries out the adapters' part of a step's message: releases adapters, and answers
+        questions. Postponed questions come first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -93,7 +96,8 @@ class AdapterWatch:
             self._answers[number] = {self._rank: identity}
 
     def take_report(self) -> AdapterReport | None:
-        """Returns the report for the scheduler, and clears it; None if it is empty."""
+        """Returns the report about adapters for the scheduler; None if it is empty. Each answer is
+        returned once."""
         if not self._answers and not self._unacknowledged:
             return None
         report = AdapterReport(self._answers, self._unacknowledged)
@@ -101,10 +105,9 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Returns the identity of the adapter that vLLM uses, or will use; UNKNOWN or LATER without
-        an identity.
-
-        Reads the adapter ahead if vLLM has not loaded it.
+        """Returns the identity of the adapter that vLLM uses, or will use. Reads the adapter ahead
+        if vLLM has not loaded it. Returns UNKNOWN if the adapter can't be identified, and LATER if
+        no further adapter may be read ahead.
         """
         if self._manager is None:
             return UNKNOWN
@@ -118,13 +121,14 @@ class AdapterWatch:
                 if adapter_id not in self._changed:
                     self._ahead[adapter_id] = model
         except Exception:  # noqa: BLE001 - edge to vLLM
-            # vLLM reports the adapter's fault itself when it loads the adapter.
+            # vLLM itself reports the error when it loads the adapter.
             logger.exception("hotkv: LoRA adapter %r could not be read", lora_request.lora_name)
             return UNKNOWN
         return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
 
     def _load(self, lora_request: Any) -> Any:
-        """Reads an adapter's files. Replaces vLLM's method."""
+        """Loads an adapter, in place of vLLM's method. Uses the copy that was read ahead, if there
+        is one; otherwise reads the adapter's files and identifies it."""
         adapter_id = lora_request.lora_int_id
         model = self._ahead.pop(adapter_id, None)
         if model is None or lora_request.load_inplace:
@@ -147,14 +151,14 @@ class AdapterWatch:
 
     def _identity(self, model: Any) -> str:
         found = hashlib.sha256(f"hotkv-adapter-in-memory-1\0{self._settings}\0".encode())
-        # The id is this engine's number for it.
+        # The id is left out, because it is only this engine's number for the adapter.
         _feed(found, {name: value for name, value in vars(model).items() if name != "id"})
         return found.hexdigest()
 
 
 def watch_adapters(vllm_config: Any) -> AdapterWatch:
-    """Returns a watch over the adapters of the worker that is registering its KV caches right
-    now."""
+    """Returns an `AdapterWatch` for the worker that is calling. Must be called while vLLM's worker
+    registers its KV caches, because the worker is found on the call stack."""
     rank = vllm_config.parallel_config.rank
     if vllm_config.lora_config is None:
         return AdapterWatch(None, rank)
@@ -173,9 +177,11 @@ def watch_adapters(vllm_config: Any) -> AdapterWatch:
 
 
 def _feed(found: Any, value: Any) -> None:
-    """Feeds a value into a digest so that unequal values differ.
+    """Feeds a value into a digest, so that unequal values give different digests. Feeds the whole
+    contents of tensors, and the class and attributes of objects.
 
-    Tensors are fed whole, objects by class and attributes."""
+    found: the digest, an object of hashlib.
+    """
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         found.update(f"tensor {data.dtype} {tuple(data.shape)}\0".encode())

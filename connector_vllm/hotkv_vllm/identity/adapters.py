@@ -1,18 +1,20 @@
-"""Computes the block keys of requests that use LoRA adapters, from the adapter's content. Scheduler
-thread only; pure.
+"""Computes the block keys of requests with LoRA adapters, so that they depend on the adapters'
+contents. Scheduler thread only; pure.
 
-vLLM's block hashes cover an adapter's name and path, but not its bytes. Here a key is a hash over
-vLLM's hash and the identity of the bytes that this engine's workers hold. So engines share KV of an
-adapter only if their adapters are equal.
+vLLM's block hashes cover an adapter's name and path, but not its bytes. Here a block's key is a
+hash over vLLM's hash and the adapter's *identity*: a digest of the bytes that this engine's workers
+have loaded. So engines share KV of an adapter only if their adapters are equal.
+
+The scheduler side learns identities by *questions*: it asks all ranks which bytes they hold for an
+adapter id, in the message of a step (`AdapterWork`), and their reports answer (`AdapterReport`).
 
 Always true:
-- A request of an adapter has no keys (so neither hits nor stores) unless all ranks have reported
-  the identity of the bytes that they hold for each id of that adapter, and these identities were
-  always equal.
+- A request with an adapter has no keys (so neither hits nor stores) until all ranks have answered
+  for each id of that adapter.
 - If an adapter was seen with two identities, its requests have no keys for the rest of the engine's
-  life: vLLM's own cache gives both the same name and mixes their KV.
-- While requests of an adapter live, workers retain the bytes that they have identified. A question
-  about the adapter is repeated until all ranks have answered, whatever steps or reports are lost.
+  life, because vLLM's own prefix cache does not distinguish them and mixes their KV.
+- As long as requests of an adapter run, workers retain the bytes that they have identified.
+- A question is repeated until all ranks have answered, even if steps or reports are lost.
 """
 
 import enum
@@ -23,18 +25,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 WAIT_S = 2.0
-"""How long a request waits for the workers' answer. After that it is computed without the shared
+"""How long a request waits for the ranks' answers. After that it is computed without the shared
 cache."""
 ASK_AGAIN_S = 5.0
 """A question that ranks have not answered is asked again after this time, because the question or
-the answer was lost."""
+an answer was lost."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
 """A rank's answer if it can't identify the bytes that it holds."""
 LATER = "later"
-"""A rank's answer if it has already read the allowed number of adapters ahead of vLLM. It sends
-another answer, without another question, as soon as it can."""
+"""A rank's answer if it must postpone the real answer, because it has already read the allowed
+number of adapters ahead of vLLM. It sends the real answer by itself as soon as it can."""
 
 AdapterName = tuple[str, str]
 """An adapter's name and path. vLLM's block hashes identify an adapter by these."""
@@ -42,12 +44,12 @@ AdapterName = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class AdapterWork:
-    """The work for the workers in a step's metadata. The workers carry out `released` before
-    `asked`.
+    """The part of a step's message that tells the workers what to do about adapters. The workers
+    carry out `released` before `asked`.
 
     asked: the adapters to identify, each as (number of the question, vLLM's LoRARequest).
-    released: ids of adapters without a live request.
-    acknowledged: ids of adapters whose change of bytes the scheduler has processed.
+    released: ids of adapters without a running request: the workers need not retain their bytes.
+    acknowledged: ids of adapters of which the scheduler knows that their bytes have changed.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -62,18 +64,18 @@ NO_WORK = AdapterWork()
 class AdapterReport:
     """The workers' report about adapters.
 
-    answers: the adapters' identities (derived from their bytes), by the number of the scheduler's
-        question and by the rank that answers.
-    changed: ids of adapters whose bytes have changed, reported until the scheduler acknowledges the
-        change.
+    answers: by number of the scheduler's question and by rank: the adapter's identity (digest of
+        its bytes), UNKNOWN or LATER.
+    changed: ids of adapters whose bytes have changed. They are reported until the scheduler
+        acknowledges the change.
     """
 
     answers: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     changed: frozenset[int] = frozenset()
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
-        """Returns the union of two ranks' reports. If both have an answer of the same rank, the
-        worse answer counts."""
+        """Returns the report that joins two reports. If both have an answer of the same rank to the
+        same question, the worse answer counts."""
         answers = {number: dict(said) for number, said in self.answers.items()}
         for number, said in other.answers.items():
             known = answers.setdefault(number, {})
@@ -83,16 +85,16 @@ class AdapterReport:
 
 
 def _badness(identity: str) -> tuple[bool, bool, str]:
-    """Orders a rank's answers: UNKNOWN is the worst, then LATER."""
+    """Returns a sort key for a rank's answers: UNKNOWN is the worst, then LATER."""
     return identity == UNKNOWN, identity == LATER, identity
 
 
 class Standing(enum.Enum):
-    """Whether a request of an adapter may use the shared cache.
+    """Whether a request with an adapter may use the shared cache.
 
-    KNOWN: the request may use the cache. WAIT: the ranks have not answered yet. NOT_YET: the
-    request has waited long enough, or a rank has postponed its answer; the request is computed
-    without the cache. NEVER: the request may never use the cache.
+    KNOWN: it may. WAIT: the ranks have not answered yet, and the request should wait. NOT_YET: the
+    ranks have not answered, but the request has waited long enough or a rank has postponed its
+    answer; it is computed without the cache. NEVER: it may not.
     """
 
     KNOWN = "known"
@@ -105,8 +107,12 @@ class Standing(enum.Enum):
 class _Id:
     """The state of one of vLLM's adapter ids.
 
-    asked: number of the open question; 0 without an open question.
+    names: the adapters (name and path) that requests have used with this id.
+    num_live: number of running requests with this id.
+    asked: number of the open question about this id; 0 without an open question.
+    answers: the ranks' answers to this question, by rank.
     is_put_off: True if a rank has postponed its answer.
+    has_changed: True if a rank has reported that the bytes of this id have changed.
     """
 
     names: set[AdapterName] = field(default_factory=set)
@@ -119,9 +125,10 @@ class _Id:
 
 @dataclass(slots=True)
 class _Question:
-    """A question to the ranks: which bytes they hold for the adapter with this id.
+    """A question to the ranks: which bytes do they hold for the adapter with this id?
 
-    asked_s: when a step last carried the question to the workers; None if no step has.
+    lora: vLLM's LoRARequest of the adapter.
+    asked_s: time at which a step last carried the question to the workers; None if no step has.
     """
 
     adapter_id: int
@@ -138,16 +145,20 @@ class _Adapter:
 
 @dataclass(slots=True)
 class _Keys:
-    """Keys of a request's blocks, computed so far, and vLLM's hash of the last of these blocks."""
+    """The block keys of a request that were computed so far.
+
+    last: vLLM's hash of the last of these blocks.
+    """
 
     keys: list[bytes] = field(default_factory=list)
     last: bytes = b""
 
 
 class Adapters:
-    """Tracks adapters, their ids, and the requests that use them.
+    """Tracks adapters, their ids in vLLM, and the running requests that use them. Computes the
+    block keys of these requests.
 
-    num_ranks: number of ranks that answer.
+    num_ranks: number of the engine's ranks.
     say: logs a message; called at most once per adapter.
     """
 
@@ -175,10 +186,9 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Registers a new request of an adapter.
-
-        If no other live request uses the adapter's id, or the id has a new name, asks the workers
-        which bytes the adapter has.
+        """Registers a new request with an adapter. If no other running request uses the adapter's
+        id, or if the id belongs to another adapter than before, makes a question about the id due
+        for the ranks.
         """
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
@@ -203,7 +213,7 @@ class Adapters:
             self._ask(one, lora)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. A request without an adapter is ignored."""
+        """Forgets a request that has ended. Ignores a request without an adapter."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -213,9 +223,9 @@ class Adapters:
             self._to_release.add(live[0])
 
     def standing(self, request: Any, now_s: float) -> Standing:
-        """Returns whether a request with a LoRA adapter may use the shared cache now, and if not,
-        whether the request should wait (see `Standing`). NEVER if `arrived` did not register the
-        request, or the adapter's bytes changed or are unknown."""
+        """Returns whether a request with an adapter may use the shared cache now, and if not,
+        whether the request should wait (see `Standing`). Returns NEVER if `arrived` did not
+        register the request, or if the adapter's bytes have changed or can't be identified."""
         live = self._live.get(request.request_id)
         if live is None or self._adapters[live[1]].is_refused:
             return Standing.NEVER
@@ -228,8 +238,8 @@ class Adapters:
         )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the keys of a request's complete blocks, as many as vLLM has hashes; empty while
-        the identity of the request's adapter is not known."""
+        """Returns the keys of a request's complete blocks, one for each of vLLM's hashes. Returns
+        an empty sequence while the identity of the request's adapter is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:
@@ -240,8 +250,8 @@ class Adapters:
         mine = self._keys.setdefault(request, _Keys())
         count = len(mine.keys)
         if count > len(hashes) or (count and hashes[count - 1] != mine.last):
-            # vLLM removes tokens in streaming sessions. Each hash covers all earlier tokens, so it
-            # is enough to compare the last hash.
+            # In a session with streamed input vLLM may have removed tokens. Each hash covers all
+            # earlier tokens, so it is enough to compare the last hash.
             mine.keys, count = [], 0
         if count < len(hashes):
             salted = hashlib.sha256(b"hotkv-adapter-1\0" + adapter.identity.encode() + b"\0")
@@ -255,7 +265,7 @@ class Adapters:
     # ---------------------------------------------------------------------------------------- steps
 
     def take_work(self, now_s: float) -> AdapterWork:
-        """Returns the work for the next step's metadata, and marks it as sent."""
+        """Returns the adapters' part of the next step's message, and records it as sent."""
         self._taken = NO_WORK
         if not self._questions and not self._to_release and not self._to_acknowledge:
             return NO_WORK
@@ -265,7 +275,8 @@ class Adapters:
         if not asked and not self._to_release and not self._to_acknowledge:
             return NO_WORK
         if any(one.asked_s is not None for _, one in asked):
-            # The releases of the lost step were lost, too.
+            # A repeated question means that a step was lost, perhaps with releases. So these are
+            # repeated too.
             self._to_release |= {number for number, one in self._ids.items() if not one.num_live}
         for _, one in asked:
             one.asked_s = now_s
@@ -279,7 +290,8 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """Queues the work of a lost step again, for the next step."""
+        """Makes everything due again that the last `take_work` has returned, because its step was
+        not sent to the workers."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None
@@ -294,7 +306,7 @@ class Adapters:
         return is_late and self._ids[question.adapter_id].num_live > 0
 
     def reported(self, report: AdapterReport) -> None:
-        """Processes the workers' report of a step."""
+        """Processes the workers' report about adapters: their answers, and changes of bytes."""
         self._to_acknowledge |= report.changed
         for adapter_id in report.changed:
             one = self._ids.setdefault(adapter_id, _Id())
@@ -323,15 +335,17 @@ class Adapters:
         one.is_put_off = False
 
     def _settle(self, one: _Id) -> None:
-        """Sets the identity of the id's adapters, or excludes them from the cache, once all ranks
-        have answered."""
+        """Ends the question about an id once all ranks have answered. Sets the identity of its
+        adapters, or excludes them from the cache if a rank can't identify the bytes or the identity
+        has changed."""
         self._forget_question(one)
         said = sorted(one.answers.items())
         if any(identity == UNKNOWN for _, identity in said):
             for name in one.names:
                 self._refuse(name, "the workers can't tell which bytes they hold for it")
             return
-        # Ranks may hold different parts of an adapter, so the identity names each with its rank.
+        # Ranks may hold different parts of an adapter, so the identity covers all ranks' answers in
+        # order.
         identity = hashlib.sha256(
             "\0".join(f"{rank}={held}" for rank, held in said).encode()
         ).hexdigest()

@@ -1,12 +1,16 @@
-"""Tracks the inexact KV on the device. Inexact KV differs from the KV that its key stands for, and
-so must not be stored.
+"""Tracks which blocks on the device have inexact KV. Inexact KV differs from the KV that its hash
+stands for, so it must not be stored.
 
-KV is inexact if it was computed in a step that decoded sparsely, from other inexact KV, or with
+KV is inexact if it was computed in a step that decoded sparsely, or from other inexact KV, or with
 weights that the engine no longer has.
 
-Always true: a token is exact only if it and every token before it was computed exactly. A block
-loses its mark only when vLLM reallocates the block, or copies an exact block into it. A request
-whose admission was not seen has no exact tokens. Scheduler thread only.
+Always true:
+- A token is exact only if it and every token before it was computed exactly.
+- A block stays marked as inexact until vLLM reallocates the block, or copies an exact block into
+  it.
+- A request whose admission was not processed (`step`) counts as having no exact tokens.
+
+Scheduler thread only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,19 +24,22 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Marks inexact blocks, and counts the exact tokens of each running request.
+    """Marks inexact blocks, and counts the exact tokens of each running request. Costs nothing
+    until blocks can become inexact.
 
-    Has no cost while all blocks are exact.
+    is_watching: True once blocks can be inexact: in an engine with sparse decode, or after the
+        weights may have changed. The caller sets it before the first sparse step.
     """
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
-        """`tokens_per_block`: tokens of a block, per vLLM group; 0 if the group's blocks do not
-        follow token order."""
+        """tokens_per_block: tokens of a block, per vLLM group; 0 if the group's blocks do not
+        follow token order (recurrent states).
+        num_blocks: number of blocks on the device.
+        """
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
         self.is_watching = False
-        """True in an engine that decodes sparsely; set before its first step."""
 
     def __repr__(self) -> str:
         watching = "watching" if self.is_watching else "nothing to watch"
@@ -42,38 +49,41 @@ class Exactness:
         )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Returns the number of leading tokens of a running request that are exact, or will be;
-        EVERYTHING if all are exact."""
+        """Returns how many leading tokens of a running request are exact; EVERYTHING if all its
+        tokens are exact, including the tokens that it will compute."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:
-        """Marks as inexact all blocks on the device, and all KV that running requests compute from
-        now on."""
+        """Marks all blocks on the device as inexact. Running requests have no exact tokens any
+        more, so all KV that they compute from now on is inexact too."""
         self.is_watching = True
         self._inexact[:] = True
         self._inexact[NULL_BLOCK] = False
         self._exact_tokens.clear()
 
     def step_was_lost(self) -> None:
-        """Marks all blocks and running requests as inexact, because a step that vLLM has planned
-        was not processed. Does nothing while all blocks are exact."""
+        """Does the same as `distrust_all`, because `step` was not called for a step that vLLM has
+        planned. Does nothing unless `is_watching`."""
         if self.is_watching:
             self.distrust_all()
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """Processes a step that vLLM has planned.
+        """Processes a step that vLLM has planned: updates marks and counts for the KV that the step
+        computes.
 
-        allocated: blocks reallocated since the last step, or in this step.
-        sparse_requests: requests whose row attends sparsely, as `sparse.rows` has decided.
+        scheduler_output: vLLM's `SchedulerOutput` of the step.
+        allocated: ids of blocks that were reallocated since the last step, or are in this step.
+        sparse_requests: ids of requests that attend sparsely, as `sparse.rows` has decided.
         """
         if not self.is_watching:
             return
         state = scheduler_output.kv_connector_block_state
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # A session of streamed input comes again, with a block that it has begun to fill.
+        # A session with streamed input appears as a new request in each turn. Its partly filled
+        # last block keeps its mark.
         begun = {
             block
             for new in scheduler_output.scheduled_new_reqs
@@ -122,8 +132,8 @@ class Exactness:
         if exact < computed + num_tokens:
             tables = state.get_block_ids(request_id)
             for tokens, ids in zip(self._block_tokens, tables or (), strict=False):
-                # The block in which exactness ends was filled while it was exact, or is being
-                # filled in this step.
+                # The first block to mark has the first inexact token, or the first token of this
+                # step if an earlier token was inexact already.
                 first = max(exact, computed) // tokens if tokens else 0
                 self._inexact[
                     ids[first : -(-(computed + num_tokens) // tokens) if tokens else None]
@@ -131,12 +141,17 @@ class Exactness:
             self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended. The request's inexact blocks stay marked."""
+        """Forgets a request that has ended. Its inexact blocks stay marked, because other requests
+        may hit them in vLLM's prefix cache."""
         self._exact_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Returns the number of tokens before the first block that is marked as inexact, among the
-        blocks of the first `computed` tokens; EVERYTHING if no block is marked."""
+        """Returns the number of tokens before the first block that is marked as inexact;
+        EVERYTHING if no block is marked.
+
+        tables: block ids of the request, per vLLM group.
+        computed: only the blocks of so many leading tokens are considered.
+        """
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):
             marked = np.flatnonzero(

@@ -1,14 +1,13 @@
-"""The ranks of an engine agree on a key space when they register their KV caches.
+"""Lets the ranks of an engine agree on one key space when they register their KV caches.
 
-A slot holds a shard of each rank that has KV of its own, ordered by pipeline stage and within a
-stage by tensor-parallel rank. A rank does not know the layers and sizes of other ranks. So each
-rank posts a note with its key space, or with the reason why it can't take part, and reads all
-notes. All ranks decide by the same notes, so their decisions are equal. A rank that has failed
-posts a note too, so that the other ranks need not wait for it. If a rank's note is missing, the
-other ranks stop waiting after AGREE_TIMEOUT_S.
+A slot in the server holds a shard of each rank that has KV of its own, ordered by pipeline stage
+and within a stage by tensor-parallel rank. A rank does not know the layers and sizes of the other
+ranks. So each rank posts a note with its own key space, or with the reason why it can't take part,
+and reads the notes of all ranks. All ranks compute the decision from the same notes, so they reach
+the same decision. If a rank's note is missing, the other ranks stop waiting after AGREE_TIMEOUT_S.
 
-Notes go through the store of torch's process group and not through vLLM's collectives: a collective
-that was given up would leave its group unusable for vLLM.
+The notes are posted to the key-value store of torch's process group. vLLM's collectives are not
+used, because a collective that timed out would make its group unusable for vLLM.
 """
 
 import itertools
@@ -27,18 +26,19 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.checks import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
-"""How long a rank waits for the other ranks' notes. They may still be reading weights to name
-them."""
+"""How long a rank waits for the other ranks' notes. Other ranks may still be reading their weights
+to identify them."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
 """The most shards that the server accepts."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
-"""Fields of a key space that describe a rank's own layers, and so may differ between stages."""
+"""Fields of a key space that describe a rank's own layers, and so may differ between pipeline
+stages."""
 _rounds = itertools.count()
 
 
 class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used here."""
+    """The part of `torch.distributed.Store` that this module uses."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -47,11 +47,13 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """The findings of a rank.
+    """What a rank tells the other ranks.
 
-    host: the machine on which the rank runs.
-    space: the rank's own key space, of a single shard; None if the rank can't use the cache.
-    shard_bytes: bytes of a block per group; 0 if the rank has no layer of the group.
+    place: the rank's position in the engine.
+    host: id of the machine on which the rank runs (`this_host`).
+    space: the rank's own key space, with its own shard only; None if the rank can't use the cache.
+    shard_bytes: bytes of the rank's shard of a block, per group; 0 if the rank has no layer of the
+        group.
     why_off: why the rank can't use the cache; empty if it can.
     """
 
@@ -63,8 +65,8 @@ class RankNote:
 
 
 def this_host() -> str:
-    """Returns the id of this machine's boot, or its name if the kernel does not provide the id.
-    Containers on the same machine have the same id."""
+    """Returns an id of this machine, which containers on the machine share: the id of its last
+    boot, or its name if the kernel does not provide this id."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -72,11 +74,12 @@ def this_host() -> str:
 
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
-    """Returns the engine's key space, the same in all ranks, and this rank's place in it.
+    """Exchanges notes with all ranks. Returns the engine's key space, which is the same in all
+    ranks, and this rank's place in it. Blocks until all ranks have called this function, for at
+    most AGREE_TIMEOUT_S.
 
-    Raises Unsupported; the text is the same in all ranks if all notes came.
-
-    Blocks until all ranks have called this function, AGREE_TIMEOUT_S at most.
+    Raises Unsupported if the engine can't use the cache. If all notes have arrived, the reason is
+    the same in all ranks.
     """
     if num_ranks == 1:
         return decide([note], note.place.rank)
@@ -91,7 +94,7 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
 
 
 def process_group_store() -> Store:
-    """Returns torch's key-value store, through which its process groups were set up. Raises
+    """Returns the key-value store with which torch has set up its process groups. Raises
     Unsupported if torch has no such store."""
     from torch.distributed import distributed_c10d
 
@@ -106,7 +109,10 @@ def exchange(
     store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
     """Posts this rank's note and returns the notes of all ranks. Raises Unsupported if a note does
-    not come in time."""
+    not arrive within `timeout_s`.
+
+    prefix: prefix of the keys in the store; must be new in each call.
+    """
     until_s = time.monotonic() + timeout_s
     rank = 0
     try:
@@ -132,9 +138,12 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """Returns the key space that the ranks' notes describe together, and the place of `rank` in it.
+    """Computes the key space of the engine from the notes of all ranks. Returns it, and the place
+    of `rank` in it. The order of the notes does not matter.
 
-    The order of the notes does not matter. Raises Unsupported."""
+    Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, or if
+    their key spaces contradict each other.
+    """
     notes = sorted(notes, key=lambda note: note.place.rank)
     for note in notes:
         if note.space is None:
@@ -161,7 +170,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, naming the fields, if the notes can't come from the same engine."""
+    """Raises Unsupported, with the names of the fields, if the ranks' key spaces contradict each
+    other."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -192,18 +202,17 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """Returns the part of a group that must be equal in all stages.
-
-    Window sizes may differ: a stage without a layer of the group can't know them all.
+    """Returns the properties of a group that must be equal in all pipeline stages. The size of the
+    window is not among them, because a stage without a layer of the group may not know it.
     """
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns the common key space of all ranks.
+    """Returns the key space of the whole engine. Its shard sizes and layers are those of all ranks,
+    in the order of the ranks. A page format or extra part that is equal in all stages appears once.
 
-    Sizes and layers are in the order of ranks. A format or further part that is equal in all stages
-    appears once.
+    writers: the notes of the ranks that store a shard.
     """
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):
@@ -231,7 +240,11 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the parts that all stages have, then the others, each with its stage."""
+    """Returns the extra parts of the engine's key space: first the parts that all stages have, then
+    the other parts, each with the number of its stage.
+
+    extras: the extra parts of each stage's key space, by stage.
+    """
     common = [
         part
         for part in next(iter(extras.values()))

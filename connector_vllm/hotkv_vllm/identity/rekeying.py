@@ -1,15 +1,17 @@
-"""Moves an engine whose weights have changed in place to a new key space. The scheduler and all
-ranks agree on it.
+"""Moves an engine to another key space if its weights have changed in place.
+
+In a *check*, the scheduler asks all ranks which weights they have. Each rank answers with a digest
+of its weights in memory, and the scheduler computes the identity of the engine's weights from the
+answers. `Rekeying` is the scheduler's part, `RankWeights` the part of a rank. Both only decide:
+they use no sessions, no models and no clock.
 
 Always true:
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
-  has reported its weights and all sessions belong to the new key space.
-- If the weights are the engine's original weights, the key space stays. So a reset alone costs no
-  sharing.
-- If any rank reports that weights were written (`were_written`), KV on the device is not trusted,
-  even if the weights are the original weights now: they may have differed for a step.
-
-Both sides here only decide: they have no sessions, no models, no clock.
+  has answered, and all sessions belong to the key space of the present weights.
+- If the weights are still the engine's original weights, the key space stays. So a mere reset of
+  the caches does not end sharing.
+- If a rank reports that weights were written (`were_written`), KV on the device is not trusted,
+  even if the weights are the original weights again: they may have differed for a step.
 """
 
 import hashlib
@@ -20,25 +22,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ASK_AGAIN_S = 5.0
-"""A check of the weights is repeated after this time, because a missing answer was lost with a step
-that broke."""
+"""If answers are missing after this time, the check is repeated, because they were lost with a
+step."""
 PATIENCE_S = 2.0
 """How long requests wait for the ranks' answers. After that they are computed without the shared
 cache."""
 RECONNECT_S = 1.0
-"""Longest time that a step waits for the session of the new key space; usually it takes some ten
-milliseconds."""
+"""Longest time that a step waits for the session of the new key space. Usually the session opens
+within some tens of milliseconds."""
 _questions = itertools.count(1)
-"""Numbers of checks. A number is never used twice in a scheduler's process, because ranks may
-outlive a `Rekeying`."""
+"""Generates the numbers of checks. No number is used twice in a process, because ranks may outlive
+a `Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
-    """The scheduler's order to the ranks.
+    """The scheduler's order to the ranks about their weights.
 
-    question: number of the check, which every rank answers once.
-    identity: identity of the weights with which the ranks go on; empty until the check has ended.
+    question: number of the check. Every rank answers each number once.
+    identity: the result of the check: the identity of the weights, which the ranks must use from
+        now on. Empty until the check has ended.
     """
 
     question: int
@@ -47,10 +50,11 @@ class WeightsOrder:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """A rank's report to the scheduler.
+    """A rank's report to the scheduler about its weights: an answer to a check, or a notice that
+    the weights were written.
 
-    question: number of the check that the report answers; 0 if the rank has noticed a change
-        unasked and has no digest yet.
+    question: number of the check that the report answers; 0 for a notice.
+    digest: digest of the weights in memory; empty in a notice.
     is_original: True if the rank has the weights that it started with.
     was_written: True if the weights were written since the last check that has ended.
     """
@@ -62,7 +66,7 @@ class WeightsReport:
 
 
 class Watch(Protocol):
-    """The part of `WeightsWatch` that is used here."""
+    """The part of `weights_watch.WeightsWatch` that `RankWeights` uses."""
 
     touched: bool
     original: str
@@ -71,14 +75,20 @@ class Watch(Protocol):
 
 
 class Rekeying:
-    """Asks, on the scheduler's side, all ranks which weights they have, and decides whether the key
-    space changes. At most one such check is open; a new check voids the answers to the check before
-    it."""
+    """The scheduler's part of the checks: begins checks, collects the ranks' answers, and computes
+    the identity of the engine's weights. At most one check is open. A new check discards the
+    answers to an earlier check.
+
+    identity: identity of the weights to which the present key space belongs.
+    were_written: True if a rank has reported a write to its weights since the last check that has
+        ended.
+    """
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
-        """`original`: the weights' identity at the start.
-
-        `in_doubt`: nothing is stored or loaded before the ranks have reported their weights."""
+        """original: the identity of the weights with which the engine started.
+        in_doubt: True if the ranks' weights may differ from `original`, so that a check must come
+            first.
+        """
         self._num_ranks = num_ranks
         self._original = original
         self._question = 0
@@ -87,10 +97,7 @@ class Rekeying:
         self._is_due = in_doubt
         self._is_asking = False
         self.identity = original
-        """Identity of the weights that the present key space stands for."""
         self.were_written = False
-        """True if a rank has reported a write to its weights since the last check that has
-        ended."""
 
     def __repr__(self) -> str:
         return (
@@ -100,18 +107,16 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """Returns True while a check of the weights is open, during which stores and loads are
-        forbidden."""
+        """Returns True while a check is due or open. The engine must not store or load then."""
         return self._is_due or self._is_asking
 
     def suspect(self) -> None:
-        """Makes a check of the weights due when the engine next runs a request. Called when the
-        engine pauses, or its caches were reset."""
+        """Makes a check due. It begins when the engine next runs or looks up a request. Called when
+        the engine pauses, or when its caches were reset."""
         self._is_due = True
 
     def ask(self, now_s: float) -> None:
-        """Begins a check (asks all ranks which weights they have), because the weights may have
-        changed."""
+        """Begins a check: the next step asks all ranks which weights they have."""
         if not self._is_asking:
             self._since_s = now_s
         self._question = next(_questions)
@@ -121,15 +126,15 @@ class Rekeying:
         self._is_asking = True
 
     def waits(self, now_s: float) -> bool:
-        """Returns True if a request that asks for a hit should wait for the ranks.
-
-        False if no check is under way, or if the ranks are late. Begins a check that is due."""
+        """Returns True if a request's lookup should wait for the ranks' answers. Returns False if
+        no check is open, or if it has been open for PATIENCE_S. Begins a check that is due."""
         if self._is_due:
             self.ask(now_s)
         return self._is_asking and now_s < self._since_s + PATIENCE_S
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
-        """Processes the ranks' reports, by rank. Returns True if a rank has noticed a change."""
+        """Processes the ranks' reports, by rank. Returns True if a rank has noticed a write to its
+        weights outside of a check; then begins a check."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -140,11 +145,11 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """Returns the identity of the weights with which the engine goes on, once all ranks have
-        answered; None before that.
+        """Advances the check for a planned step: begins a check that is due, and repeats a check
+        whose answers are late. Returns the identity of the engine's present weights once all ranks
+        have answered; None before that, or without a check.
 
-        Called for every planned step. Begins a check that is due, and repeats a check whose answers
-        are late.
+        runs_something: True if the step computes tokens.
         """
         if self._is_due and runs_something:
             self.ask(now_s)
@@ -160,36 +165,39 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def go_on(self, identity: str) -> None:
-        """Carries on after the scheduler's side has started anew, over sessions of this identity.
-
-        The ranks have not started anew. So the original identity and the numbers of checks stay,
-        and a check that was under way is asked again.
+        """Continues after the scheduler side has opened a session of a key space with this
+        identity. The ranks have kept their state. So the original identity stays, and a check that
+        was open becomes due again.
         """
         self.identity = identity
         self._is_due = self.under_way
         self._is_asking = False
 
     def adopt(self, identity: str) -> None:
-        """Ends the check: the sessions belong to this identity from now on."""
+        """Ends the check. From here on the key space belongs to the weights with this identity."""
         self.identity = identity
         self._is_asking = False
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights that this step carries to the ranks; None until the first
-        check.
-
-        Every step carries the order, since a step may be lost."""
+        """Returns the order about weights for a step's message; None before the first check. Every
+        step repeats the order, because a step may be lost."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)
 
 
 class RankWeights:
-    """Answers, on a rank's side, the scheduler's checks of the weights."""
+    """The part of a rank in the checks: answers them, and follows their result.
+
+    identity: identity of the weights to which the rank's session belongs.
+    """
 
     def __init__(self, watch: Watch | None, original: str) -> None:
-        """`watch`: None if the models were not found; then every check counts as a change."""
+        """watch: notices writes to the rank's weights and computes their digest; None if the models
+            were not found. Then every check counts as a change.
+        original: the identity of the weights with which the engine started.
+        """
         self._watch = watch
         self._answered = 0
         self._waits = False
@@ -205,12 +213,13 @@ class RankWeights:
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
-        """Processes the step's order. Returns True if the session must be opened anew, under
-        `identity`."""
+        """Carries out the scheduler's order in a step's message: answers a check, or adopts its
+        result. Returns True if `identity` has changed, so that the rank needs a session of another
+        key space."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:
-            # Every rank's answer has been heard.
+            # The scheduler has the answers of all ranks.
             self._waits = self._was_written = False
             changed, self.identity = order.identity != self.identity, order.identity
             return changed
@@ -228,8 +237,9 @@ class RankWeights:
         self._report = WeightsReport(question, digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
-        """Returns the report about this rank's weights for the scheduler, and clears it; None
-        without a report."""
+        """Returns the report about this rank's weights for the scheduler; None if there is nothing
+        to report. Returns an answer once, and repeats a notice until the scheduler begins a
+        check."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0, was_written=True)
         report, self._report = self._report, None

@@ -1,13 +1,15 @@
-"""Notices that an engine's weights may have changed in place, and computes a digest of them.
+"""Notices that an engine's weights may have changed in place, and computes a digest of the weights
+in memory. Worker side.
 
 Always true:
 - A write to the weights through vLLM (`reload_weights`, weight transfer, waking up) or through the
   model's own `load_weights` is noticed before the next step. `digest` then reads all weights, so a
-  single different element changes it.
-- If no write was noticed, as after a reset, `digest` reads samples, which reveal most other writes.
-- Equal digests stand for equal weights, in any process with the same parallel shape.
+  single different element changes the digest.
+- If no write was noticed, `digest` reads only samples of the weights. The samples reveal most
+  writes that were not noticed; then `digest` reads all weights too.
+- Equal digests mean equal weights, in any process with the same parallel shape.
 
-Worker side. Nothing here runs in a step unless a write was noticed.
+A step without a check of the weights costs nothing here.
 """
 
 import functools
@@ -21,14 +23,14 @@ import torch
 from hotkv_vllm.link import logger
 
 WHOLE_BYTES = 1 << 20
-"""A tensor of at most this many bytes is read whole."""
+"""A tensor of at most this many bytes is read as a whole. A larger tensor is sampled or summed."""
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
-"""Number of evenly spread pieces of a larger tensor that are samples. A step of training changes a
-share of all elements, never a single element."""
+"""Number of evenly spread pieces of a larger tensor that are read as samples. Training changes a
+share of all elements, never a single element, so samples reveal it."""
 ROW_WORDS = 4096
-"""Number of words in a row of a larger tensor, which is summed over rows and over columns. Only
-deliberate changes cancel in both sums."""
+"""To compute its digest, a larger tensor is divided into rows of this many words, and summed over
+rows and over columns. Only deliberate changes would cancel out in both sums."""
 
 WRITERS = (
     "reload_weights",
@@ -43,17 +45,18 @@ MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the models of a worker.
+    """Watches the weights of a worker's models.
 
-    original: digest of the weights that the engine started with; empty if these are not known.
+    touched: True if weights were written since `digest` was last computed.
+    original: digest of the weights with which the engine started; empty if they are not known.
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
-        """`models`: the worker's models, a drafter's too. `writers`: objects whose WRITERS write
-        weights."""
+        """models: the worker's models, including a drafter's.
+        writers: vLLM's objects whose methods WRITERS may change weights.
+        """
         self._models = tuple(models)
         self.touched = False
-        """True if weights were written since `digest` was last taken."""
         for model in self._models:
             self._wrap(model, "load_weights")
         for writer in writers:
@@ -70,10 +73,9 @@ class WeightsWatch:
         )
 
     def digest(self) -> str:
-        """Returns the digest of the present weights.
-
-        Takes some tenths of a second for a large model. If weights were written, and are in host
-        memory, the call takes the time to read the weights twice.
+        """Computes the digest of the present weights. Takes some tenths of a second for a large
+        model. If weights were written and are in host memory, it takes as long as reading them
+        twice.
         """
         # Cleared before the read, so that a write during the read is noticed.
         was_touched, self.touched = self.touched, False
@@ -88,9 +90,9 @@ class WeightsWatch:
         return self._known
 
     def forget_original(self) -> None:
-        """Makes the first check name the weights by their content in memory.
-
-        For an engine whose weights may differ from those that its identity names.
+        """Forgets the original digest, so that the first check identifies the weights by their
+        contents in memory. Used if the weights in memory may differ from the model's files, by
+        which the engine has identified them.
         """
         self.original = ""
         self.touched = True
@@ -133,10 +135,9 @@ class WeightsWatch:
 
 
 def calling_worker() -> tuple[Any, Any]:
-    """Returns vLLM's model runner and worker that are registering KV caches right now; None for
-    either if it is not found.
-
-    vLLM does not pass them to a connector, but both are on the stack when KV caches are registered.
+    """Finds vLLM's model runner and its worker on the call stack; returns None for either if it is
+    not found. Works only while the worker registers its KV caches. vLLM does not pass these objects
+    to connectors.
     """
     runner = None
     frame = sys._getframe(1)
@@ -157,11 +158,11 @@ def calling_worker() -> tuple[Any, Any]:
 
 
 def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
-    """Returns a watch over the models of the worker that is registering its KV caches right now;
-    None if the worker is not found.
+    """Returns a `WeightsWatch` for the models of the worker that is calling; None if the worker is
+    not found on the call stack. Must be called while the worker registers its KV caches.
 
-    `in_doubt`: files of the model have changed since this process began, so the loaded weights may
-    be older than the files.
+    in_doubt: True if files of the model have changed since this process began, so that the loaded
+        weights may be older than the files.
     """
     runner, worker = calling_worker()
     if runner is None:
@@ -196,7 +197,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's memory in the order of addresses, whatever its strides; uint8 [bytes]."""
+    """Returns a view of a tensor's memory in the order of addresses, uint8 [bytes], whatever the
+    tensor's strides."""
     size = tensor.element_size()
     span = (
         sum(
@@ -215,7 +217,8 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yields all bytes of a small tensor, and evenly spread pieces of a large tensor."""
+    """Yields the bytes of a tensor that are read as samples: all bytes of a small tensor, and
+    evenly spread pieces of a larger tensor."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)
@@ -230,8 +233,8 @@ def _samples(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 def _sums(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yields all bytes of a small tensor, and sums of a large tensor that depend on each byte and
-    its place."""
+    """Yields bytes that depend on the whole contents of a tensor: all bytes of a small tensor, and
+    sums over the rows and columns of a larger tensor."""
     data = _memory(tensor)
     if len(data) <= WHOLE_BYTES:
         yield _bytes(data)

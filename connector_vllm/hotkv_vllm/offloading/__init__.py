@@ -1,13 +1,16 @@
-"""The second door (of hotkv's two connectors): hotkv as a tier below vLLM's own KV offloading.
+"""The second of hotkv's two connectors (in the code: *doors*): hotkv as a tier below vLLM's own KV
+offloading.
 
-vLLM copies blocks between the device and its CPU tier, the *primary tier*: a file in shared memory.
-hotkv-server maps that file and copies rows between it and the arena. A row holds one chunk of one
-KV cache group, with the shards of all ranks. So this door needs no CUDA in the server, no session
-per rank and no copy kernel of hotkv's.
+vLLM copies blocks between the device and its CPU memory, the *primary tier*, which is a file in
+shared memory. hotkv-server maps that file and copies its rows to and from the arena. A *row* holds
+one *chunk* (one or several consecutive blocks) of one KV cache group, with the shards of all ranks.
+So this connector needs no CUDA in the server, no session per rank and no copy kernel of hotkv's.
 
-To be read in this order: `connector` (the class that users name), `scheduler` and `worker` (its two
-sides), `tier` (the calls of vLLM's tiering), `requests` (how much a request may promote),
-`transfers` (loads and stores under way), `key_space`, `region`, `messages`.
+A *promotion* is a load: a copy from the server into rows of the primary tier.
 
-docs/doors.md says when to use which door.
+Read the modules in this order: `connector` (the class that users name), `scheduler` and `worker`
+(its two sides), `tier` (the methods that vLLM calls for a tier), `requests` (how much a request may
+promote), `transfers` (loads and stores in progress), `key_space`, `region`, `messages`.
+
+docs/doors.md says when to use which connector.
 """

@@ -1,9 +1,9 @@
-"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv below its CPU tier.
+"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv as a tier below its CPU tier.
 
-It completes the settings, so that users need to set only the connector's name and
-`cpu_bytes_to_use`. It passes information to hotkv's tier that vLLM gives to connectors but not to
-tiers. All other behaviour is vLLM's. Exceptions of vLLM's own code pass; exceptions of hotkv do not
-reach vLLM (`hooks`).
+The class adds two things to vLLM's connector. It completes the settings, so that users need to set
+only the connector's name and `cpu_bytes_to_use`. And it passes information to hotkv's tier that
+vLLM gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM; exceptions of
+hotkv's code do not (`hooks`).
 
 If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """
@@ -44,8 +44,9 @@ SPEC = "TieringOffloadingSpec"
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector beside hotkv's two sides. vLLM calls the constructor, which raises
-    ConfigError if the configuration is wrong."""
+    """Extends vLLM's OffloadingConnector: each hook calls vLLM's method, and hotkv's side of this
+    process (`DoorScheduler` or `DoorWorker`). The constructor raises ConfigError if the
+    configuration is wrong."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -88,8 +89,9 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns the rank's page format. In a MultiConnector returns None, because vLLM would pass
-        the format to other connectors; the scheduler then asks for the format in a step."""
+        """Returns the rank's page format, which vLLM forwards to the scheduler's connector. Returns
+        None in a MultiConnector, because vLLM would pass the format to other connectors; the
+        scheduler then asks for it in a step."""
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -110,7 +112,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
             return theirs
         meta = self._connector_metadata
         ours = self._door_worker.report(meta if isinstance(meta, DoorMetadata) else None)
-        # Never vLLM's own class: if it comes first, joining drops what other ranks say to hotkv.
+        # Always hotkv's class: vLLM's own class, joined with the reports of other ranks, would drop
+        # hotkv's part of these reports.
         return ours.beside(theirs) if theirs is not None or ours.says_something else None
 
     # ------------------------------------------------------------------------------ scheduler hooks
@@ -187,8 +190,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        """Empties the primary tier, and the server's cache of this engine's key space unless the
-        engine only pauses."""
+        """Empties the primary tier. Unless the engine only pauses, also empties the server's cache
+        of this engine's key space. Returns False if either failed."""
         done = super().reset_cache()
         if self._door is None:
             return done
@@ -204,7 +207,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        # Runs in the front end too, where no connector has completed the settings.
+        # This also runs in the frontend's process, where no connector was constructed that could
+        # have completed the settings.
         complete(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
@@ -217,16 +221,16 @@ def why_off(extra: Mapping[str, Any]) -> str:
 
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
-    """Completes `kv_connector_extra_config` where the user has set no value: vLLM's tiering,
-    hotkv's tier with the settings `hotkv.…`, and the offloading of answers as well as prompts.
-    Repeated calls have no further effect. Returns the settings; None if hotkv is off with this
-    version of vLLM.
+    """Adds missing settings to `extra` (`kv_connector_extra_config`): vLLM's tiering, hotkv's tier
+    with the settings `hotkv.…`, and the offloading of answers as well as prompts. Values that the
+    user has set stay. Repeated calls have no further effect.
 
-    Raises ConfigError for a setting that is wrong, or that this door can't serve.
+    Returns hotkv's settings; None if hotkv is off with this version of vLLM. Raises ConfigError for
+    a setting that is wrong, or that this connector does not support.
     """
     config = settings_of(extra)
     extra.setdefault("spec_name", SPEC)
-    # vLLM's own default leaves answers out; a later turn of a conversation would miss them.
+    # vLLM's default leaves answers out, so the next turn of a conversation would miss them.
     extra.setdefault("offload_prompt_only", False)
     tiers = extra.setdefault("secondary_tiers", [])
     own = {key: value for key, value in flat(extra).items() if key.startswith(PREFIX)}
@@ -244,6 +248,6 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
     return config
 
 
-# MultiConnector finds the class of each connector's statistics by name, also in the frontend's
-# process.
+# MultiConnector looks up the class of each connector by name, to read its statistics. It does so in
+# the frontend's process too.
 checks.name_connector(HotKVOffloadingConnector.__name__, __name__)

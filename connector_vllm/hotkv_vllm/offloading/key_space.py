@@ -1,12 +1,12 @@
-"""The key space of rows of vLLM's primary tier.
+"""Computes the key space for rows of vLLM's primary tier (the CPU memory of its offloading). A row
+holds a chunk (one or several blocks) of one KV cache group, with the shards of all ranks.
 
 vLLM's `OffloadKey` identifies tokens and a KV cache group, but not the model. So the key space
-covers everything else that decides the bytes of a row (a chunk of one group with the shards of all
-ranks): the factors of hotkv's own connector (`compat.key_space`), and the place of each part in a
-row.
+covers everything else that decides the bytes of a row: the settings that hotkv's own connector uses
+too (`compat.key_space`), and where each part is in a row.
 
 With vLLM's canonical layout (`canonical_layout` in the connector's settings) rows have the same
-bytes for all tensor-parallel sizes. The key space then leaves the size out, so engines of
+bytes for all tensor-parallel sizes. The key space then does not contain the size, so engines with
 different sizes share.
 
 Reads `OffloadingConfig` and its parts (`vllm.v1.kv_offload.config`).
@@ -26,26 +26,28 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.offloading.messages import PageFormat
 
 FORM = "vllm-offload-rows-1"
-"""Version of the format of rows (a chunk of one group with the shards of all ranks). Must change if
-the rows of the same engine change."""
+"""Version of the format of rows. Must change if an engine would write other rows than before."""
 
 
 def is_portable(config: Any) -> bool:
-    """Returns True if the rows (each a chunk of one group) of this engine have the same bytes for
-    all tensor-parallel sizes.
+    """Returns True if the rows of this engine have the same bytes for all tensor-parallel sizes.
+    That is so only with vLLM's canonical layout: otherwise a row holds the pages of one rank after
+    those of another.
 
     Source: `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker refuses
-    to start if a layer can't be written in this layout. Without the canonical layout each rank's
-    pages follow each other, so rows depend on the size.
+    to start if a layer can't be written in this layout.
+
+    config: vLLM's `OffloadingConfig`.
     """
     return bool(config.canonical_layout and config.parallel.is_parallelism_agnostic)
 
 
 def rank_factors(vllm_config: Any, kv_cache_config: Any, config: Any) -> tuple[str, ...]:
-    """Returns `fingerprint.key_space_factors` of a rank that has loaded the model.
+    """Returns the settings that decide KV bytes (`fingerprint.key_space_factors`), read in a rank's
+    process after the model was loaded.
 
-    Models change some settings when they are loaded, such as the quantization. The scheduler sees
-    these changes only if the rank is in its process, as with a single rank.
+    They are read there because models change some settings when they are loaded, such as the
+    quantization. The scheduler sees such changes only if the rank is in its own process.
 
     config: vLLM's `OffloadingConfig`.
     """
@@ -61,13 +63,14 @@ def full_key_space(
     formats: Collection[PageFormat],
     settings: ConnectorConfig,
 ) -> KeySpace:
-    """Returns the key space of an engine whose whole configuration is known.
+    """Returns the key space of an engine whose whole configuration is known (the engine has
+    `HotKVOffloadingConnector`). Raises Unsupported if a part of the identity can't be determined,
+    OSError if the weights can't be read.
 
     config: vLLM's `OffloadingConfig`.
-    row_bytes: bytes of a row (a chunk of one group with the shards of all ranks), padding included.
-    formats: the reports of all ranks.
-
-    Raises Unsupported if an identity can't be determined, OSError if the weights can't be read.
+    row_bytes: bytes of a row, padding included.
+    formats: the page formats that all ranks have reported.
+    settings: hotkv's settings.
     """
     per_chunk = config.cache.blocks_per_chunk
     groups = tuple(
@@ -82,7 +85,7 @@ def full_key_space(
     if is_portable(config):
         space = replace(space, parallel_shape="any tensor-parallel size")
     by_rank = sorted(formats, key=lambda one: one.rank)
-    # Ranks of other pipeline stages have other layers.
+    # The factors of all ranks are joined, because ranks of other pipeline stages have other layers.
     factors = dict.fromkeys(factor for one in by_rank for factor in one.factors)
     return replace(
         space,
@@ -92,9 +95,13 @@ def full_key_space(
 
 
 def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
-    """Returns the key space of an engine of which only vLLM's `OffloadingConfig` is known.
+    """Returns the key space of an engine of which only vLLM's `OffloadingConfig` is known (the user
+    has named the tier in `secondary_tiers`). `hotkv.weights_identity` must not be empty: it stands
+    for everything else that decides KV bytes.
 
-    The user answers for everything else with `hotkv.weights_identity`, which must not be empty.
+    config: vLLM's `OffloadingConfig`.
+    row_bytes: bytes of a row, padding included.
+    settings: hotkv's settings.
     """
     per_chunk = config.cache.blocks_per_chunk
     groups = tuple(
@@ -119,8 +126,10 @@ def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> 
 
 
 def _row_factors(config: Any) -> tuple[str, ...]:
-    """Returns the settings that decide where bytes lie in a row (a chunk of one group with the
-    shards of all ranks)."""
+    """Returns the settings that decide where each byte is in a row.
+
+    config: vLLM's `OffloadingConfig`.
+    """
     parallel = config.parallel
     if is_portable(config):
         shape = "any"

@@ -1,8 +1,10 @@
-"""Messages between the two sides of this door. vLLM carries them beside its own offloading's.
+"""Messages between the scheduler side and the worker sides of `HotKVOffloadingConnector`. They
+extend the messages of vLLM's own offloading.
 
-Scheduler to worker: `DoorMetadata`. Worker to scheduler: `DoorReport`, joined over all ranks, and
-at the start `PageFormat`. In a MultiConnector vLLM forwards no handshake, so the scheduler asks for
-it and a report carries it.
+In each step vLLM carries one `DoorMetadata` from the scheduler to the workers, and one `DoorReport`
+(joined over all ranks) from the workers to the scheduler. At the start each rank sends a
+`PageFormat` as its handshake. In a MultiConnector vLLM forwards no handshake, so the scheduler asks
+for it, and a report contains it.
 """
 
 from dataclasses import dataclass, field, fields
@@ -22,12 +24,13 @@ from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 
 @dataclass(slots=True)
 class PageFormat(KVConnectorHandshakeMetadata):
-    """A rank's findings when vLLM registered its KV caches.
+    """A rank's message to the scheduler after vLLM has registered its KV caches.
 
-    text: how the rank packs K and V inside a page; empty if hotkv has to be off.
-    factors: the settings of vLLM that decide KV (`key_space.rank_factors`).
-    why_off: why hotkv has to be off; empty if it may be on.
-    weights_in_doubt: True if the rank's weights may differ from those that the files name.
+    rank: vLLM's number of the rank.
+    text: how the rank packs K and V inside a page; empty if hotkv must be off.
+    why_off: why hotkv must be off; empty if it may be on.
+    weights_in_doubt: True if the rank's weights may differ from the contents of the model's files.
+    factors: the settings of vLLM that decide KV bytes (`key_space.rank_factors`).
     """
 
     rank: int
@@ -39,12 +42,13 @@ class PageFormat(KVConnectorHandshakeMetadata):
 
 @dataclass
 class DoorMetadata(OffloadingConnectorMetadata):
-    """The orders of a step to the workers: those of vLLM's own offloading, and those of hotkv.
+    """The scheduler's message to the workers for one step: the orders of vLLM's own offloading, and
+    hotkv's orders.
 
-    weights: the order to check weights that may have changed.
-    wants_formats: True while the scheduler does not know the ranks' page formats.
-    timed_step: number that the ranks report with this step's output, by which the scheduler times
-        the step; 0 if the step is not timed.
+    weights: the order to check weights that may have changed; None without such an order.
+    wants_formats: True if each rank must report its page format.
+    timed_step: a number that the ranks report with this step's output, so that the scheduler can
+        time the step; 0 if the step is not timed.
     """
 
     weights: WeightsOrder | None = None
@@ -58,17 +62,19 @@ class DoorMetadata(OffloadingConnectorMetadata):
         wants_formats: bool,
         timed_step: int,
     ) -> "DoorMetadata":
-        """Returns vLLM's orders with hotkv's orders added."""
+        """Returns the message with vLLM's orders (`theirs`) and hotkv's orders."""
         hotkv = {"weights": weights, "wants_formats": wants_formats, "timed_step": timed_step}
         return DoorMetadata(**_values(theirs) | hotkv)
 
 
 @dataclass
 class DoorReport(OffloadingWorkerMetadata):
-    """The ranks' report about a step: vLLM's own report, and hotkv's.
+    """The ranks' report to the scheduler about a step: the report of vLLM's own offloading, and
+    hotkv's report.
 
-    weights, formats: by rank, the report about its weights and its page format.
-    timed_step: the number in the step's orders; 0 if the step is not timed.
+    weights: by rank, the report about its weights.
+    formats: by rank, its page format, if the scheduler has asked for it.
+    timed_step: the number that the step's `DoorMetadata` had; 0 if the step is not timed.
     """
 
     weights: dict[int, WeightsReport] = field(default_factory=dict)
@@ -76,7 +82,7 @@ class DoorReport(OffloadingWorkerMetadata):
     timed_step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "DoorReport":
-        """Returns the joined report of two ranks. Changes neither report."""
+        """Returns the report that joins this report and another rank's. Changes neither report."""
         theirs = super().aggregate(other)
         joined = DoorReport(
             weights=dict(self.weights), formats=dict(self.formats), timed_step=self.timed_step
@@ -88,13 +94,13 @@ class DoorReport(OffloadingWorkerMetadata):
         return joined.beside(theirs)
 
     def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
-        """Returns this report with the values of vLLM's own report added."""
+        """Returns this report with the values of vLLM's own report (`theirs`) added."""
         ours = {"weights": self.weights, "formats": self.formats, "timed_step": self.timed_step}
         return DoorReport(**({} if theirs is None else _values(theirs)) | ours)
 
     @property
     def says_something(self) -> bool:
-        """Returns True if hotkv has something to report."""
+        """Returns True if hotkv's part of the report is not empty."""
         return bool(self.weights or self.formats or self.timed_step)
 
 

@@ -1,8 +1,8 @@
-"""Finds the file behind vLLM's primary tier (the CPU memory of its offloading).
+"""Finds the file that holds vLLM's primary tier (the CPU memory of its offloading).
 
-vLLM gives its tiers a memoryview. Nothing else of vLLM's is read here: the kernel says which file
-is mapped at the view's address, and which descriptor of this process belongs to that file. So a
-file that vLLM has unlinked is found too.
+vLLM gives a tier only a memoryview of this memory. The file is found through the kernel:
+/proc/self/maps says which file is mapped at the view's address, and /proc/self/fd has the
+descriptor of that file. So the file is found even if vLLM has unlinked it.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ import numpy as np
 
 
 class NoRegion(ValueError):
-    """Raised if the primary tier does not lie in a single shared file that this process has
-    open."""
+    """Raised if the primary tier is not in a single shared file that this process has open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The rows of vLLM's primary tier (the CPU memory of its KV offloading), each a chunk of one KV
-    cache group. Row r begins at byte `offset` + r * `row_bytes` of the file `fd`.
+    """The location of the rows of vLLM's primary tier (the CPU memory of its offloading): row r
+    begins at byte `offset` + r * `row_bytes` of the file `fd`. The owner of this object must close
+    it.
 
-    fd: a duplicate of vLLM's descriptor of the file. The owner of the region closes the duplicate.
+    fd: a duplicate of vLLM's descriptor of the file.
     """
 
     fd: int
@@ -40,8 +40,11 @@ class Region:
 
 
 def region_of(view: memoryview) -> Region:
-    """Returns the file in which the rows of `view` (shape [rows, bytes]) lie, and their place in
-    the file. Raises NoRegion, OSError."""
+    """Returns the location of the rows of vLLM's primary tier. Raises NoRegion or OSError if they
+    are not in a file that this process has open.
+
+    view: the rows, as vLLM gives them to a tier: shape [rows, bytes].
+    """
     rows = np.asarray(view)
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
         raise NoRegion(f"the primary tier has shape {rows.shape} and strides {rows.strides}")
@@ -51,8 +54,8 @@ def region_of(view: memoryview) -> Region:
 
 
 def _mapped_file(begin: int, end: int) -> tuple[int, int]:
-    """Returns the inode that is mapped over all of the addresses, and the offset in the file at
-    which the addresses begin. Raises NoRegion."""
+    """Returns the inode of the file that is mapped at the addresses from `begin` to `end`, and the
+    offset of `begin` in the file. Raises NoRegion if not all of them are in the same file."""
     found: tuple[int, int] | None = None
     at = begin
     with open("/proc/self/maps") as maps:
@@ -72,9 +75,13 @@ def _mapped_file(begin: int, end: int) -> tuple[int, int]:
 
 
 def _descriptor_of(inode: int) -> int:
-    """Returns a duplicate of this process's descriptor of a file in shared memory."""
+    """Returns a duplicate of the descriptor by which this process has a file in /dev/shm open.
+    Raises NoRegion if it has none.
+
+    inode: the inode of the file.
+    """
     for name in os.listdir("/proc/self/fd"):
-        # Descriptors come and go in other threads.
+        # Other threads may close descriptors meanwhile.
         with contextlib.suppress(OSError):
             found = os.fstat(int(name))
             is_shared = os.readlink(f"/proc/self/fd/{name}").startswith("/dev/shm/")

@@ -1,18 +1,18 @@
-"""Limits how much of a prompt may be promoted (copied from the server into vLLM's primary tier, its
-CPU memory). Pure: no clock, no threads.
+"""Limits how much of a prompt may be promoted (copied from the server into vLLM's primary tier, the
+CPU memory of its offloading). Pure: no clock, no threads.
 
-vLLM admits a request only when the answers to all its lookups are final. A promotion that has begun
-makes an answer wait. Rows of the primary tier are not pinned between a lookup and the load to the
-device. So a promotion may evict rows that the same request needs, which are then looked up and
-promoted again. Without a limit such a request would wait for ever, and so would a prompt that is
-larger than the primary tier.
+Without limits a request could wait for ever. vLLM admits a request only when the answers to all its
+lookups are final, and the answer for a chunk that is being promoted is "ask again". The rows of the
+primary tier are not pinned between a lookup and the load to the device. So a promotion may evict
+rows that the same request needs. They are then looked up and promoted again, and so on. A prompt
+that is larger than the primary tier would always do so.
 
 Always true:
-- A request gets at most `MAX_WAVES` promotions. After the first one, only blocks within its reach
-  are promoted again.
-- A key whose load has failed is not promoted again for the same request.
-- Promotions of all requests together take at most a share of the rows, which leaves rows that vLLM
-  can evict.
+- A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
+  than the first.
+- A chunk whose load has failed is not promoted again for the same request.
+- The promotions of all requests together use at most a share of the rows, so that vLLM can evict
+  the other rows.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,18 +20,19 @@ from dataclasses import dataclass, field
 
 MAX_WAVES = 3
 SHARE_ALONE = 0.9
-"""Largest share of the primary tier's rows that promotions may use while a single request
-promotes."""
+"""Largest share of the primary tier's rows that promotions may use while only one request has
+promotions."""
 SHARE_TOGETHER = 0.5
-"""Largest share of the primary tier's rows that promotions may use while several requests promote,
-so that the next request need not wait for all of them."""
+"""Largest share of the primary tier's rows that promotions may use while several requests have
+promotions. It is smaller, so that a further request need not wait until all of them have ended."""
 
 Key = bytes
-"""vLLM's `OffloadKey`: the hash of a chunk's last block, and four bytes that number the group."""
+"""vLLM's `OffloadKey`, which identifies a chunk: the hash of the chunk's last block, and four bytes
+with the number of the KV cache group."""
 
 
 def group_of(key: Key) -> bytes:
-    """Returns the part of a key that names the KV cache group."""
+    """Returns the part of a key that is the number of the KV cache group."""
     return key[-4:]
 
 
@@ -39,10 +40,10 @@ def group_of(key: Key) -> bytes:
 class Promotions:
     """The promotions (copies from the server into vLLM's primary tier) of one request.
 
-    promoted: by key that was submitted, the end of its chunk in the prompt, in tokens.
-    failed: keys whose load failed.
-    waves: number of submissions.
-    reach: by group, the end of the furthest chunk that was submitted, in tokens.
+    promoted: the chunks that were promoted: by key, the end of the chunk in the prompt, in tokens.
+    failed: keys of the chunks whose load failed.
+    waves: number of promotions that vLLM has submitted.
+    reach: by group, the end of the furthest promoted chunk, in tokens.
     """
 
     promoted: dict[Key, int] = field(default_factory=dict)
@@ -51,9 +52,11 @@ class Promotions:
     reach: dict[bytes, int] = field(default_factory=dict)
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
-        """Returns True if vLLM may learn that the server has this chunk (one or several blocks),
-        and so may promote the chunk.
-        `end_tokens`: the end of the chunk in the prompt."""
+        """Returns True if a chunk (one or several blocks) may be promoted. Otherwise the request's
+        lookup must answer "miss", even if the server has the chunk.
+
+        end_tokens: end of the chunk in the prompt.
+        """
         if key in self.failed:
             return False
         if self.waves == 0:
@@ -61,8 +64,10 @@ class Promotions:
         return self.waves < MAX_WAVES and end_tokens <= self.reach.get(group_of(key), 0)
 
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
-        """Records a promotion. `ends_tokens`: for each of its keys, the end of the chunk in the
-        prompt."""
+        """Records a promotion that vLLM has submitted.
+
+        ends_tokens: for each of its keys, the end of the chunk in the prompt.
+        """
         self.waves += 1
         self.promoted.update(ends_tokens)
         for key, end_tokens in ends_tokens.items():
@@ -70,13 +75,18 @@ class Promotions:
             self.reach[group] = max(end_tokens, self.reach.get(group, 0))
 
     def ended(self, keys: Iterable[Key], loaded: Collection[Key]) -> None:
-        """Records the end of a promotion: the keys that are not in `loaded` have failed."""
+        """Records the end of a promotion.
+
+        keys: the keys of the promotion.
+        loaded: the keys that were loaded; the others have failed.
+        """
         self.failed.update(set(keys).difference(loaded))
 
 
 class Room:
-    """Counts the rows of the primary tier that promotions use: rows offered in this step, and rows
-    of promotions under way."""
+    """Counts the rows of the primary tier that promotions use: one row for each chunk that was
+    offered to vLLM in this step (its lookup has answered "hit"), and the rows of promotions in
+    progress."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -99,8 +109,8 @@ class Room:
         return bool(self._offered)
 
     def offer(self, request_id: str) -> bool:
-        """Counts a row for a chunk that vLLM is about to promote. Returns False, and counts
-        nothing, if there is no room."""
+        """Counts a row for a chunk that vLLM is about to promote, and returns True. Returns False,
+        and counts nothing, if promotions may use no further row."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):
@@ -109,21 +119,21 @@ class Room:
         return True
 
     def begin(self, request_id: str, num_rows: int) -> None:
-        """Records that a promotion of `num_rows` rows begins. vLLM submits all offers of a step at
-        the step's end."""
+        """Records that a promotion into `num_rows` rows begins."""
         self._under_way[request_id] = self._under_way.get(request_id, 0) + num_rows
 
     def end(self, request_id: str, num_rows: int) -> None:
-        """Records the end of a promotion."""
+        """Records that a promotion into `num_rows` rows has ended."""
         left = self._under_way.pop(request_id, 0) - num_rows
         if left > 0:
             self._under_way[request_id] = left
 
     def end_step(self) -> None:
-        """Forgets the offers of the step. vLLM has submitted them, or had no row for them."""
+        """Forgets the offers of the step. By now vLLM has submitted their promotions, or had no
+        rows for them."""
         self._offered.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the books are wrong."""
+        """Raises AssertionError if a count is wrong."""
         assert all(rows > 0 for rows in self._under_way.values())
         assert all(rows > 0 for rows in self._offered.values())

@@ -1,18 +1,20 @@
-"""The scheduler's side of the offloading connector. It does the work for which vLLM gives a tier
-too little information.
+"""The scheduler side of `HotKVOffloadingConnector`. It does what hotkv's tier can't do, because
+vLLM gives a tier too little information.
 
-Opens the tier's session under the engine's whole key space, follows the weights and the resets of
-the caches, and reports requests to the server.
+`DoorScheduler` opens the tier's session for the engine's key space, checks whether the weights have
+changed, carries out resets of the caches, and reports requests to the server.
 
 Always true:
-- The tier has a session only while every rank has described its pages, and no rank objects.
+- The tier has a session only if every rank has sent its page format, and all ranks can use hotkv.
 - From the moment the weights may have changed, nothing is looked up or stored until all ranks have
   reported their weights.
 - If weights were written, nothing is looked up or stored until vLLM has emptied the device and the
-  primary tier, because these have blocks of the old weights under the same names.
+  primary tier (the CPU memory of its offloading), because these have blocks of the old weights
+  under the same keys.
 
-Scheduler's thread only. It waits for the server at the start, after a change of weights, and in a
-reset; and for `IDLE_WAIT_S` in steps in which every request of the engine waits for its hit.
+Scheduler thread only. It waits for the server at the start, after a change of weights, and in a
+reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait for
+their hits.
 """
 
 import time
@@ -44,13 +46,18 @@ from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
-"""Longest wait for promotions in a step in which the engine has nothing to compute. Without it vLLM
-asks again every millisecond. That takes processor time and the interpreter's lock from the threads
-that the promotion needs, and makes a hit a third slower."""
+"""Longest wait for promotions in a step in which the engine has nothing to compute. Without this
+wait vLLM would ask again every millisecond. That takes processor time and the GIL from the threads
+that execute the promotion, and makes a hit a third slower."""
 
 
 class DoorScheduler:
-    """The scheduler's side, beside one `HotKVTier`. Does nothing until `connect` is called."""
+    """The scheduler side of the connector. It controls one `HotKVTier`. The engine runs without
+    hotkv until `connect` has received the page formats of all ranks.
+
+    wants_formats: True while page formats of ranks are missing.
+    spoilt: keys of stores in progress whose blocks have wrong KV; these stores must fail.
+    """
 
     def __init__(
         self,
@@ -66,7 +73,8 @@ class DoorScheduler:
         self._config = config
         self._tier = tier
         self._num_ranks = vllm_config.parallel_config.world_size
-        # Data-parallel replicas may step together, so that an idle one would delay the others.
+        # Data-parallel replicas may step together, so a wait in an idle replica would delay the
+        # others.
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1
         self._counts_media = checks.counts_media(vllm_config)
         self._hints = HintReader(tier.stats)
@@ -87,7 +95,6 @@ class DoorScheduler:
         self._said_unclean = False
         self.wants_formats = True
         self.spoilt: set[Any] = set()
-        """Keys of stores under way whose blocks hold wrong KV."""
         tier.makes_wait = self._makes_wait
         tier.model_names = checks.model_names(vllm_config)
         transfer = vllm_config.kv_transfer_config
@@ -98,11 +105,11 @@ class DoorScheduler:
         return f"DoorScheduler({self._tier}, {self._weights}{clean})"
 
     def _makes_wait(self) -> bool:
-        """Returns True while the ranks are about to report their weights, so that lookups should
-        wait. Returns False without a server, because lookups then miss in any case."""
+        """Returns True while lookups should wait, because the ranks are about to report their
+        weights. Returns False without a server, because lookups then miss in any case."""
         if self._space is None:
             return False
-        # Begins a check that is due, also without a server.
+        # Called even without a server, because it begins a check that is due.
         waits = self._weights.waits(time.monotonic())
         return waits and self._tier.session is not None and self._tier.session.connected
 
@@ -110,8 +117,9 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def connect(self, formats: Collection[PageFormat]) -> None:
-        """Opens the session once every rank has described its pages. Waits a moment for the
-        server."""
+        """Opens the tier's session once the page formats of all ranks are known, and waits for the
+        server (up to `startup_wait_s`, or OPENING_S longer for a server that has answered). If a
+        rank can't use hotkv, logs why and leaves hotkv off."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
@@ -154,8 +162,9 @@ class DoorScheduler:
     # ------------------------------------------------------------------------------------- requests
 
     def _is_excluded(self, request: Any) -> bool:
-        """Returns True if vLLM's hashes do not cover all that decides the request's KV: adapters
-        are named by path, and media may be named by a counter."""
+        """Returns True if the request must not use the cache, because vLLM's hashes do not cover
+        everything that decides its KV: they name adapters by path, and may name media by a
+        counter."""
         counts_media = self._counts_media and request.mm_features
         return request.lora_request is not None or bool(counts_media)
 
@@ -164,7 +173,7 @@ class DoorScheduler:
 
     @hook(lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door")
     def arrived(self, request: Any) -> None:
-        """Notifies the tier of a new request."""
+        """Registers a new request and passes it to the tier."""
         now_s = time.monotonic()
         state = RequestState(request, StoreState([], 0), arrived_s=now_s)
         state.ask(self._hints.asked(request, now_s))
@@ -173,7 +182,11 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
-        """Records vLLM's own hit and the answer that vLLM's offloading gave."""
+        """Records a lookup of a request, for the report to the server.
+
+        device_hit_tokens: length of the hit in vLLM's own prefix cache.
+        answer: tokens that vLLM's offloading can load; None for "ask again".
+        """
         self._written.matched(request.request_id, device_hit_tokens)
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
@@ -186,8 +199,11 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Reports a request that the engine has admitted. A hit in vLLM's primary tier counts as
-        a hit in the engine's own cache."""
+        """Reports a request that the engine has admitted. Tokens that were already in vLLM's
+        primary tier count as a hit in the engine's own cache.
+
+        external_tokens: tokens that vLLM's offloading loads.
+        """
         self._admitted.add(request.request_id)
         state = self._states.get(request.request_id)
         if state is not None and self._reports is not None:
@@ -198,34 +214,40 @@ class DoorScheduler:
             self._reports.admitted(state, loaded_tokens)
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
-        """Returns how many tokens of vLLM's hit follow the beginning of the first chunk that came
-        from the server."""
+        """Returns how many tokens of the request's hit count as loaded from the server: the tokens
+        from the first chunk that was promoted from the server to the end of the hit."""
         assert self._space is not None
         closed = [at for at, one in enumerate(self._space.groups) if one.kind in PREFIX_CLOSED]
         groups = closed or range(len(self._space.groups))
         first = self._tier.first_loaded(request.request_id, groups)
         if first is None:
             return 0
-        # A window that came from the server makes the tokens before it hit, too.
+        # Without a group of full attention, the hit needs only its last chunks. If these came from
+        # the server, the tokens before them count as loaded from the server too.
         begin = max(first, device_hit_tokens) if closed else device_hit_tokens
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Holds the tier until vLLM has emptied its caches."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. The fallback
+        of hooks that keep wrong KV out of the caches."""
         self._tier.is_held = True
         self._is_clean = False
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
-        """Records the blocks that a request was given."""
+        """Records the blocks that vLLM has allocated to a request.
+
+        offloading: vLLM's `OffloadingConnectorScheduler`.
+        """
         steps.forget_blocks(offloading, request)
         self._written.allocated(request, blocks)
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks the step writes (`steps.tell_written`), and how much
-        of each request may be stored: no block of before a reset, and none that another connector
-        of a MultiConnector has decoded sparsely."""
+        """Tells vLLM's offloading, before it plans the stores of a step, which blocks the step writes
+        (see `steps.tell_written`), and how many leading tokens of each request it may store. These
+        end before a block with KV of before a reset, and before a block that another connector of a
+        MultiConnector has decoded sparsely."""
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
@@ -250,8 +272,11 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
-        """Keeps KV that was computed from these blocks, which another connector failed to load,
-        out of the primary tier and the server."""
+        """Keeps wrong KV out of the primary tier and the server, after another connector has failed
+        to load blocks.
+
+        invalid_blocks: ids of these blocks. KV that was computed from them is wrong.
+        """
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
     @hook(_share_nothing, of="door")
@@ -270,12 +295,13 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
-        """Keeps blocks that a request did not compute from being stored."""
+        """Keeps vLLM's offloading from storing blocks that an ended request has not computed (see
+        `steps.stop_at_computed`)."""
         steps.stop_at_computed(offloading, request)
 
     @hook(nothing, of="door")
     def finished(self, request: Any) -> None:
-        """Ends a request that has finished or was aborted."""
+        """Forgets a request that has finished or was aborted, and reports its end."""
         self._admitted.discard(request.request_id)
         self._written.ended(request.request_id)
         if self._exactness is not None:
@@ -288,20 +314,22 @@ class DoorScheduler:
 
     @property
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights that this step carries to the ranks; None without an
-        order."""
+        """Returns the order about weights that this step carries to the ranks; None if there is
+        none."""
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
-        """Stops all lookups and stores of the tier until the ranks have answered."""
+        """Stops all lookups and stores of the tier until the ranks have reported their weights. The
+        fallback of hooks that follow the weights."""
         self._tier.is_held = True
         self._weights.suspect()
         return 0
 
     @hook(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
-        """Advances the work that spans steps. Returns a number that the ranks report with the
-        step's output, so that the speed of prefill can be measured; 0 if the step is not timed."""
+        """Advances everything that spans several steps: checks of the weights, resets, reports to
+        the server. Returns a number that the ranks must report with the step's output, so that the
+        prefill speed can be measured; 0 if the step is not timed."""
         if self._space is None or self._reports is None or self._reset is None:
             return 0
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
@@ -318,15 +346,21 @@ class DoorScheduler:
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if waiting for a promotion delays nothing else."""
+        """Returns True if the engine has nothing to compute, so that waiting for a promotion delays
+        nothing else."""
         return self._may_wait and not self._admitted
 
     @hook(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
-        """Begins the promotions that this step's lookups have asked for, and waits a moment for
-        their end, if the engine has nothing else to do. vLLM would begin these promotions at the
-        end of the step, and ask for their chunks in the next step. Returns True if the request is
-        to be looked up again."""
+        """Begins the promotions for this step's lookups at once, and waits up to IDLE_WAIT_S for
+        their end. Returns True if a promotion has ended, so that the request should be looked up
+        again. Does nothing if the engine has something to compute.
+
+        Without this call vLLM would begin these promotions at the end of the step, and look the
+        chunks up again in the next step.
+
+        manager: vLLM's `TieringOffloadingManager`.
+        """
         transfers = self._tier.transfers
         if transfers is None or not self._is_idle or not self._tier.has_offers:
             return False
@@ -335,15 +369,20 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """Waits a moment for promotions under way, if the engine has nothing else to do."""
+        """Waits up to IDLE_WAIT_S for promotions in progress, if the engine has nothing to
+        compute."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
-        """Adopts the weights that all ranks have reported."""
+        """Adopts the weights that all ranks have reported. If they differ from the present weights,
+        opens a session for their key space.
+
+        identity: identifies the weights by their content.
+        """
         assert self._space is not None
         if self._weights.were_written and not self._was_emptied:
-            # The ranks were asked because of a reset that left blocks on the device.
+            # The check began with a reset that has left blocks on the device.
             self._become_unclean()
         is_other = identity != self._weights.identity
         self._weights.adopt(identity)
@@ -360,8 +399,11 @@ class DoorScheduler:
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
-        """Processes the ranks' report of a step. Must run before vLLM's offloading stores the
-        blocks that the step has computed."""
+        """Processes the ranks' report about a step. Must be called before vLLM's offloading stores
+        the blocks that the step has computed.
+
+        finished_loads: requests whose load has ended.
+        """
         now_s = time.monotonic()
         if self.wants_formats:
             self.connect(list(report.formats.values()))
@@ -369,7 +411,7 @@ class DoorScheduler:
             return
         self._weights.reported(report.weights, now_s)
         if any(not one.question for one in report.weights.values()):
-            # A rank has noticed a write that nobody had asked about.
+            # A rank has noticed a write outside of a check.
             self._become_unclean()
         self._tier.is_held |= self._weights.under_way
         if report.timed_step:
@@ -381,8 +423,8 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that blocks of other weights are cached. Logs a line once until the next
-        reset."""
+        """Records that the engine's caches have blocks of other weights, so that nothing may be
+        shared until they are emptied. Logs this once until the next reset."""
         self._is_clean = False
         if not self._said_unclean:
             self._said_unclean = True
@@ -395,7 +437,8 @@ class DoorScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
-        """Stops all lookups and stores of the tier until a later reset succeeds."""
+        """Stops all lookups and stores of the tier until a later reset succeeds. The fallback of
+        `reset`."""
         self._tier.is_held = True
         self._is_clean = False
         if self._reset is not None:
@@ -404,11 +447,13 @@ class DoorScheduler:
 
     @hook(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
-        """Called after a reset of vLLM's offloading: the primary tier is empty, and no job is under
-        way.
+        """Empties the server's cache of this key space, unless the engine only pauses. Returns
+        False if a connected server did not empty it. Blocks for at most `reset_timeout_s`.
 
-        Empties the server's cache of this key space too, unless the engine only pauses. Returns
-        False if a connected server did not empty it.
+        Must be called after vLLM's offloading was reset, when the primary tier is empty and no job
+        is in progress.
+
+        is_device_empty: True if the device has no blocks from before the reset.
         """
         self._weights.suspect()
         self._tier.is_held = self._space is not None
@@ -417,7 +462,7 @@ class DoorScheduler:
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
-        # Blocks on the device are from before the reset.
+        # Otherwise blocks on the device are from before the reset, and must not be stored.
         self._tier.may_repeat = is_device_empty
         if not is_device_empty:
             self._tier.exclude(self._states)

@@ -1,18 +1,20 @@
-"""hotkv-server as a secondary tier of vLLM's offloading.
+"""Implements a secondary tier of vLLM's offloading that stores its chunks in hotkv-server.
 
-Runs in the scheduler's process, in one thread of vLLM's. Blocks only in `drain_jobs`, `shutdown`
-and `open`.
+Runs in the scheduler's process, in one thread of vLLM. Only `drain_jobs`, `shutdown` and `open`
+block.
 
 Always true:
-- Without a server, while the weights may have changed, and while a reset is under way, every lookup
-  misses and nothing is stored.
-- Every job of vLLM's is reported once, when the server does not touch its rows any more.
-- No exception of hotkv reaches vLLM. A call that raises is logged once and answered as a miss.
+- Without a server, while the weights may have changed, and while a reset is in progress, every
+  lookup misses and nothing is stored.
+- Every job that vLLM submits is reported as ended once, when the server does not access its rows
+  any more.
+- No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
+  gets a safe answer such as a miss.
 
-`HotKVOffloadingConnector` makes the tier and tells it what vLLM does not tell tiers: the key space,
-the requests, the state of the weights. A tier that a user names in `secondary_tiers` has none of
-these. Its key space is what the user states in `hotkv.weights_identity`, and it can't tell requests
-of LoRA adapters from others.
+`HotKVOffloadingConnector` creates the tier, and passes it information that vLLM does not give to
+tiers: the key space, the requests, and whether the weights may have changed. A user can also name
+the tier in vLLM's setting `secondary_tiers`, without the connector. Then `hotkv.weights_identity`
+determines the key space, and the tier can't distinguish requests with LoRA adapters from others.
 """
 
 import logging
@@ -58,35 +60,39 @@ from hotkv_vllm.stats import HookClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
 BY_CONNECTOR = "opened_by_connector"
-"""Name of the setting by which the connector says that it opens the tier's session itself."""
+"""Name of the setting by which `HotKVOffloadingConnector` tells the tier that the connector opens
+the session."""
 HANDLE = "primary"
 PROBE_AGAIN_S = 0.25
-"""Time for which the answer of the block table is remembered for a request. The lease, which is
-acquired later, decides."""
+"""How long the result of probing the block table for a request is used. It is only a hint: the
+lease that a load acquires decides."""
 ROOM_PATIENCE_S = 2.0
-"""How long a request waits until other promotions make room in the primary tier."""
+"""How long a request waits for room in the primary tier that promotions of other requests use."""
 HELD_STEPS = 3
-"""Number of steps after a reset in which no promotion begins. The workers may still copy into rows
-that the reset has freed; vLLM 0.33 holds promotions for the same reason."""
+"""Number of steps after a reset in which no promotion begins, because the workers may still copy
+into rows that the reset has freed. vLLM 0.33 delays promotions for the same reason."""
 OWED_S = 600.0
-"""Time after a failed store in which requests offer all their chunks again. vLLM offers a chunk to
-its tiers only once, so otherwise the server would never get chunks stored while it was away."""
+"""How long after a failed store new requests offer all their chunks to the tiers again. Normally
+vLLM offers a chunk to its tiers only once, so the server would never get the chunks that were
+computed while it was away."""
 
 
 @dataclass(slots=True)
 class RequestInTier:
     """The tier's state for a request.
 
+    promotions: the request's promotions (copies from the server into the primary tier).
     request: vLLM's `Request`; None if the connector has not passed it to the tier.
-    is_excluded: True if the request's hashes do not cover all that decides the request's KV, so
-        that the request does not use the cache.
-    ready: by key, whether the server has the chunk, as of `probed_s`.
-    answer: future of the server's answer about chunks that the block table does not show; None
-        before the server was asked.
-    asked_keys: by group, the keys about which the server was asked; empty once the answer was
-        processed.
-    answer_until_s, room_until_s: time until which the request waits for the answer, and time until
-        which it waits for room in the primary tier.
+    is_excluded: True if the request must not use the cache, because its hashes do not cover
+        everything that decides its KV.
+    retention: how the server should retain the request's blocks, according to its hints.
+    ready: by key, whether the server has the chunk, as of the time `probed_s`.
+    probed_wave: number of the request's promotions when `ready` was computed.
+    answer: future of the lookup that asks the server about all chunks; None if none was sent.
+    asked_keys: by group, the keys in this lookup; empty once its answer was processed.
+    answer_until_s: time until which the request waits for the answer.
+    room_until_s: time until which the request waits for room in the primary tier; 0 before it has
+        to wait.
     miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
     """
 
@@ -105,16 +111,18 @@ class RequestInTier:
 
 
 class HotKVTier(SecondaryTierManager):
-    """Implements the tier interface that vLLM's `TieringOffloadingManager` calls.
+    """Implements the tier interface that vLLM's `TieringOffloadingManager` calls. vLLM calls the
+    constructor, which raises ConfigError if a setting is wrong, or can't be used with vLLM's
+    offloading.
 
-    settings: the connector's settings, `hotkv.target` and so on (`config.ConnectorConfig`). Raises
-        ConfigError if a setting is wrong, or can't be used behind vLLM's offloading.
-
-    may_load, may_store: True if the engine's role allows loads, and stores.
-    may_repeat: True if chunks that are on the device already may be stored.
+    settings: hotkv's settings (`config.ConnectorConfig`).
+    row_bytes: bytes of a row of the primary tier.
+    may_load: True if the engine's role allows loads.
+    may_store: True if the engine's role allows stores.
+    may_repeat: True if chunks that were computed earlier may be offered to the tiers again.
     model_names: names by which requests address the model.
     is_held: True while nothing may be looked up or stored.
-    makes_wait: returns True while lookups are to be asked again.
+    makes_wait: returns True while every lookup must be answered "ask again".
     """
 
     medium = Medium.CPU
@@ -164,16 +172,16 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def session(self) -> CacheSession | None:
-        """Returns the session; None while hotkv is off."""
+        """Returns the session with the server; None while hotkv is off."""
         return self._session
 
     @property
     def transfers(self) -> Transfers | None:
-        """Returns the loads and stores over the session; None while hotkv is off."""
+        """Returns the object that executes loads and stores; None while hotkv is off."""
         return self._transfers
 
     def _open_stated(self) -> None:
-        """Opens the session of a tier that an operator has configured in `secondary_tiers` of vLLM,
+        """Opens the session of a tier that a user has named in vLLM's setting `secondary_tiers`,
         without `HotKVOffloadingConnector`."""
         why = versions.why_off(versions.OFFLOADING, self.settings.allow_untested_vllm)
         if not why and not self.settings.weights_identity:
@@ -192,10 +200,11 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> CacheSession | None:
-        """Opens the session for a key space, in place of the session before, and waits for the
-        server (`link.await_server`). Returns None if hotkv is off; the log says why.
+        """Opens a session for a key space, and waits for the server (`link.await_server`). Closes
+        the present session first; no job may be in progress. Returns None if hotkv is off; the log
+        says why.
 
-        No job may be under way.
+        wait_s, opening_s: see `link.await_server`.
         """
         self._leave()
         try:
@@ -247,14 +256,13 @@ class HotKVTier(SecondaryTierManager):
         return self._session
 
     def _say_on(self) -> None:
-        """Logs once for each session that hotkv is on."""
+        """Logs that hotkv is on, once for each session, when the session is connected."""
         if not self._said_on and self._session is not None and self._session.connected:
             self._said_on = True
             link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
-        """Closes the session in the background. All jobs over the session must have ended
-        before."""
+        """Closes the session in another thread. All its jobs must have ended before."""
         session, self._session = self._session, None
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
@@ -276,25 +284,27 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------- what a connector says
 
     def tell(self, request: Any, retention: Retention, *, is_excluded: bool) -> None:
-        """Passes a request of vLLM to the tier, before `on_new_request`.
+        """Passes vLLM's object of a new request to the tier. Must be called before vLLM calls
+        `on_new_request` for it.
 
-        is_excluded: True if the request's hashes do not cover all that decides its KV. Then none of
-            its chunks is looked up or stored.
+        is_excluded: True if the request must not use the cache, because its hashes do not cover
+            everything that decides its KV.
         """
         self._told[request.request_id] = RequestInTier(
             request=request, retention=retention, is_excluded=is_excluded
         )
 
     def exclude(self, request_ids: Iterable[str]) -> None:
-        """Excludes these requests: none of their chunks is looked up or stored from this call
-        on."""
+        """Excludes requests from the cache: from here on their chunks are neither looked up nor
+        stored."""
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True
 
     @property
     def has_offers(self) -> bool:
-        """Returns True if lookups of this step have asked for promotions."""
+        """Returns True if lookups in this step have answered "hit", so that vLLM is about to
+        promote chunks."""
         return self._room.has_offers
 
     def miss_of(self, request_id: str) -> Miss:
@@ -303,10 +313,10 @@ class HotKVTier(SecondaryTierManager):
         return Miss.NOT_ASKED if known is None else known.miss
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
-        """Returns where the first chunk of these groups begins that was loaded from the server for
-        this request, in tokens of its prompt; None without such a chunk.
+        """Returns where the first chunk begins that was loaded from the server for the request: its
+        position in the prompt, in tokens. Returns None if no chunk was loaded.
 
-        groups: hotkv's indices of the groups.
+        groups: hotkv's indices of the groups whose chunks count.
         """
         known = self._told.get(request_id)
         promotions = Promotions() if known is None else known.promotions
@@ -357,9 +367,9 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns whether the server has the chunk (one or several blocks), as a hint; None while
-        the answer is not known. Looks up all chunks of the request at once: single lookups take ten
-        times as long."""
+        """Returns whether the server has the chunk (one or several blocks), as a hint. Returns None
+        while the server's answer is awaited. Looks up all chunks of the request at once, because
+        single lookups would take ten times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -374,8 +384,9 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Asks the block table. Asks the server too if there is no table, or if the server has
-        tiers below host memory; these tiers are asked once for a request."""
+        """Looks up all chunks of the request, and `key`, in the block table. If there is no table,
+        or if the server has tiers below host memory, also sends a lookup to the server. For the
+        tiers below it sends only one lookup per request."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -393,7 +404,8 @@ class HotKVTier(SecondaryTierManager):
         known.answer_until_s = time.monotonic() + self.settings.lookup_timeout_s
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
-        """Returns whether the server's answer contains the chunk; None while there is no answer."""
+        """Returns whether the server's answer to the lookup contains the chunk. Returns False if
+        the answer is late or no lookup was sent, and None while the answer is awaited."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -411,8 +423,9 @@ class HotKVTier(SecondaryTierManager):
         return known.ready.get(key, False)
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Answers a hit for which the primary tier has no room. The request waits a while for its
-        first promotion (copy into the primary tier), because vLLM takes a miss as final."""
+        """Returns the answer to a lookup if the server has the chunk but promotions may use no
+        further row. Before its first promotion (copy into the primary tier) a request waits up to
+        ROOM_PATIENCE_S, because vLLM would take a miss as final. Otherwise the answer is a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -471,8 +484,11 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns chains of the chunks that the server lacks. vLLM gives keys in any order; their
-        positions in the prompt say which chunks follow each other."""
+        """Returns the chunks of a store that the server lacks, as runs of consecutive chunks. vLLM
+        gives the keys in any order, so they are ordered by their positions in the prompt.
+
+        rows: by key, the chunk's row in the primary tier.
+        """
         ends = _ends_of(context)
         at = {(get_offload_group_idx(key), end): key for key, end in ends.items()}
         runs: list[BlockRun] = []
@@ -501,8 +517,13 @@ class HotKVTier(SecondaryTierManager):
         at: Mapping[tuple[int, int], OffloadKey],
         known: RequestInTier,
     ) -> BlockRun:
-        """Returns one chain of neighbouring chunks as a run (consecutive blocks of a group) to
-        store."""
+        """Returns the run to store for consecutive chunks of a group.
+
+        chain: the keys of the chunks, in order.
+        rows: by key, the chunk's row in the primary tier.
+        ends: by key, the end of the chunk in the prompt, in tokens.
+        at: the key of a chunk, by vLLM's group and the end of the chunk.
+        """
         size = self._chunk_tokens[group]
         start_tokens = max(0, ends.get(chain[0], 0) - size)
         parent = at.get((get_offload_group_idx(chain[0]), start_tokens))
@@ -514,7 +535,8 @@ class HotKVTier(SecondaryTierManager):
             get_offload_block_hash(parent) if parent is not None else b"",
             first,
         )
-        # A boundary inside a chunk (a recurrent state) has no tokens of its own.
+        # A recurrent state may hold at a position inside a chunk. Then the run has no tokens of its
+        # own.
         if not session.wants_token_ids or known.request is None or start_tokens % size:
             return run
         stop = first + len(chain)
@@ -529,7 +551,7 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Returns the jobs that have ended since the last call."""
+        """Returns the results of the jobs that have ended since the last call."""
         ended, self._left = self._left, []
         if self._transfers is not None:
             ended += self._transfers.take_ended()
@@ -559,7 +581,8 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Waits until the server touches no row. Holds promotions for the next steps."""
+        """Blocks until no job is in progress, so that the server accesses no row. Prevents
+        promotions in the next HELD_STEPS steps. vLLM calls this method in a reset."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()
@@ -574,12 +597,12 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Reports the chunks that the request used and did not get from the server. Otherwise the
-        server would not know of the use of chunks that hit on the device, and would evict them
-        early."""
+        """Reports to the server the chunks that the request used without loading them from the
+        server. Otherwise the server would not know of hits on the device, and would evict these
+        chunks early."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
-            # A connector reports whole requests.
+            # `HotKVOffloadingConnector` reports such a request itself.
             return
         if self._session is None or not self._session.connected:
             return
@@ -589,7 +612,8 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def shutdown(self) -> None:
-        """Ends the session. The server settles its transfers."""
+        """Closes the session and the primary tier's file. The server ends the session's
+        transfers."""
         session, self._session, self._transfers = self._session, None, None
         try:
             if session is not None:
@@ -602,7 +626,7 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------- names
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
-        """Returns keys by hotkv's index of their group, each in the order given."""
+        """Returns the keys by hotkv's index of their group, in the given order."""
         found: dict[int, list[OffloadKey]] = {}
         for key in keys:
             found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)
@@ -616,8 +640,8 @@ class HotKVTier(SecondaryTierManager):
 
 
 def settings_of(extra: Mapping[str, Any]) -> ConnectorConfig:
-    """Returns the settings `hotkv.…`. Raises ConfigError for a setting that is wrong, or that can't
-    be used behind vLLM's offloading."""
+    """Returns the settings `hotkv.…` in `extra` (`kv_connector_extra_config`). Raises ConfigError
+    for a setting that is wrong, or that can't be used with vLLM's offloading."""
     config = ConnectorConfig.from_extra_config(extra)
     if config.sparse is not None:
         raise ConfigError(
@@ -639,5 +663,5 @@ def _missed(known: RequestInTier | None, why: Miss) -> LookupResult:
 
 
 def _ends_of(req_context: ReqContext) -> Mapping[OffloadKey, int]:
-    """Returns the end of each of the request's chunks in its prompt, in tokens."""
+    """Returns, by key, the end of each of the request's chunks in its prompt, in tokens."""
     return req_context._offload_key_positions

@@ -1,14 +1,17 @@
-"""Loads and stores between the primary tier and the server, each a job of vLLM's tiering.
+"""Executes loads and stores between vLLM's primary tier (the CPU memory of its offloading) and the
+server. Each of them is a *job* that vLLM's tiering has submitted.
 
 Always true:
-- Each job ends once. When it has ended, the server does not touch its rows any more.
-- A load whose lease is not answered in time ends without having begun.
-- A store that is not answered in time is revoked, by a word in shared memory that needs no answer.
-- A load that the server has begun ends only with the server's answer or death, because only these
-  prove that the server has stopped writing.
+- Each job ends once. When it has ended, the server does not access its rows any more.
+- If the server does not answer a load's request for a lease in time, the load ends as failed,
+  without having begun.
+- If the server does not answer a store in time, the store is revoked by a word in shared memory,
+  which needs no answer.
+- A load that has begun ends only with the server's answer, or when the server's process has ended.
+  Only then it is certain that the server does not write any more.
 
-The scheduler's thread begins jobs and takes their ends. Answers come in the client's threads, which
-only send the load of a granted lease and add to `_ended`.
+The scheduler's thread begins jobs and collects their ends. The server's answers arrive in the
+client's threads. These threads only send the load of a granted lease, and record ends.
 """
 
 import itertools
@@ -38,12 +41,12 @@ from hotkv_vllm.link import CacheSession, logger
 from hotkv_vllm.offloading.requests import Key
 
 LEASE_PATIENCE_S = 1.0
-"""How long a load waits for its lease if the server has no tiers, or `hotkv.lookup_timeout_s` if
-that is longer. With tiers below host memory the limit is `hotkv.load_timeout_s`, because the server
-may have to read a disk."""
+"""How long a load waits for its lease, or `hotkv.lookup_timeout_s` if that is longer. If the server
+has tiers below host memory, the limit is `hotkv.load_timeout_s` instead, because the server may
+have to read from a disk."""
 WARN_AFTER_S = 30.0
 SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
-"""Results after which a block need not be offered again: the server has it, or another engine is
+"""Results after which a block need not be stored again: the server has it, or another engine is
 storing it."""
 
 
@@ -53,9 +56,9 @@ class GroupRows:
     CPU memory).
 
     group_index: hotkv's index of the group.
-    keys: vLLM's keys, in any order.
-    hashes: the names of the chunks in the server, in the order of `keys`.
-    rows: int32 [n].
+    keys: vLLM's key of each chunk, in any order.
+    hashes: the hash of each chunk in the server.
+    rows: the row of each chunk, int32 [n].
     """
 
     group_index: int
@@ -66,10 +69,10 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a job.
+    """A job that has ended.
 
     job: vLLM's `TransferJob`.
-    loaded: for a load, the keys whose rows are filled.
+    loaded: the keys whose rows were filled; empty for a store.
     is_complete: True if every chunk was copied, or needed no copy.
     """
 
@@ -79,17 +82,17 @@ class Ended:
 
 
 class Transfers:
-    """Executes the loads and stores (vLLM's jobs) over one session.
+    """Executes loads and stores (jobs of vLLM's tiering) in one session.
 
-    is_hung: True while the server has left a call unanswered for too long.
-    is_held: True while nothing may be stored, because a reset is under way.
+    is_hung: True after the server has not answered a call in time, until it answers again.
+    is_held: True while nothing may be stored, because a reset is in progress.
     """
 
     def __init__(self, session: CacheSession, settings: ConnectorConfig) -> None:
         self._session = session
         self._settings = settings
         self._prefix = uuid.uuid4().hex[:12]
-        # Threads share it: a counter's `next` is atomic, a generator's is not.
+        # Several threads use this counter: `next` is atomic for it, but not for a generator.
         self._numbers = itertools.count()
         self._settled = threading.Condition()
         self._ended: list[Ended] = []
@@ -105,23 +108,27 @@ class Transfers:
 
     @property
     def in_flight(self) -> int:
-        """Returns the number of stores under way."""
+        """Returns the number of stores in progress."""
         return self._num_stores
 
     @property
     def is_idle(self) -> bool:
-        """Returns True if no job is under way."""
+        """Returns True if no job is in progress."""
         return not self._num_loads and not self._num_stores
 
     def _new_name(self) -> str:
-        """Returns an unused id for a lease or a transfer. Any thread may call it."""
+        """Returns a new id for a lease or a transfer. Any thread may call it."""
         return f"{self._prefix}-{next(self._numbers)}"
 
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Acquires a lease on the chunks (one or several blocks each), then loads the chunks that
-        the lease pins. Does not wait."""
+        """Begins a load: acquires a lease on its chunks, and then loads the chunks that the lease
+        has pinned. Does not wait.
+
+        job: vLLM's `TransferJob`.
+        groups: the chunks of the job, by group.
+        """
         name, session, settings = self._new_name(), self._session, self._settings
         begun, over = _Once(), _Once()
 
@@ -165,7 +172,7 @@ class Transfers:
 
         hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
         answer = session.acquire(name, hashes, settings.lease_ttl_s)
-        # Counted only now: a call that raises has begun nothing.
+        # Counted only after the call: if the call raises, no load has begun.
         with self._settled:
             self._num_loads += 1
         patience_s = (
@@ -179,11 +186,15 @@ class Transfers:
     # --------------------------------------------------------------------------------------- stores
 
     def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
-        """Stores chains of chunks. Does not wait."""
+        """Begins a store. Does not wait.
+
+        job: vLLM's `TransferJob`.
+        runs: the chunks to store, as runs of consecutive chunks.
+        """
         name, session, settings = self._new_name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
-            # A cancelled store resolves at once, whatever the server does.
+            # A cancelled store resolves at once, even if the server hangs.
             self._answered(name, is_alive=end.status is not TransferStatus.CANCELLED)
             settled = sum(int(np.isin(codes, SETTLED).sum()) for codes in end.results)
             is_done = end.status is TransferStatus.DONE
@@ -201,22 +212,22 @@ class Transfers:
         answer = session.store(name, self._new_name(), runs, settings.store_timeout_s, options)
         with self._settled:
             self._num_stores += 1
-        # The server gives up by itself before.
+        # Longer than the timeout after which the server itself gives up the store.
         self._wait(name, 2 * settings.store_timeout_s, give_up)
         _then(answer, stored, failed)
 
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
-        """Returns the jobs that have ended since the last call. First gives up leases and stores
-        whose answer is late."""
+        """Returns the jobs that have ended since the last call. First gives up requests for leases,
+        and stores, whose answer is late."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []
         return ended
 
     def drain(self) -> None:
-        """Waits until no job is under way. Warns if that takes long."""
+        """Blocks until no job is in progress. Logs a warning every WARN_AFTER_S."""
         warn_at_s = time.monotonic() + WARN_AFTER_S
         while not self._wait_idle(0.05):
             self._check_patience()
@@ -230,8 +241,8 @@ class Transfers:
                 )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a job has ended, if a load is under way. Returns whether `take_ended` has
-        jobs to return."""
+        """Waits until a job has ended, for at most `timeout_s`; does not wait if no load is in
+        progress. Returns True if `take_ended` has jobs to return."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)
@@ -270,7 +281,8 @@ class Transfers:
 
 
 class _Once:
-    """Returns True to the first of several threads that call it, and False to the others."""
+    """Decides which of several threads comes first: `first` returns True in the first call, and
+    False in all later calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -280,8 +292,8 @@ class _Once:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """Calls `done` with the future's result, or `failed` if the future has no result. If `done`
-    raises, calls `failed`."""
+    """When the future is resolved, calls `done` with its result. Calls `failed` if the future has
+    no result, or if `done` raises."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -1,6 +1,5 @@
-"""The worker's side of this door: how the rank packs pages, and whether its weights have changed.
-
-vLLM's own worker moves the bytes. This side only reports, so it never touches KV.
+"""The worker side of `HotKVOffloadingConnector`: reports how the rank packs its pages, and whether
+its weights have changed. vLLM's own worker copies the blocks, so this side never touches KV.
 """
 
 from typing import Any
@@ -18,11 +17,11 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 
 
 class DoorWorker:
-    """The worker's side of one rank: reports how the rank packs pages, and whether the rank's
-    weights have changed.
+    """Reports to the scheduler side how a rank packs its pages, and whether its weights have
+    changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
-    is_child: True if the connector is in a MultiConnector, so that vLLM forwards no handshake.
+    is_child: True if the connector is in a MultiConnector.
     """
 
     def __init__(
@@ -54,8 +53,9 @@ class DoorWorker:
 
     @hook(_register_broke, of="door")
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Describes the rank's pages. Called while vLLM registers its KV caches; watches the models
-        of the worker that registers them."""
+        """Computes the rank's page format, and begins to watch the rank's weights. Must be called
+        while vLLM's worker registers its KV caches, because it finds the models on the call
+        stack."""
         device_type = next(iter(kv_caches.values())).device.type
         try:
             check_reuse(self._vllm_config, self._kv_cache_config)
@@ -84,14 +84,18 @@ class DoorWorker:
 
     @hook(nothing, of="door")
     def before_step(self, meta: DoorMetadata) -> None:
-        """Answers a question about the weights, before the step computes anything."""
+        """Carries out the scheduler's order about the weights, if there is one, before the step
+        computes anything."""
         if self._weights is not None:
             self._weights.obey(meta.weights)
 
     @hook(lambda *_: DoorReport(), of="door")
     def report(self, meta: DoorMetadata | None) -> DoorReport:
-        """Returns the rank's report with the step: about its weights, and its page format if the
-        scheduler asks for it."""
+        """Returns the rank's report about a step: a report about its weights if there is one, and
+        its page format if the scheduler asks for it.
+
+        meta: the step's message from the scheduler.
+        """
         said = None if self._weights is None else self._weights.take_report()
         report = DoorReport(weights={} if said is None else {self._rank: said})
         if meta is not None:

@@ -1,9 +1,13 @@
-"""Sends the server calls of resident requests (requests whose old blocks are only in the server's
-memory): the calls that reserve room for their blocks, and the calls that pin stored blocks.
+"""Sends the calls to the server for resident requests (requests whose old blocks are only in the
+server's memory): calls that reserve room for their blocks, and calls that pin stored blocks.
 
-Always true: a request has at most one call of each kind in flight. After the server was away, the
-calls are repeated. Blocks that the server no longer pins at their old offset are lost. No request
-is admitted while a running request lacks room in the server.
+A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
+
+Always true:
+- A request has at most one call of each kind in flight.
+- After a reconnect the calls are repeated. A request has lost its blocks if the server does not pin
+  them again at their old offsets.
+- No request gets its first room while a running request lacks room for its next block.
 """
 
 from collections import deque
@@ -21,24 +25,27 @@ from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
 ASK_AGAIN_S = 0.1
-"""Time after which a refused reservation is retried."""
+"""Seconds after which a refused reservation is retried."""
 GROW_AGAIN_S = 1.0
-"""Time after which a refused call for more room is retried, for a request that still has some
-room."""
+"""Seconds after which a refused call for more room is retried, if the request still has room for
+its next blocks."""
 TURN_S = 2.0
-"""Once a request has waited this long for room, reservations that were refused later are not
-retried."""
+"""If a request has waited this many seconds for room, later requests do not ask for room until it
+has room."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Reasons of refusals that hold only for the present session; after a reconnect the call is
-repeated."""
+"""Reasons for which the server refuses a call only in the present session. They don't make a
+request fail: the call is repeated."""
 CLOSED = -1
-"""Used in place of the number of the connection (stream) while the residency is not open over any
+"""Stands for the number of a connection (stream) if the residency is not open on any
 connection."""
 
 
 class ResidencyCalls:
-    """Sends the calls of resident requests; see the module. Scheduler thread only, except for
-    callbacks of a call's future."""
+    """Sends the calls of resident requests to the server. Scheduler thread only, except for
+    callbacks of a call's future.
+
+    has_cramped: True while a running request has no room in the server for its next block.
+    """
 
     def __init__(self, session: link.CacheSession, streams: StreamCount, stats: HotKVStats) -> None:
         self._session = session
@@ -47,7 +54,6 @@ class ResidencyCalls:
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
         self._refused: dict[str, float] = {}
         self.has_cramped = False
-        """True while a running request has no room for its next block."""
 
     def __repr__(self) -> str:
         return f"ResidencyCalls({len(self._refused)} refused)"
@@ -57,13 +63,13 @@ class ResidencyCalls:
         return self._session.connected
 
     def is_open(self, one: Resident) -> bool:
-        """Returns True if the server of the present connection (stream) has reserved room for the
-        request."""
+        """Returns True if the server has reserved room for the request on the scheduler's present
+        connection."""
         return one.opened is not None and one.stream == self._streams.number
 
     def is_served(self, one: Resident) -> bool:
-        """Returns True if the residency (the room reserved for the request, with its pinned blocks)
-        is open and its server can be reached."""
+        """Returns True if the session is connected and the request's residency is open (see
+        `is_open`)."""
         return self.is_connected and self.is_open(one)
 
     @property
@@ -72,14 +78,15 @@ class ResidencyCalls:
         return self._session.grows_residencies
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks the server to reserve room, if it is the request's turn. A request that had room
-        before the server was away always asks, because its blocks must be pinned again."""
+        """Asks the server to reserve room for the request, unless other requests must get room
+        first. A request that had room before a reconnect always asks, because its blocks must be
+        pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.room if one.opened is not None and self.can_grow else one.wanted)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
-        """Returns True if no other request must get room before this one."""
+        """Returns True if no other request must get room before this request."""
         turn_s = self._refused.get(one.request_id, now_s)
         return not self.has_cramped and not any(
             since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
@@ -90,21 +97,22 @@ class ResidencyCalls:
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident) -> None:
-        """Closes the request's residency (the room reserved for it, with its pinned blocks), if it
-        is open or being opened."""
+        """Closes the request's residency if it is open or being opened. The server then frees its
+        room and unpins its blocks."""
         if one.opening is not None or one.opened is not None:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened, one.room, one.is_held = None, None, 0, False
         self._refused.pop(one.request_id, None)
 
     def wait(self, one: Resident) -> None:
-        """Makes a request that has released its room wait for room again, like a request that was
-        refused when it arrived."""
+        """Makes a request that has released its room wait for room again. Its turn is as if it had
+        been refused when it arrived."""
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Handles the answer to a reservation. Retries a refused reservation, asks for more room if
-        an open residency needs it, and asks again after the server was away."""
+        """Brings the request's reservation up to date: handles the server's answer, retries a
+        refused reservation, asks again after a reconnect, and asks for more room if the request
+        wants more."""
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
             error: Any = "cancelled" if opening.cancelled() else opening.exception()
@@ -122,7 +130,7 @@ class ResidencyCalls:
 
     def _was_refused(self, one: Resident, why: Any, now_s: float) -> None:
         if self.is_open(one) and not one.is_held:
-            # It asked ahead, and has room for its next blocks.
+            # The request has asked ahead of its need, and has room for its next blocks.
             return
         if isinstance(why, HotKVError):
             if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:
@@ -135,8 +143,8 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Records that the server has reserved room for the request. If the server was away, or has
-        opened the residency anew, asks it to pin the known blocks again."""
+        """Records that the server has reserved room for the request. If this is a new residency,
+        after a reconnect for example, asks the server to pin the request's known blocks again."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
         one.room, one.stream = one.asked_room, one.asked_stream
@@ -158,7 +166,8 @@ class ResidencyCalls:
         known: Int64s,
         done: "Future[ResidentBlocks]",
     ) -> None:
-        """Records an answer for the next step. The client's thread calls it."""
+        """Records, for the next step, whether the server has pinned the known blocks at their old
+        offsets. Called in the client's thread."""
         is_same = (
             not done.cancelled()
             and done.exception() is None
@@ -167,16 +176,21 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the answers of a server that came back, each once: the request's id, the pin
-        under which to read its bytes, and whether the pinned blocks are at their old offsets."""
+        """Returns the server's answers to calls that pinned known blocks again, each once: the
+        request's id, the new pin, and whether the blocks are at their old offsets."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the request's next blocks: from the first that is not pinned yet,
-        up to position `until` (index of a block), as far as the request's reserved room reaches and
-        the blocks have names (hashes). Does nothing while such a call is in flight."""
+        """Asks the server to pin the request's next stored blocks. Does nothing while such a call
+        is in flight.
+
+        The blocks begin after the pinned blocks. They end at `until`, at the end of the reserved
+        room, or at the first block without a name (hash), whichever comes first.
+
+        until: position of the block before which to stop.
+        """
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
@@ -184,14 +198,15 @@ class ResidencyCalls:
             one.asked = answer, blocks
 
     def take_answer(self, one: Resident, now_s: float) -> None:
-        """Records at which offsets the server has pinned blocks, if it has answered `ask`."""
+        """Handles the server's answer to `ask`, if it has come: records at which offsets of the
+        arena the server has pinned the blocks."""
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None
         error = None if answer.cancelled() else answer.exception()
         if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
-            # The server has closed the residency by itself. It is opened again, and the kept blocks
-            # are compared.
+            # The server has closed the residency by itself. `renew` opens it again, and compares
+            # the offsets of the kept blocks.
             one.stream = CLOSED
         if answer.cancelled() or error is not None or blocks.start != one.kept:
             return

@@ -1,13 +1,15 @@
-"""vLLM's FlashAttention with residency. It replaces `FLASH_ATTN` in vLLM's backend registry if
-`hotkv.sparse` asks for it and `hotkv.allow_sparse_cuda_never_run` is set. **It has never run on a
-GPU.**
+"""vLLM's FlashAttention backend with residency (old blocks of long contexts only in host memory).
+hotkv's plugin registers it in place of `FLASH_ATTN`. **It has never run on a GPU.**
 
-All other engines get vLLM's own classes. Decode is captured in full CUDA graphs: each layer
-launches the kernels of `CudaWorker.layer_step`, which write a block table and lengths to device
-memory, and then vLLM's kernel over them. Prefill and mixed batches run piecewise, with attention in
-Python: each row whose old blocks are only in host memory attends to a copy of its context in a
-staging area, by a separate call. If anything in hotkv raises, vLLM computes the requests with
-blocks only in host memory anew.
+It serves engines whose setting `hotkv.sparse` turns residency on, if
+`hotkv.allow_sparse_cuda_never_run` is set. All other engines get vLLM's own classes from it.
+
+Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
+`CudaWorker.layer_step`, which write a block table and lengths to device memory. Then it launches
+vLLM's attention kernel with this table. In prefill and mixed batches, attention runs in Python: a
+row whose old blocks are only in host memory attends to a copy of its context in a staging area, by
+a separate call. If hotkv's code raises, vLLM computes the requests with blocks only in host memory
+anew.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """
@@ -34,8 +36,8 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Returns the settings and configuration of the engine whose model is being built; None if the
-    engine does not ask for residency."""
+    """Returns the settings of sparse decode and vLLM's config of the engine whose model is being
+    built; None if the engine does not use this backend's residency."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
@@ -44,7 +46,8 @@ def _wanted() -> tuple[SparseConfig, Any] | None:
 
 
 class HotFlashBackend(FlashAttentionBackend):
-    """Replaces vLLM's backend in vLLM's registry. Has the same name and page format."""
+    """Replaces vLLM's FlashAttention backend in vLLM's registry. Has the same name and page
+    format."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -60,8 +63,8 @@ class HotFlashBackend(FlashAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the spec of layers whose old blocks live in host memory, if the engine whose
-        model was built last asks for residency."""
+        """Returns a layer's KV cache spec. With residency this is a `ResidentSpec` (see
+        `compat.residency.customized`). The engine whose model was built last decides."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -72,15 +75,18 @@ class HotFlashBackend(FlashAttentionBackend):
 
 @dataclass
 class HotFlashMetadata(FlashAttentionMetadata):
-    """vLLM's metadata of a batch, with hotkv's worker that has planned the batch. `worker` is None
-    for a batch that vLLM's own attention serves alone."""
+    """vLLM's metadata of a batch.
+
+    worker: hotkv's worker that has planned the batch; None for a batch that vLLM's own attention
+        serves alone.
+    """
 
     worker: CudaWorker | None = None
 
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
-    """Passes each batch to the worker, and builds vLLM's metadata. Disables vLLM's ahead-of-time
-    schedule, which would be for whole contexts."""
+    """Builds vLLM's metadata for each batch, and passes the batch to the worker. Disables vLLM's
+    ahead-of-time schedule, because it assumes that rows attend to whole contexts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -102,7 +108,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HotFlashMetadata:
-        """Builds vLLM's metadata and begins the worker's step."""
+        """Builds vLLM's metadata and lets the worker plan the batch. If planning raises, the
+        batch's requests are lost, and vLLM's own attention serves the batch."""
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
         if worker is not None:
@@ -117,16 +124,15 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> HotFlashMetadata:
-        """Builds vLLM's metadata and begins the worker's step for a graph that is captured.
-        Afterwards the worker resets the state that the capture leaves behind."""
+        """Builds vLLM's metadata for a batch that a graph captures. Tells the worker first, so that
+        it resets the state that the capture leaves behind."""
         worker = self._worker()
         if worker is not None:
             worker.will_capture()
         return self.build(0, common_attn_metadata)
 
     def _worker(self) -> CudaWorker | None:
-        """Returns the worker that the connector has attached to the layers; None if it has attached
-        no worker yet."""
+        """Returns the worker that the connector has attached to the layers; None before that."""
         context = self.vllm_config.compilation_config.static_forward_context
         impl = getattr(context.get(self._layer_names[0]), "impl", None)
         attached = impl.attached if isinstance(impl, HotFlashImpl) else None
@@ -134,14 +140,16 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
 
 
 class HotFlashImpl(FlashAttentionImpl):
-    """One layer's attention. `attach` lets it attend to contexts whose old blocks are in host
-    memory."""
+    """The attention of one layer. Until `attach` is called, it is vLLM's own.
+
+    attached: hotkv's worker, and its record of this layer; None before `attach`.
+    """
 
     attached: tuple[CudaWorker, CudaLayer] | None = None
 
     def attach(self, worker: CudaWorker, layer: CudaLayer) -> None:
-        """Lets the layer attend to contexts whose old blocks are in host memory. Called once,
-        before graphs are captured."""
+        """Sets the worker that decides what the layer attends to. Called once, before vLLM captures
+        graphs."""
         self.attached = (worker, layer)
 
     def forward(
@@ -156,8 +164,8 @@ class HotFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends as vLLM does, over the worker's tables. Each row that is staged has a call of its
-        own."""
+        """Computes attention with vLLM's kernel, over the block tables that the worker has written.
+        A row whose pages are in the staging area gets a separate call of the kernel."""
         scales = (output_scale, output_block_scale)
         given = (query, key, value, output)
         if self.attached is None or getattr(attn_metadata, "worker", None) is None:
@@ -196,8 +204,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata with the worker's block table and lengths in place of vLLM's. The table
-    and the lengths are views of the same memory in each step."""
+    """Returns the metadata with the worker's block table and lengths in place of vLLM's. These are
+    at the same addresses in each step, as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)
@@ -210,8 +218,13 @@ def _part(
     given: tuple[torch.Tensor, ...],
     metadata: FlashAttentionMetadata,
 ) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
-    """Returns the slices of the tensors `given` for the tokens of a run (rows that one call of
-    attention serves), and the metadata for these rows alone."""
+    """Returns the part of a batch that one call of attention serves.
+
+    run: the rows of this call.
+    given: query, key, value and output of the whole batch. The result has their slices for the
+        run's tokens.
+    metadata: the metadata of the whole batch. The result has the metadata for the run's rows.
+    """
     starts = worker.starts
     begin, end = int(starts[run.first]), int(starts[run.last])
     rows = slice(run.first, run.last)
@@ -229,7 +242,8 @@ def _part(
 def _staged(
     worker: CudaWorker, run: AttentionRun, metadata: FlashAttentionMetadata
 ) -> FlashAttentionMetadata:
-    """Returns the metadata of a row whose pages are in the staging area."""
+    """Returns the metadata for a row whose pages are in the staging area: with the block table that
+    `CudaWorker.stage` has written."""
     table = worker.staged_table
     assert isinstance(table, torch.Tensor)
     return replace(metadata, block_table=table[None, : run.staged_blocks])

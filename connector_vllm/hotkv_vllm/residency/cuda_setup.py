@@ -1,9 +1,10 @@
 """Installs residency in the layers of a CUDA engine, once, when vLLM registers its KV caches.
 
-Allocates all device memory here, before vLLM captures graphs: tables of hot sets (the blocks of
-each request and layer that are on the device), representations of blocks (compact forms of their
-keys, by which sparse attention selects blocks; `hotkv.representation_tokens`), and a staging area
-for one layer of the longest context.
+All device memory is allocated here, before vLLM captures graphs:
+- tables of hot sets (the blocks that each request attends to in each layer),
+- representations of blocks (compact forms of keys, by which sparse attention selects blocks), for
+  as many tokens as `hotkv.representation_tokens` sets,
+- a staging area for the pages of one layer of the longest context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +44,13 @@ def install(
     centres: Centres | None = None,
     device: Device | None = None,
 ) -> CudaWorker:
-    """Attaches a worker to all layers. Raises Unsupported if a layer can't be resident.
+    """Creates the worker and attaches it to all layers. Raises Unsupported, with the reason, if the
+    engine's layers can't have residency.
 
-    device: the device to use; None for the device of the caches.
+    representation_tokens: tokens for whose representations memory is allocated.
+    kv_caches: the tensor of each layer, by layer name.
+    centres: the model's mean keys; None without them.
+    device: the device to use; None for the device of `kv_caches`.
     """
     from hotkv_vllm.residency.cuda_backend import HotFlashImpl
 
@@ -109,7 +114,11 @@ def install(
 
 
 def _why_not(impl: Any, is_ours: bool) -> str:
-    """Returns why a layer can't be resident; empty if it can."""
+    """Returns why a layer can't have residency; empty if it can.
+
+    impl: the layer's attention.
+    is_ours: True if `impl` is hotkv's `HotFlashImpl`.
+    """
     if not is_ours:
         return (
             f"has attention of type {type(impl).__name__}; hotkv has a backend for FLASH_ATTN "
@@ -125,7 +134,8 @@ def _why_not(impl: Any, is_ours: bool) -> str:
 
 
 def _page_bytes(pages: torch.Tensor) -> int:
-    """Returns the bytes of a layer's page. Raises Unsupported if the pages are not contiguous."""
+    """Returns the bytes of a layer's page. Raises Unsupported unless the layer's pages are
+    contiguous and lie side by side."""
     size = pages[0].numel() * pages.element_size()
     if pages.dim() != 4 or pages.stride(0) * pages.element_size() != size:
         raise Unsupported(
@@ -136,7 +146,7 @@ def _page_bytes(pages: torch.Tensor) -> int:
 
 
 class _Counter:
-    """A device that only counts the bytes of its arrays."""
+    """A `Device` that allocates nothing and counts the bytes of the arrays that it is asked for."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -163,8 +173,8 @@ class _Shaped:
 def totals(
     config: SparseConfig, representation_tokens: int, vllm_config: Any, kv_cache_config: Any
 ) -> Totals:
-    """Computes the memory of a rank: vLLM's pool, and all memory that `install` allocates beside
-    it."""
+    """Computes the memory that a rank needs: vLLM's pool, and all memory that `install`
+    allocates."""
     spec = residency.resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
@@ -194,7 +204,7 @@ def totals(
 
 
 def free_bytes() -> int:
-    """Returns the free memory of this rank's device."""
+    """Returns the free memory of this rank's device, bytes."""
     return int(torch.cuda.mem_get_info()[0])
 
 
@@ -206,8 +216,11 @@ def _workspace(
     sizes: tuple[int, int, int],
     device: Device,
 ) -> Workspace:
-    """Allocates the kernels' workspace (tables and scratch memory). `sizes`: KV heads, tokens of a
-    block, and channels of a head."""
+    """Allocates the kernels' workspace (tables and scratch memory) on `device`.
+
+    num_heads: number of query heads.
+    sizes: KV heads, tokens of a block, and channels of a head.
+    """
     heads, block_tokens, head_size = sizes
     scheduler = vllm_config.scheduler_config
     num_rows = max(
@@ -284,7 +297,8 @@ def _layer(
     )
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
-    # As in CPU engines. The spare slots are for prefetch, which CUDA lacks.
+    # The hot set leaves the spare slots free, as in CPU engines. There they are for blocks that are
+    # copied ahead; CUDA engines copy no blocks ahead.
     capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
     workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(

@@ -1,26 +1,28 @@
 """Residency on CUDA: old blocks of long contexts are only in the server's arena, which the device
-can read. Kernels choose the blocks that each row of a step attends to. The host launches these
-kernels, or a CUDA graph replays them.
+can read. Kernels choose the blocks that each row (request) of a step attends to. In decode, a CUDA
+graph may replay these kernels; otherwise the host launches them.
 
-    begin_resident(step, rows)   receives the scheduler's data; the connector calls it
-    begin_batch(batch)           receives the step's batch; vLLM's metadata builder calls it
+A step calls `CudaWorker` in this order (see `plans_in_build`):
+
+    begin_resident(step, rows)   gets the scheduler's message; the connector calls it
+    begin_batch(batch)           gets the step's batch; vLLM's metadata builder calls it
     layer_step(…)                runs before each layer's attention; captured in graphs of decode
 
 **This module has never run on a GPU.** Always true:
 
-- A step that a graph replays needs no Python.
-- The rows that the scheduler has named (`rows`) attend sparsely. All other rows attend to their
-  whole context. If blocks of such a context are only in host memory, the whole context is copied
-  layer by layer into a staging area. A CUDA graph can't make this copy. So if a graph may replay
-  the step, the scheduler names every row that has blocks only in host memory.
+- A step that a graph replays needs no Python in its layers.
+- The rows that the scheduler lists in `rows` attend sparsely. All other rows attend to their whole
+  context. If blocks of such a context are only in host memory, the whole context is copied layer by
+  layer into a staging area. A CUDA graph can't make this copy. So if a graph may replay the step,
+  the scheduler lists every row that has blocks only in host memory.
 - Bytes read from the arena are valid only if the server still pinned them after the step's last
-  kernel. `take_lost` waits for the device.
-- Each state index and each representation row is assigned to at most one request at a time.
-- The worker treats a block as held only in host memory after it has written the block's arena
-  address to device memory. If it does not know the address of such a block, it marks the request as
-  lost. A lost request takes no part in a step, and vLLM computes it anew.
+  kernel. To test this, `take_lost` waits for the device.
+- Each state index and each representation row belongs to at most one request at a time.
+- The worker treats a block as freed only after it has written the block's arena address to device
+  memory. If it does not know the address of a freed block, it marks the request as lost. A lost
+  request takes no part in a step, and vLLM computes it anew.
 
-One thread.
+Used by one thread.
 """
 
 from collections import Counter
@@ -54,8 +56,10 @@ ROWS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceArena:
-    """A server's arena (its memory of blocks) that this process maps, and its mapping on the
-    device."""
+    """A server's arena (its memory for blocks) that this process maps.
+
+    mapped: the arena's mapping on the device.
+    """
 
     arena: Arena
     mapped: MappedArena
@@ -63,21 +67,21 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """One request whose blocks may leave the device. A position is that of a block in the request's
-    context.
+    """A worker's state of a resident request. All positions are positions of blocks in its context.
 
     state: index of the request's entries in the device's arrays.
     first_block: id of the context's first block, by which the request is reported as lost.
-    num_freed: position before which only the sinks (first blocks) are on the device.
-    num_built: number of leading blocks whose representations are built once the planned step has
-        run.
-    is_sparse: True if the scheduler has decided that the request attends sparsely in the present
-        step.
-    rows: int32, by position, the row of the block's representation (a compact form of its keys, by
-        which blocks are selected).
-    addresses: int64, by position, the address at which the device reads the block in the arena; 0
+    num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
+    num_built: number of leading blocks whose representations are built, or will be built by the
+        planned step.
+    context_tokens: length of the context, including the step's `new_tokens`.
+    is_sparse: True if the request attends sparsely in the present step.
+    has_hot_slots: True if its hot slots (device blocks for selected blocks) are known.
+    rows: by position, the row of the block's representation (compact form of keys), int32.
+    addresses: by position, the address at which the device reads the block in the arena, int64; 0
         if not known.
-    pin: the server's pin under which the addresses are read; None before the pin is known.
+    pin: the server's pin under which the blocks at `addresses` are read; None before it is known.
+    is_lost: True if the request must be computed anew.
     """
 
     request_id: str
@@ -96,17 +100,20 @@ class CudaSequence:
     is_lost: bool = False
 
     def still_holds(self) -> bool:
-        """Returns True if the bytes read from the arenas were pinned when they were read."""
+        """Returns True if the server still pins the request's blocks, so that bytes read from them
+        are valid."""
         pin = self.pin
         return pin is not None and all(arena.holds(pin) for arena in self.arenas)
 
 
 class CudaSequences:
-    """Manages the requests' data in device memory: states, rows of representations (compact forms
-    of keys), hot slots (device blocks for selected blocks) and arena addresses. Allocates states
-    and rows. One thread.
+    """Holds the `CudaSequence` of each resident request, and keeps the request's entries in device
+    memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
+    for selected blocks) and arena addresses. Allocates states and rows. Used by one thread.
 
+    num_rows: number of rows for representations.
     slot_bytes: bytes of a block in the arena.
+    arena_of: returns the mapped arena with this file; None if this process does not map it.
     """
 
     def __init__(
@@ -132,29 +139,28 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the request that has this state (index in the device's tables); None if the index
+        """Returns the request that has this state (index in the device's arrays); None if the index
         is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
-        """Returns the request with this id; None if it has no state (index in the device's
-        tables)."""
+        """Returns the request with this id; None if it is not known or not resident."""
         return self._sequences.get(request_id)
 
     def is_lost(self, request_id: str) -> bool:
-        """Returns True if the request's output of this step may be wrong: the request was lost and
-        is not computed anew yet, or the request is unknown."""
+        """Returns True if the KV that this step computes for the request may be wrong: the request
+        is marked as lost, or it is not known."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def is_away(self, sequence: CudaSequence) -> bool:
-        """Returns True if some of the request's blocks are in host memory only."""
+        """Returns True if some of the request's blocks are only in host memory."""
         return sequence.num_freed > self._residents.num_sinks
 
     # ------------------------------------------------------------------------------------ lifetime
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or was preempted."""
+        """Forgets a request that has ended or was preempted, and frees its state and rows."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             del self._by_state[sequence.state]
@@ -162,8 +168,11 @@ class CudaSequences:
             self._free_rows.extend(sequence.rows.tolist())
 
     def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
-        """Receives the scheduler's data about a request, and whether it attends sparsely. Returns
-        None if the request stays on the device as a whole."""
+        """Processes a request's entry in the scheduler's message. Returns None if the request is
+        not resident, so that it stays on the device as a whole.
+
+        is_sparse: True if the request attends sparsely in the step.
+        """
         if not row.may_outgrow:
             return None
         sequence = self._sequences.get(row.request_id)
@@ -188,15 +197,22 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Marks the request as lost, so that vLLM computes it anew. Logs `why` once."""
+        """Marks the request as lost, so that vLLM computes it anew.
+
+        why: the reason; logged the first time.
+        """
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
         sequence.is_lost = True
         self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Reports all requests with these first blocks as lost, including requests that the worker
-        does not know."""
+        """Marks all requests with these first blocks as lost. Also reports first blocks for which
+        no request is known.
+
+        first_blocks: ids of the first blocks of contexts.
+        why: the reason, for the log.
+        """
         found = set(first_blocks)
         for sequence in self:
             if sequence.first_block in found:
@@ -204,13 +220,17 @@ class CudaSequences:
         self._lost |= found
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks the requests in `among` as lost if they have blocks in host memory only."""
+        """Marks those requests in `among` as lost that have blocks only in host memory.
+
+        why: the reason, for the log.
+        """
         for sequence in among:
             if self.is_away(sequence):
                 self.lose(sequence, why)
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was lost since the last call."""
+        """Returns the id of the first block of each request that was marked as lost since the last
+        call."""
         lost, self._lost = self._lost, set()
         return lost
 
@@ -230,7 +250,8 @@ class CudaSequences:
         self._work.device.write(self._work.pages, (sequence.state, 0), pages)
 
     def _take_in(self, sequence: CudaSequence, kept: KeptBlocks) -> None:
-        """Writes the addresses at which the device reads blocks that the server holds."""
+        """Records the addresses at which the device reads blocks that the server has pinned, and
+        writes them to device memory."""
         found = self._arena_of(kept.file_id)
         if found is None:
             return
@@ -248,8 +269,8 @@ class CudaSequences:
             self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
 
     def _give_rows(self, sequence: CudaSequence) -> None:
-        """Allocates, for each block of the context, a row for its representation (compact form of
-        its keys)."""
+        """Allocates a row for the representation (compact form of keys) of each block in the
+        context. Marks the request as lost if too few rows are free."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -285,8 +306,14 @@ class CudaSequences:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """A layer. `pages`: its KV cache [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels
-    of key and value."""
+    """A layer of the model.
+
+    scale: the factor of its attention scores.
+    selector: launches the kernels that build representations and choose blocks.
+    places: where the layer's pages are: on the device, and in a slot of the arena.
+    pages: its KV cache [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and
+        value.
+    """
 
     name: str
     index: int
@@ -298,10 +325,11 @@ class CudaLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Rows [first, last) of the batch, served by one call of attention.
+    """Consecutive rows of the batch that one call of attention serves: from `first` to `last`
+    (exclusive).
 
-    staged_blocks: number of pages in the staging area, for a run with a single row that attends to
-        its whole context; 0 if the run attends to the layer's pages.
+    staged_blocks: if the run is a single row that attends to its whole context in the staging area:
+        the number of its pages there. 0 if the run attends to the layer's own pages.
     """
 
     first: int
@@ -311,11 +339,12 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's batch: vLLM's arrays on the device, and the parts that the host needs.
+    """A step's batch.
 
-    starts: int32 [R + 1], first query of each row.
-    last_tokens: int64 [R] on the device, each row's last token. None if all rows have at most one
-        query, so that row r's query is token r.
+    device: vLLM's arrays, in device memory.
+    starts: index of each row's first token, int32 [R + 1], in host memory.
+    last_tokens: index of each row's last token, int64 [R], in device memory. None if no row has
+        more than one token, so that token r belongs to row r.
     """
 
     device: EngineBatch
@@ -324,7 +353,7 @@ class HostBatch:
 
     @staticmethod
     def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
-        """Makes the batch. `device_starts` holds the values of `starts` on the device."""
+        """Returns the batch. `device_starts` has the values of `starts` in device memory."""
         if int(np.diff(starts).max(initial=0)) <= 1:
             return HostBatch(device, starts, None)
         return HostBatch(device, starts, (device_starts[1:] - 1).clamp_min(0).long())
@@ -332,11 +361,15 @@ class HostBatch:
 
 class CudaWorker:
     """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
-    in the server's arena; see the module.
+    in the server's arena.
 
-    plans_in_build: True if vLLM calls the connector for a step before it builds the step's
-        metadata. vLLM's model runner V1 calls the connector first; V2 builds the metadata first.
+    plans_in_build: True if `begin_resident` is called before `begin_batch`, as vLLM's model runner
+        V1 does. Runner V2 calls `begin_batch` first.
     device_arena: makes an arena readable for the device.
+    staging: the staging area: pages of one layer.
+    staged_table: block table of the row in the staging area, in device memory.
+    arena_of: returns the arena that this process maps; None without an arena.
+    runs: the calls of attention that serve the present batch.
     """
 
     def __init__(
@@ -370,9 +403,12 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- arena
 
     def map_arena(self, timeout_s: float | None = None) -> bool:
-        """Makes the server's arena readable for the device, and waits until it is. Returns whether
-        the arena is readable. Must run before vLLM captures graphs, because CUDA may forbid to
-        register memory during capture."""
+        """Makes the server's arena readable for the device, and waits until it is. Returns True if
+        it is. Must be called before vLLM captures graphs, because CUDA may refuse to register
+        memory during a capture.
+
+        timeout_s: the longest wait; None for no limit.
+        """
         found = None if (arena := self.arena_of()) is None else self._arena_of(arena.file_id)
         return found is not None and found.mapped.wait(timeout_s)
 
@@ -388,7 +424,7 @@ class CudaWorker:
         return found
 
     def _close_arenas(self) -> None:
-        """Unregisters the arenas of earlier servers, once no request reads them."""
+        """Unregisters the arenas of earlier servers in which no request has addresses any more."""
         if len(self._arenas) < 2 or (arena := self.arena_of()) is None:
             return
         used = {arena.file_id, *(one.file_id for own in self.sequences for one in own.arenas)}
@@ -398,8 +434,10 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
-        """Receives the scheduler's data about the requests of the coming step, and which of them
-        attend sparsely."""
+        """Processes the scheduler's message about the requests of the coming step.
+
+        rows: the requests that attend sparsely.
+        """
         if self._has_captured:
             self._reset_capture_state()
         for request_id in step.ended:
@@ -425,8 +463,8 @@ class CudaWorker:
             self._plan(self._batch)
 
     def begin_batch(self, batch: HostBatch) -> None:
-        """Receives the step's batch. A batch without data from the scheduler (vLLM's dummy runs and
-        captures) has no sequences."""
+        """Processes the step's batch. If the scheduler has sent no message for it (vLLM's dummy
+        runs and captures), the batch has no resident requests."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -445,8 +483,8 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds representations (compact forms of keys) of blocks that were complete before this
-        step and whose representations no earlier step has built: the blocks of a prefix hit."""
+        """Builds the representations (compact forms of keys) of a hit's blocks. Other blocks get
+        theirs in `layer_step` when a step completes them."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -458,8 +496,9 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """Splits the batch's rows into calls of attention. If a row needs the staging area, reads
-        back which request each row belongs to, which waits for the device."""
+        """Divides the batch's rows among calls of attention: each row that needs the staging area
+        gets a call of its own. If there is such a row, waits for the device to read which request
+        each row belongs to."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -481,9 +520,10 @@ class CudaWorker:
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
-        """Builds representations (compact forms of keys) of blocks that the step has completed, and
-        updates the hot sets (the blocks on the device). Afterwards `table` and `lengths` say what
-        this layer attends to.
+        """Launches the kernels that prepare a layer's attention. They build the representations
+        (compact forms of keys) of blocks that the step has completed, choose the blocks to attend
+        to, and copy chosen blocks into hot slots. Afterwards `table` and `lengths` describe what
+        the layer attends to.
 
         query: [tokens, Q, D], after RoPE. The step's keys must be in the pages already.
         """
@@ -492,7 +532,7 @@ class CudaWorker:
         count = residents.num_complete(batch.device.num_rows, batch.device.num_tokens)
         selector.build(residents.complete_pages, residents.complete_rows, count)
         if batch.last_tokens is not None:
-            # A row's query is its last token, because only single-token rows decode.
+            # Only rows with a single token attend sparsely, so a row's last token is its query.
             query = query.index_select(0, batch.last_tokens)
         kind = str(query.dtype).removeprefix("torch.")
         queries = Queries(query, kind, query.stride(0), query.stride(1))
@@ -501,23 +541,26 @@ class CudaWorker:
 
     @property
     def starts(self) -> I32:
-        """Returns where each row's tokens begin in the present batch, int32 [R + 1]."""
+        """Returns the index of each row's first token in the present batch, int32 [R + 1]."""
         assert self._batch is not None, "no batch yet"
         return self._batch.starts
 
     @property
     def table(self) -> Array:
-        """Returns the block table of the layer that ran last, int32 [rows, blocks]."""
+        """Returns the block table that the last `layer_step` has written, int32 [rows, blocks]."""
         return self._residents.table
 
     @property
     def lengths(self) -> Array:
-        """Returns the lengths that belong to `table`, int32 [rows]."""
+        """Returns the number of tokens to attend to in each row of `table`, int32 [rows]."""
         return self._residents.lengths
 
     def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
-        """Copies the pages of the single row of `run` (rows that one call of attention serves) into
-        the staging area, and writes the numbers that the pages have there into `staged_table`."""
+        """Copies the layer's pages of a whole context into the staging area, and writes their block
+        table to `staged_table`.
+
+        run: a run with a single row, whose context is copied.
+        """
         self._residents.stage(
             run.first,
             run.staged_blocks,
@@ -532,31 +575,34 @@ class CudaWorker:
     # --------------------------------------------------------------------------------------- faults
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer's step that raised: requests with blocks in host memory only are lost."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks the
+        step's requests as lost that have blocks only in host memory."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch that could not be planned. All requests of the batch are lost, as a graph
-        may be replayed over the plan of an earlier batch. `first_blocks`: the first block of each
-        row."""
+        """Handles a batch whose planning raised. Marks all its requests as lost, because a graph
+        may be replayed with the plan of an earlier batch.
+
+        first_blocks: ids of the first block of each row.
+        """
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: a batch could not be planned")
         self.runs = ()
         self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
-        """Handles a step whose rows are not known: requests that need bytes of the arena are
-        lost."""
+        """Handles a step for which the scheduler's message was lost. Marks all requests as lost
+        that have blocks only in host memory."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.lose_away(self.sequences, "a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Marks requests as lost whose bytes were read while the server did not pin them. Waits for
-        the device if a request of the step has blocks in host memory only, because only then it is
-        known which bytes were read."""
+        """Marks each request of the step as lost whose blocks in the arena the server no longer
+        pins. If there are requests with such blocks, first waits until the device has ended the
+        step, because the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -571,22 +617,23 @@ class CudaWorker:
         self._step = []
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was lost since the last call."""
+        """Returns the id of the first block of each request that was marked as lost since the last
+        call. Called after a step's last layer; may wait for the device."""
         self.find_lost()
         return self.sequences.take_lost()
 
     def all_away(self) -> set[int]:
-        """Returns the block id of the first block of each request that has blocks in host memory
-        only."""
+        """Returns the id of the first block of each request that has blocks only in host memory."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
 
     def will_capture(self) -> None:
-        """Records that vLLM captures a graph, so that the next step resets all tables. Only vLLM's
-        model runner V2 notifies connectors when it has captured all graphs."""
+        """Records that vLLM captures a graph, so that the next `begin_resident` resets the state
+        that captures leave behind. (vLLM's model runner V1 does not tell connectors when captures
+        have ended.)"""
         self._has_captured = True
 
     def _reset_capture_state(self) -> None:
-        """Resets the state that captured graphs may have left behind."""
+        """Resets the arrays that captured graphs may have written. Marks all requests as lost."""
         self._has_captured = False
         self._residents.name_rows({})
         for sequence in self.sequences:
@@ -596,6 +643,7 @@ class CudaWorker:
         self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the counts since the last call, by the names of `counter_help.COUNTERS`."""
+        """Returns the growth of counters since the last call, by names of
+        `counter_help.COUNTERS`."""
         counted, self._counted = self._counted, Counter()
         return dict(counted)

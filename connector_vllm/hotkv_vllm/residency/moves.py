@@ -1,12 +1,13 @@
-"""Decides which requests to move off the device (`residency = "auto"`). A moved request has its
-whole context in the server. Only its sinks (first blocks), its recent window and its hot slots
-(blocks for selected parts of the context) stay on the device.
+"""Decides which requests to move off the device (`residency = "auto"`). The server holds the whole
+context of a moved request. The device holds only its sinks (first blocks), its recent window, and
+its hot slots (device blocks into which selected blocks are copied).
 
 Always true:
-- A request is moved only if the coming step, or the first waiting request, lacks blocks.
+- A request is moved only if the pool lacks blocks for the coming step, or for the first waiting
+  request.
 - The request whose move yields the most blocks is moved first; of equals, the request that came
   first.
-- Moving never leaves the running requests with fewer blocks than they need.
+- Moves for a waiting request leave the running requests the blocks that they need.
 
 Pure: the decision depends on the arguments alone. All counts are blocks of the device's pool.
 """
@@ -17,12 +18,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The blocks that a step needs from the device's pool.
+    """How many blocks the coming step needs, and how many the device's pool has.
 
     free: blocks that no request holds.
     promised: blocks that admitted requests still need for their prompts.
-    running: the most blocks that the running requests allocate in the step.
-    first: blocks that vLLM needs to admit the first waiting request; None if no request waits.
+    running: the most blocks that the running requests may allocate in the step.
+    first: free blocks that vLLM needs to admit the first waiting request; None if no request waits.
     """
 
     free: int
@@ -32,18 +33,19 @@ class Demand:
 
     @property
     def is_short(self) -> bool:
-        """Returns True if the pool lacks blocks."""
+        """Returns True if the pool lacks blocks for the running requests or for the first waiting
+        request."""
         wanted = -1 if self.first is None else self.first + self.promised
         return self.free < max(self.running, wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """The blocks that the device's pool gains if a request is moved off the device.
+    """The number of blocks that the device's pool gains if a request is moved off the device.
 
-    freed: blocks that the move frees, less the hot slots (device blocks for selected blocks) that
-        the move allocates; may be negative.
-    unpromised: blocks that the request no longer needs for its prompt.
+    freed: blocks that the move frees, minus the hot slots (device blocks for selected blocks) that
+        it allocates; may be negative.
+    unpromised: promised blocks that the request no longer needs after the move.
     """
 
     freed: int
@@ -51,16 +53,16 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """Returns how many more blocks are neither held nor promised after the move."""
+        """Returns by how much the move increases the free blocks that are not promised."""
         return self.freed + self.unpromised
 
 
 def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
-    """Returns the ids of the requests to move off the device, in the order of the moves (see the
-    module).
+    """Decides which requests to move off the device, by the rules at the head of this module.
+    Returns their ids, in the order of the moves.
 
-    reliefs: the requests that can be moved, in the order in which they came, each with the blocks
-        that its move would yield.
+    reliefs: by id, the blocks that moving a request would yield. Contains the requests that can be
+        moved, in the order in which they arrived.
     """
     free, unpromised, left, chosen = demand.free, -demand.promised, dict(reliefs), []
 
@@ -79,7 +81,7 @@ def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
         return chosen
     most = sum(max(0, relief.total) for relief in left.values())
     if free + unpromised + most < demand.first:
-        # It could not begin even then.
+        # The waiting request could not begin even if all requests were moved.
         return chosen
     while free + unpromised < demand.first:
         able = [

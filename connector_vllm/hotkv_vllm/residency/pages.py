@@ -1,19 +1,20 @@
-"""Copies pages for a step over contexts whose old blocks are only in the server's arena: from the
-mapped arena into hot slots (blocks of the device's pool for selected blocks), and the pages of a
-whole batch into a staging area.
+"""Copies pages that only the server's arena has, for a step of resident contexts. `ResidentPages`
+copies selected pages into hot slots (blocks of the device's pool). `PageStaging` copies the pages
+of a whole batch side by side into a staging area.
 
-`SlotPlaces` locates the bytes of one rank. A slot of the arena holds a block: the shards of all
-ranks in order. A shard of a block holds the pages of the group's layers in vLLM's order. A shard of
-a representation (a compact form of the block's keys) holds all sparse layers in the model's order,
-each with its formats in the order of the configuration (`sparse.shared`).
+`SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds the
+shards of all ranks, in the order of the ranks. A shard of a block holds the pages of the group's
+layers in vLLM's order. A shard of a block's representation (a compact form of its keys) holds all
+sparse layers in the model's order, each with its formats in the order of the configuration
+(`sparse.shared`).
 
 Always true:
-- A page that only the server has is copied from the address that the server named. Otherwise
-  LostBytesError is raised.
-- A sequence whose bytes were read from the arena is marked (`has_read`), so that its pins are
-  checked afterwards.
-- Pages that were staged ahead are used only for the same layer and the same slots.
-- A staging area that attention reads is not written.
+- A page that only the server has is copied from the address that the server has named. If the
+  address is not known, LostBytesError is raised.
+- A sequence is marked (`has_read`) when its bytes are read from the arena. Its pins are checked
+  afterwards.
+- Pages that were copied ahead are used only if they are of the right layer and the right slots.
+- A staging area is not written while attention reads it.
 """
 
 import ctypes
@@ -40,7 +41,7 @@ AREAS = 2
 """Number of staging areas."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
-"""A copy uses one more thread for every so many bytes, up to the number of threads."""
+"""A copy uses one thread, and one more thread for each so many bytes."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -48,11 +49,12 @@ BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Where the bytes of a rank are in a slot (a block's place in the server's arena).
+    """Where the bytes of a rank are in a slot of the server's arena. All offsets are in bytes from
+    the start of the slot.
 
-    pages: offset in bytes of each layer's page in a block's slot, by layer index.
-    representations: offset in bytes of each layer's representation (compact form of a block's keys)
-        in the slot of a block's representations, by layer index and format.
+    pages: by layer index, the offset of the layer's page in a block's slot.
+    representations: by layer index and format, the offset of the layer's representation (compact
+        form of keys) in the slot of a block's representations.
     """
 
     pages: dict[int, int] = field(default_factory=dict)
@@ -62,8 +64,12 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """Returns where the bytes of a rank are in a slot (a block's place in the server's arena).
-    `layer_names`: the layers of the group, all of them among `layers`."""
+    """Computes where the bytes of a rank are in a slot of the server's arena.
+
+    layers: the sparse layers.
+    layer_names: the names of the group's layers, in vLLM's order. All must be among `layers`.
+    shard_index: position of the rank's shard in a slot.
+    """
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
     places = SlotPlaces()
@@ -88,11 +94,11 @@ def slot_places(
 
 
 class PageCopier:
-    """Copies pages between the engine's memory, the mapped arena and staging areas, by address. One
-    caller at a time. The copier's threads hold no GIL."""
+    """Copies pages by address, on several threads without the GIL: between the engine's memory, the
+    mapped arena and staging areas. Only one thread may call it."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """num_threads: number of threads; None for as many as there are cores, up to
+        """num_threads: number of threads that copy; None for the number of cores, up to
         MAX_THREADS."""
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
@@ -104,8 +110,12 @@ class PageCopier:
         return f"PageCopier({self._num_threads} threads)"
 
     def copy(self, to: I64, source: I64, page_bytes: int) -> None:
-        """Copies `page_bytes` from each of the addresses `source` [n] to the address in `to` [n].
-        Both arrays are contiguous; pages must not overlap. Returns when all are copied."""
+        """Copies pages, and returns when all are copied. The pages must not overlap.
+
+        to: the address to copy each page to, int64 [n], contiguous.
+        source: the address to copy each page from, int64 [n], contiguous.
+        page_bytes: size of a page.
+        """
         count = len(to)
         if not count:
             return
@@ -133,8 +143,8 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Makes `_sizes` hold `page_bytes` at least `count` times. In most calls the array is right
-        already."""
+        """Makes `_sizes` an array of at least `count` elements with the value `page_bytes`. In most
+        calls it is so already."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 
@@ -144,8 +154,12 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy that runs ahead of attention: a layer's pages, from slots of the server's arena, into
-    one of the staging areas."""
+    """A copy that runs ahead of attention: copies the pages of a layer from arena slots into a
+    staging area, before the layer asks for them.
+
+    slots: addresses of the arena slots.
+    area: index of the staging area.
+    """
 
     layer_idx: int
     slots: I64
@@ -154,19 +168,23 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns the place of each page in the area, int32 [n]. The pages that only the server has
-    come first."""
+    """Returns the position of each page in a staging area, int32 [n]. Pages that only the server
+    has come first.
+
+    is_away: True for each page that only the server has.
+    """
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
     return places
 
 
 class PageStaging:
-    """The staging area: pages of a whole batch side by side, for one call of attention. One thread
-    uses it. The area's memory is never freed.
+    """Places the pages that a whole batch needs side by side in a staging area, for one call of
+    attention. Used by one thread.
 
-    There are two areas. While a layer attends to one, the pages that the next layer needs from the
-    arena are copied into the other, if a core is free for that.
+    There are two areas. While a layer attends to one area, a thread copies the pages that the next
+    layer needs from the arena into the other area, if a core is free. The memory of the areas is
+    never freed.
     """
 
     def __init__(
@@ -177,8 +195,9 @@ class PageStaging:
         usual_blocks: int = 0,
     ) -> None:
         """layers: the layers, in the order in which they attend.
-
-        usual_blocks: an area grows ahead of its need up to this size, and no further.
+        places: where the layers' pages are in a slot of the arena.
+        usual_blocks: an area that must grow doubles, but only up to so many blocks; beyond them it
+            grows as needed.
         """
         self._usual_blocks = usual_blocks
         self._following = {
@@ -202,14 +221,17 @@ class PageStaging:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the memory of both areas, bytes."""
+        """Returns the size of both areas together, bytes."""
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
-        """Returns pages of `layer`: first the pages of the server's slots at addresses `slots` [n],
-        then the pages at addresses `here` [m]. The pages are valid until the next call.
+        """Copies pages of `layer` into a staging area and returns them. They are valid until the
+        next call.
 
-        goes_on: True if the next layer is going to ask for the same slots.
+        slots: addresses of arena slots [n]. The layer's pages in these slots come first.
+        here: addresses of pages on the device [m], which come next.
+        goes_on: True if the next layer will ask for the same slots, so that its pages are copied
+            ahead.
         """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
@@ -236,21 +258,21 @@ class PageStaging:
     def _begin(
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
-        """Begins to copy the pages that `layer` is going to ask for."""
+        """Begins, on a thread, to copy the pages that `layer` will ask for."""
         pages = self._pages(area, layer, num_bytes)
         source = slots + self._places.pages[layer.index]
         done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
         self._ahead = _Ahead(layer.index, slots, area, done)
 
     def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
-        """Copies in the staging thread. Holds a reference to the memory of `pages` while it is
-        written."""
+        """Copies pages; runs on the staging thread. Its reference to `pages` keeps their memory
+        alive meanwhile."""
         to = pages.data_ptr() + np.arange(len(source)) * page_bytes
         self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
-        """Returns an area as pages of a layer, at least `num_bytes` long. Grows the area if
-        needed."""
+        """Returns a staging area as a tensor of the layer's pages. Grows the area if it is smaller
+        than `num_bytes`."""
         if self._areas[area].numel() < num_bytes:
             usual_bytes = self._usual_blocks * layer.pages.page_bytes
             more = max(num_bytes, min(2 * self._areas[area].numel(), usual_bytes))
@@ -264,14 +286,16 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Raised if bytes of a request are lost. The text says why."""
+    """Raised if the worker can't read blocks that only the server has. The request must be computed
+    anew."""
 
 
 class ResidentPages:
-    """Copies, for a step, pages that only the server's arena has into hot slots and staging areas;
-    see the module.
+    """Copies pages and representations that only the server's arena has, for the requests of a
+    step.
 
-    counted: copied pages, by names of `counter_help.COUNTERS`.
+    staging: the staging areas, for rows that attend to their whole context.
+    counted: numbers of copied pages, by names of `counter_help.COUNTERS`.
     """
 
     def __init__(
@@ -287,18 +311,22 @@ class ResidentPages:
         return f"ResidentPages({self.staging})"
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the number of pages copied since the last call."""
+        """Returns the numbers of pages copied since the last call, by counter name."""
         counted, self.counted = self.counted, Counter()
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Returns the addresses of blocks [n] in a tensor of pages of the layer."""
+        """Returns the addresses of the layer's pages of `blocks` (ids [n]) in the tensor
+        `pages`."""
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the arena slots of blocks that only the server has. `positions`
-        must ascend. Raises LostBytesError."""
+        """Returns the addresses of the arena slots that hold a request's blocks. Raises
+        LostBytesError if an address is not known, or if the request is lost.
+
+        positions: positions of the blocks in the context, ascending.
+        """
         if sequence.is_lost:
             raise LostBytesError("it was lost before")
         known = sequence.addresses
@@ -310,20 +338,25 @@ class ResidentPages:
         return slots
 
     def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the layer's pages in the arena slots of these blocks. Raises
-        LostBytesError."""
+        """Returns the addresses of the layer's pages in the arena, for a request's blocks at
+        `positions`. Raises LostBytesError."""
         addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
         return addresses
 
     def copy(self, layer: SparseLayer, to: I64, source: I64) -> None:
-        """Copies the layer's pages between addresses."""
+        """Copies pages of the layer from the addresses `source` [n] to the addresses `to` [n]."""
         self._copier.copy(to, source, layer.pages.page_bytes)
 
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies representations (compact forms of keys) in a format from their arena slots into
-        rows of `pool`."""
+        """Copies representations (compact forms of keys) of a layer from arena slots into `pool`.
+
+        name: name of the format to copy.
+        pool: the layer's representations in that format, by row.
+        rows: the rows to copy to [n].
+        slots: addresses of the arena slots with the representations [n].
+        """
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.representations[layer.index][name]
         to = pool.ctypes.data + rows.astype(np.int64) * row_bytes
@@ -332,9 +365,13 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Fills hot slots (device blocks for selected blocks) with the pages of the blocks at these
-        positions, unless the slots hold the pages already. Returns the slots' blocks. Raises
-        LostBytesError."""
+        """Copies the layer's pages of selected blocks from the arena into hot slots, except for
+        slots that hold the page already. Returns the ids of the device blocks of these slots.
+        Raises LostBytesError.
+
+        slots: index of the hot slot for each block, int32 [n].
+        positions: position of each block in the context, int32 [n].
+        """
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
             raise LostBytesError(

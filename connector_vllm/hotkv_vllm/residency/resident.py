@@ -1,10 +1,10 @@
 """The scheduler side's state of a resident request (a request whose old blocks are only in the
-server's memory): its blocks in the server, their names (hashes), and which of them the workers
-know.
+server's memory): its blocks in the server, their names, and which of them the workers know. The
+name of a block is the hash under which the server stores it.
 
 Always true:
 - `places` say where the server holds the first `kept` blocks, in order and without gaps.
-- A block retains its name as long as the server holds the block.
+- The name of a block does not change as long as the server holds the block for the request.
 """
 
 import hashlib
@@ -30,33 +30,43 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """The state of a resident request. `most_blocks` is the most blocks that the request may ever
-    have.
+    """The state of a resident request. All positions are positions of blocks in its context.
+
+    most_blocks: the most blocks that the request may ever have.
+    residency_id: id of the request's residency, the server's record of its room and pinned blocks.
 
     Blocks:
     computed: the largest number of complete blocks that the request has ever had.
-    kept: number of leading blocks that the server has confirmed to hold.
+    kept: number of leading blocks that the server has pinned.
     places: where the server holds these blocks, in order.
     told: number of `places` that were sent to the workers.
-    asked: the call in flight that asks the server to pin more blocks, and these blocks.
-    asks_again: True after a call that asked for the blocks of a hit.
-    storing: by store in flight, the position of its first block.
-    names: hashes under which the server stores its blocks, as far as they were needed.
-    private_from: position from which blocks have private names, which are hashed with `salt`, a
-        secret of this engine.
+    told_pin, told_hot: the pin and the hot slots that were last sent to the workers.
+    asked: the call in flight that asks the server to pin more blocks, and the blocks' positions.
+    asks_again: True if the last such call was for the blocks of a hit.
+    storing: by store in flight, the position of the store's first block.
+    names: the blocks' names, from the first block on, as far as they were needed.
+    private_from: position from which blocks have private names, which no other request has. They
+        are hashed with `salt`, a secret of this engine.
 
     Reservation:
+    opening: the reservation call in flight, if any.
     wanted: number of blocks for which the request should have room now.
     room: number of blocks for which the server has reserved room; 0 before the reservation.
-    asked_room, asked_stream: of the reservation call in flight, the number of blocks and the
-        stream.
+    asked_room, asked_stream: the number of blocks in the last reservation call, and the number of
+        the connection (stream) that the call used.
+    stream: number of the connection on which the residency is open.
     is_held: True if the request is left out of steps because its next block would have no room.
     opened: the server's answer to the reservation; None before the answer.
-    pin: the pin under which workers may read the kept blocks. `pin` differs from `opened` while it
-        is not known whether a server that came back holds the blocks where they were.
-    refusal: the error if the server will never reserve room; None otherwise.
-    waited_s: seconds, up to `seen_s`, in which the server has not accepted any of the request's
-        blocks.
+    pin: the pin under which workers may read the kept blocks. After a reconnect it differs from
+        `opened` until the server has confirmed that the blocks are at their old offsets.
+    refusal: the server's error if it will never reserve room; None otherwise.
+    ask_at_s: earliest time of the next reservation call.
+
+    Waiting and losses:
+    waited_s: seconds, up to `seen_s`, for which the server has made no progress for the request: it
+        neither reserved room nor pinned a block.
+    is_lost: True if the server has lost blocks of the request and the request has not started over.
+    num_losses: how often this happened without a new token in between.
     """
 
     state: RequestState
@@ -101,26 +111,32 @@ class Resident:
 
     @property
     def offsets(self) -> Int64s:
-        """Returns the arena offsets of the blocks that the server is known to hold, int64
-        [kept]."""
+        """Returns the arena offsets of the blocks that the server has pinned, int64 [kept]."""
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def may_ask_until(self, is_late: bool) -> int:
-        """Returns the first block that is not stored yet. The stores of all blocks before it have
-        ended, successfully or not. `is_late`: stop waiting for reports of stores."""
+        """Returns the position up to which the server may be asked to pin blocks: the stores of all
+        blocks before it have ended, successfully or not.
+
+        is_late: True ignores stores in flight, because their reports may have been lost.
+        """
         stores = () if is_late else self.storing.values()
         return min([self.state.store.stored_blocks[0], *stores])
 
     @property
     def has_private_names(self) -> bool:
-        """Returns True if blocks were stored, or will be stored, under private names."""
+        """Returns True if some of the request's blocks have private names."""
         return self.private_from < len(self.names)
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Returns names of the first `until` blocks (or more). The first `num_shared` blocks get
-        the names in `hashes`, which all requests use. The rest get private names, which no other
-        request has."""
+        """Names blocks that have no name yet, and returns the names of at least the first `until`
+        blocks, as far as `hashes` are known.
+
+        hashes: vLLM's hashes of the request's blocks, or keys derived from them.
+        num_shared: leading blocks that may be shared: their name is their hash, which all requests
+            use. Later blocks get private names.
+        """
         shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
             name = bytes(hashes[place])
@@ -132,9 +148,14 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Records where the server holds the blocks from position `first` on, up to the first block
-        that it lacks. Returns the number of recorded blocks. Blocks from the missing block on are
-        stored anew."""
+        """Records where the server has pinned blocks, up to the first block that it lacks. Returns
+        the number of recorded blocks. The blocks from the missing block on become due for another
+        store.
+
+        first: position of the first block in `found`.
+        found: the server's answer: an arena offset per block, negative for a missing block.
+        file_id: the arena's file.
+        """
         missing = np.flatnonzero(found.offsets < 0)
         count = int(missing[0]) if len(missing) else len(found.offsets)
         if count:
@@ -146,7 +167,7 @@ class Resident:
         return count
 
     def store_from(self, block: int) -> None:
-        """Makes all blocks from this position on due for storing again."""
+        """Makes all blocks from position `block` on due for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
         mine.due_tokens = 0
@@ -160,8 +181,8 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's row of a step (its entry in the message to the workers), with
-        everything that was not sent yet."""
+        """Returns the request's entry in a step's message to the workers, with all data that was
+        not sent to them before, and records it as sent."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -178,9 +199,11 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the request after vLLM has freed its blocks. The request's blocks with private
-        names become unusable. The server still holds the first `kept` of the other blocks.
-        Everything must be sent to the workers again."""
+        """Resets the state after vLLM has freed the request's device blocks. Everything is sent to
+        the workers again. Blocks with private names are given up.
+
+        kept: number of leading blocks that the server still holds for the request.
+        """
         self.kept = min(kept, self.private_from)
         self.told, self.told_pin, self.told_hot = 0, None, ()
         self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]
@@ -194,10 +217,10 @@ class Resident:
 
 
 class ResidentRows:
-    """Builds the rows (`ResidentRow`) of a step's requests. The rows give the workers the location
-    of blocks that are not on the device.
+    """Builds the rows (`ResidentRow`) of a step's message to the workers. They say where blocks are
+    that are not on the device.
 
-    residents: by request id, the requests that outgrow the device.
+    residents: the resident requests, by id.
     """
 
     def __init__(
@@ -211,8 +234,9 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Returns the hot slots (device blocks for selected blocks) of these requests that the
-        workers do not know yet. The coming step may write them for the first time."""
+        """Returns the ids of hot slots (device blocks for selected blocks) that the coming step may
+        write for the first time: the hot slots of requests whose hot slots were not sent to the
+        workers yet."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)
@@ -221,8 +245,11 @@ class ResidentRows:
         return fresh
 
     def of_step(self, scheduler_output: Any, names: RowNames) -> tuple[ResidentRow, ...]:
-        """Returns the rows of a planned step. Must be called before vLLM advances its requests,
-        which `names` knows."""
+        """Returns the rows of a planned step. Must be called before vLLM adds the step's tokens to
+        the requests' `num_computed_tokens`.
+
+        names: knows vLLM's object of each request.
+        """
         block_state = scheduler_output.kv_connector_block_state
         told = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -240,8 +267,9 @@ class ResidentRows:
         one = self._residents.get(request_id)
         num_freed = self._pool.num_freed(request_id)
         if one is None:
-            # A request admitted under other weights has no places. If its blocks were freed, it is
-            # lost.
+            # The request stays on the device, or it was admitted under other weights. In the latter
+            # case its blocks in the server are not known; if its device blocks were freed, the
+            # workers report it as lost.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

@@ -1,18 +1,21 @@
-"""Manages resident requests: requests whose earlier blocks are in the server's memory only, not on
+"""Manages resident requests: requests whose earlier blocks are only in the server's memory, not on
 the device. The server reserves room when such a request arrives and as it grows, and pins its
-blocks when they are stored. vLLM may then free these blocks on the device to its pool.
+blocks once they are stored. vLLM may then free the pinned blocks on the device.
+
+A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
 
 Always true:
-- A request that may outgrow the device is not admitted before the server has reserved room for all
-  blocks that it has. With `residency = "auto"` this holds from the moment in which the request is
-  moved off the device.
+- A request that may outgrow the device begins only after the server has reserved room for all its
+  present blocks. With `residency = "auto"` it may also begin wholly on the device; then it is moved
+  off the device only if it has such room.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
-  If all running requests are held for `PARK_S`, the last of them is parked: it releases its room
-  and waits, as if preempted.
+  If all running requests are held for `PARK_S`, the last request that has room is parked: it
+  releases its room and waits, as if preempted.
 - A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
-  this with the step in which the block may be freed.
-- Every request has names (hashes) for all its blocks. Blocks whose KV is not exact, and blocks of
-  requests that may not be shared, have private names, which no other request finds.
+  this at the latest with the first step in which the block may have been freed.
+- Every block of a resident request has a name, which is the hash under which the server stores it.
+  Blocks whose KV is not exact, and blocks of requests that may not be shared, have private names,
+  which no other request finds.
 
 Scheduler thread only. Never blocks.
 """
@@ -39,11 +42,11 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
-"""Upper limit on the time that a single step adds to a request's wait, which
-`hotkv.residency_timeout_s` limits."""
+"""The wait of a request (limited by `hotkv.residency_timeout_s`) grows by at most so many seconds
+per step, however long the step takes."""
 QUANTUM_TOKENS = 512
-"""Tokens of room that are reserved beyond a request's present tokens. When half of them are used,
-more room is asked for."""
+"""A request reserves room for so many tokens beyond its present tokens. When half of them are used,
+it asks for more room."""
 PARK_S = 1.0
 MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
@@ -52,8 +55,11 @@ token in between."""
 
 
 class ResidentRequests:
-    """Opens, follows and closes a residency for each resident request. A residency is the room that
-    the server reserves for the request, with the blocks pinned in it."""
+    """Opens, follows and closes the residency of each resident request. A residency is the server's
+    record of the request: its reserved room and its pinned blocks.
+
+    rows: builds the rows of a step's message to the workers.
+    """
 
     def __init__(
         self,
@@ -84,7 +90,8 @@ class ResidentRequests:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, state: RequestState, now_s: float) -> None:
-        """Asks the server for room, if the request may outgrow the device."""
+        """Registers a new request and asks the server for room. Does nothing for a request that
+        always fits on the device."""
         request = state.request
         if self._pool.holds_whole(request):
             return
@@ -96,15 +103,15 @@ class ResidentRequests:
         self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
-        """Returns an id that no residency has ever had, so that private names belong to this
-        residency alone. The id ends with the request's id as far as the server accepts it: clients
-        of vLLM may choose any text."""
+        """Returns an id that no residency has ever had. Private names depend on it, so they belong
+        to one residency alone. The id ends with the request's id, shortened and without characters
+        that the server refuses."""
         shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
-        """Closes the request's residency. The next step notifies the workers that the request has
-        ended."""
+        """Forgets a request that has ended, and closes its residency. The next step's message tells
+        the workers."""
         one = self._residents.pop(request_id, None)
         self._ended.append(request_id)
         self._pool.forget(request_id)
@@ -115,15 +122,17 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """Returns the id of the residency that pins the blocks of the request's stores; empty
-        without a residency."""
+        """Returns the id of the request's residency, which the request's stores name so that the
+        server pins their blocks. Empty if the server has not opened a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
-        """Returns True if the request may begin. A request that outgrows the device waits for its
-        reservation, unless it may begin as a whole. Reserves room for a request that arrived under
-        other weights."""
+        """Returns True if the request may begin: the server has reserved room for it, or all its
+        blocks may be on the device. Retries the reservation if it was refused.
+
+        Also registers a request that arrived under other weights, and so has no residency here.
+        """
         request_id = state.request.request_id
         if request_id not in self._residents:
             self.arrived(state, now_s)
@@ -135,18 +144,22 @@ class ResidentRequests:
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
-        """Returns True if room is reserved for a request that outgrows the device. vLLM's manager
-        calls this method."""
+        """Returns True if the server has reserved room for all blocks of the request. Called by
+        `ResidentManager`."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 
     def _fits(self, one: Resident) -> bool:
-        """Returns True if the server has reserved room for all blocks that the request has."""
+        """Returns True if the server has reserved room for all present blocks of the request."""
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
-        """Returns whether the request may begin with a hit: the device has room for all of it, or
-        the server holds all its blocks for this request. None while the server is being asked."""
+        """Decides whether the request may begin with a hit. It may if the device has room for all
+        its blocks, or if the server has pinned all blocks of the hit for this request. Returns None
+        while the server is being asked to pin them.
+
+        hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
+        """
         one = self._residents.get(request.request_id)
         if one is None:
             return True
@@ -161,13 +174,13 @@ class ResidentRequests:
             one.asks_again = False
             return True
         if one.asked is None and one.asks_again:
-            # The server was asked for these blocks and did not pin all of them.
+            # The server has answered, and has not pinned all blocks of the hit.
             one.asks_again = False
             del one.names[one.kept :]
             return stays_whole
         if one.asked is None:
             one.asks_again = True
-            # A hit is exact, whatever was computed of this request before.
+            # Blocks of a hit are exact, even if inexact blocks of the request were computed before.
             one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
@@ -175,15 +188,15 @@ class ResidentRequests:
     # ----------------------------------------------------------------------------------------- room
 
     def _needed(self, one: Resident) -> int:
-        """Returns the number of blocks that the request has, including the block of its next
+        """Returns the number of blocks that the request has now, including the block of its next
         token."""
         request = one.state.request
         tokens = max(request.num_tokens, request.num_computed_tokens + 1)
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets how much room the request asks the server for. If the server can't add room later,
-        asks for the most room that the request can ever need."""
+        """Sets `one.wanted`: for how many blocks the request wants room. If the server can't add
+        room later, this is the most that the request can ever need."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:
@@ -195,7 +208,8 @@ class ResidentRequests:
 
     def held(self, now_s: float) -> list[str]:
         """Returns the requests to leave out of the coming step, because the server has no room for
-        their next block. vLLM's manager calls this method before each step."""
+        their next block. Asks the server for room for them. Called by `ResidentManager` before each
+        step."""
         held = []
         for one in self._residents.values():
             was_held, one.is_held = one.is_held, self._is_cramped(one)
@@ -212,8 +226,8 @@ class ResidentRequests:
         return [request_id for request_id in held if request_id != parked]
 
     def _is_cramped(self, one: Resident) -> bool:
-        """Returns True if the request runs and its next block has no room. A request that has lost
-        bytes is not held: it is preempted before the step."""
+        """Returns True if the request runs, and its next block has no room in the server. False for
+        a request that has lost blocks, because it is preempted anyway."""
         return (
             one.opened is not None
             and not one.is_lost
@@ -225,12 +239,13 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- moves
 
     def _may_move(self, one: Resident) -> bool:
-        """Returns True if the server has room for all blocks of the request."""
+        """Returns True if the request may be moved off the device: its residency is open and has
+        room for all its blocks, and none of them is lost."""
         return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
 
     def make_room(self) -> None:
-        """Moves requests off the device before vLLM plans a step for which the pool is too small.
-        vLLM's manager calls this method before each step."""
+        """Moves requests off the device if the pool is too small for the coming step. Called by
+        `ResidentManager` before each step."""
         demand = self._pool.demand(self.has_room)
         if demand is None or not demand.is_short:
             return
@@ -247,9 +262,10 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
-        """Parks the last request that has room, if all running requests have been held for
-        `PARK_S`. Returns the request's id. The request's blocks stay in the arena, where the
-        request can hit them later, until the server evicts them."""
+        """Parks a request if all running requests have been held for `PARK_S`: the last request
+        that has room releases it, so that the others can go on. Returns its id; None if no request
+        was parked. The blocks of a parked request stay in the arena until the server evicts them,
+        so the request may hit them when it begins again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -275,11 +291,12 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """Returns the names of a resident request's first `until` blocks, or of more: the hashes
-        under which the server finds the blocks. The caller ensures that these blocks are computed.
+        """Returns the names of a resident request's blocks: the hashes under which the server
+        stores them. Names at least the first `until` blocks, which must be computed.
 
-        The name of a block that the server is known to hold never changes. A block that must not be
-        shared when it is first named gets a private name, which no other request has."""
+        A block that must not be shared when it is first named gets a private name, which no other
+        request has. The name of a block that the server has pinned never changes.
+        """
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
         shared = self._groups.hashes(request, 0)
@@ -288,9 +305,10 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """Makes further stores of the request private (no other request can find the blocks). If
-        more blocks were stored than the server is known to hold, all blocks are stored anew, or
-        computed anew if the device does not have them."""
+        """Gives private names, which no other request finds, to all blocks of the request that the
+        server has not pinned yet. If more blocks were stored than the server has pinned, the
+        request starts over: its blocks are stored anew, or computed anew if the device no longer
+        has them."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
@@ -301,30 +319,31 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Makes all blocks private that the server does not hold yet, because KV on the device has
-        become inexact."""
+        """Gives private names to all blocks that the server has not pinned yet, in all requests,
+        because the KV on the device has become inexact."""
         for request_id in self._residents:
             self.reset(request_id)
 
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """Records that `job` stores blocks of the request, so that the server is not asked for
-        these blocks before the store ends."""
+        """Records that `job` stores blocks of the request. The server is asked to pin these blocks
+        only after the store has ended."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:
             one.storing[job.store_id] = min(run.depth for run in runs)
 
     def stored(self, store: StoreInFlight) -> None:
-        """Records that a store has ended, whatever its result."""
+        """Records that a store has ended, whatever its result. Called for the stores of all
+        requests."""
         one = self._residents.get(store.request_id)
         if one is not None:
             one.storing.pop(store.store_id, None)
 
     def kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of the request the server holds for the request, so that
-        the tokens' blocks need not stay on the device. vLLM's manager calls this method."""
+        """Returns how many leading tokens of the request are in blocks that the server has pinned,
+        so that these blocks need not stay on the device. Called by `ResidentManager`."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -332,8 +351,8 @@ class ResidentRequests:
         return one.kept * self._block_tokens
 
     def is_freeing(self, now_s: float) -> bool:
-        """Returns True if resident requests will soon free device blocks, so that vLLM need not
-        preempt a request."""
+        """Returns True if resident requests will soon free device blocks, so that vLLM can wait for
+        them instead of preempting a request."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
@@ -345,7 +364,7 @@ class ResidentRequests:
 
     def _would_free(self, one: Resident) -> bool:
         """Returns True if the request will free device blocks once the server has pinned more of
-        its blocks."""
+        its blocks. A request that is wholly on the device frees blocks if it can then be moved."""
         if not self._pool.stays_whole(one.state.request):
             return True
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)
@@ -354,14 +373,18 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Returns the step's message to the workers about resident requests. Must be called before
-        vLLM advances its requests, which `rows` knows."""
+        """Advances all resident requests, and returns the step's message to the workers about them.
+        Must be called before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
+
+        rows: knows vLLM's object of each request.
+        """
         for request_id in scheduler_output.preempted_req_ids or ():
             self._ended.append(request_id)
             if request_id in self._residents:
                 one = self._residents[request_id]
                 if one.is_lost or one.has_private_names:
-                    # Inexact blocks are pinned at positions where exact blocks must come.
+                    # The server has pinned inexact blocks at positions that will be computed
+                    # exactly.
                     self._start_over(one)
                 else:
                     one.begin_anew(one.kept)
@@ -373,8 +396,8 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Handles the answers of a new server: the server either has kept a request's blocks at the
-        same offsets, or the request has lost them."""
+        """Handles the server's answers after a reconnect. Either a request's blocks are pinned at
+        their old offsets, and workers may read on, or the request has lost them."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
@@ -383,7 +406,7 @@ class ResidentRequests:
             if is_same:
                 one.pin = pin
             elif self._pool.stays_whole(one.state.request):
-                # The device has all that the server lost.
+                # The device still has all blocks of the request.
                 self._start_over(one)
             else:
                 one.is_lost = True
@@ -392,8 +415,8 @@ class ResidentRequests:
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
-        """Asks the server where newly stored blocks of the request are, and checks how long the
-        request has waited."""
+        """Advances a request by a step: asks the server to pin newly stored blocks, handles its
+        answers, and ends the request with an error if it has waited too long."""
         calls = self._reservations
         self._reserve(one)
         calls.renew(one, now_s)
@@ -406,10 +429,11 @@ class ResidentRequests:
         )
         is_waiting = not calls.is_open(one) or one.computed > one.kept
         if one.is_held:
-            # It waits for room, not for its stores: the last ones go with its next step.
+            # A held request does not wait for stores: its last blocks are stored with its next
+            # step.
             is_waiting = not calls.is_served(one)
-        # While queued, a request waits for vLLM or for room in host memory. A slow step says
-        # nothing about the server.
+        # The time in which a request is queued does not count as a wait: it then waits for vLLM, or
+        # for room in the server.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)
         passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
         if not is_waiting:
@@ -417,7 +441,7 @@ class ResidentRequests:
         elif not is_queued:
             one.waited_s += passed_s
         if self._pool.stays_whole(one.state.request):
-            # It needs no room there yet.
+            # The request needs no room in the server yet.
             return
         if one.refusal is not None:
             self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
@@ -426,14 +450,15 @@ class ResidentRequests:
             self._fail(one, f"{why} = {self._timeout_s:.0f} s")
 
     def _fail(self, one: Resident, why: str) -> None:
-        """Ends a request that can't go on: vLLM answers it with an error."""
+        """Makes vLLM end a request with an error, because the request can't continue."""
         if not one.has_failed:
             one.has_failed = True
             self._stats.add("failed_residencies")
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Starts requests over whose bytes were lost: they are computed anew."""
+        """Starts requests over whose blocks in the server were lost: they are computed anew. Ends a
+        request with an error at its MAX_LOSSES-th loss without a new token in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:
@@ -446,7 +471,8 @@ class ResidentRequests:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
 
     def _start_over(self, one: Resident) -> None:
-        """Discards all that the server holds for the request."""
+        """Closes the request's residency and forgets all blocks that the server holds for it. The
+        request gets another residency."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

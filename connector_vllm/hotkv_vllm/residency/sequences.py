@@ -1,17 +1,17 @@
-"""A worker's record of the requests of an engine with residency: from the first step in which the
-scheduler lists a request (`ResidentRow`) to the request's end. Also holds the representations of
-the requests' blocks: compact forms of keys, by which sparse attention selects blocks.
+"""A worker's record of the requests of an engine with residency (`ResidentSequences`), and the
+representations of these requests' blocks (`KeptRows`). A representation is a compact form of a
+block's keys, by which sparse attention selects blocks. A *hot slot* is a block of the device's pool
+into which selected blocks are copied.
 
 Always true:
-- Each request has one `ResidentSequence`, which ends before another request gets the rows of its
-  representations.
-- A block that is not on the device has an address in a mapped arena; otherwise its sequence is
+- A request has one `ResidentSequence`, from the first step whose message lists it (`ResidentRow`)
+  to its end. The rows of its representations belong to no other request meanwhile.
+- If a block is not on the device, its address in a mapped arena is known. If not, the request is
   marked as lost when the block is needed.
-- A *hot slot* is a block of the device's pool into which selected blocks are copied. If `content`
-  says that a layer's hot slot holds the block at some position of the context, the slot has that
+- `ResidentSequence.content` says which block each hot slot of a layer holds. The slot then has this
   block's page.
-- A request whose bytes in the server were lost is reported once, with the step in which the loss
-  was found.
+- A request that has lost blocks in the server is reported once, with the step in which the loss was
+  found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,21 +32,21 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Upper limit on the rows that a request allocates for the representations (compact forms of keys)
-of blocks that it does not have yet."""
+"""Most rows for representations (compact forms of keys) that a request allocates ahead of its
+need."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
 STEPS_IN_FLIGHT = 2
-"""Number of steps that vLLM may have planned before it hears the result of a step."""
+"""Number of further steps that vLLM may have planned before it gets the results of a step."""
 
 
 # -------------------------------------------------------------------------- rows of representations
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Returns how many rows (places for representations, the compact forms of keys) `KeptRows`
-    allocates when requests need `num_taken` of them."""
+    """Returns how many rows `KeptRows` has when requests need `num_taken` rows: the number doubles
+    each time. A row holds the representations (compact forms of keys) of a block."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -54,13 +54,13 @@ def num_rows_for(num_taken: int) -> int:
 
 
 class KeptRows:
-    """Representations (compact forms of keys) of all complete blocks of resident contexts, by layer
-    and row. One thread.
+    """Holds the representations (compact forms of keys) of all complete blocks of resident
+    contexts, by layer and row. Used by one thread.
 
-    When a block is freed, its row in the pool of the device's blocks (`pool`) is lost. So each
-    resident request has its own rows here, one per block, for as long as it runs. Memory grows with
-    the contexts that run at a time, to about 7 % of their KV. A row belongs to one request at a
-    time. Formats, centres and axes are the same as in `pool`.
+    `pool` holds representations only of blocks that are on the device. So each resident request has
+    its own rows here, one per block of its context, as long as it runs. A row belongs to at most
+    one request at a time. The memory grows with the contexts that run at the same time, to about
+    7 % of their KV. Formats, centres and axes are the same as in `pool`.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -75,17 +75,18 @@ class KeptRows:
 
     @property
     def num_taken(self) -> int:
-        """Returns how many rows (each for a block's representations, the compact forms of its keys)
-        belong to requests."""
+        """Returns the number of rows that belong to requests. A row holds the representations
+        (compact forms of keys) of a block."""
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations (compact forms of keys) by format. The representations
-        are valid until the next `take`."""
+        """Returns, by format, a layer's representations (compact forms of keys) in all rows. The
+        result is valid until the next `take`, which may replace the arrays."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
-            # Called in every layer of a step, so they are made anew only if something has changed.
+            # This method is called in every layer of a step, so it makes a `Source` anew only if
+            # something has changed.
             one = known.get(name)
             if one is None or one[0] is not source or one[1] != self._num_rows:
                 mine = replace(source, pool=self._of(layer_idx, name, source))
@@ -93,7 +94,8 @@ class KeptRows:
         return {name: one[2] for name, one in known.items()}
 
     def take(self, count: int) -> I32:
-        """Allocates `count` free rows, int32 [count]. Makes more rows if too few are free."""
+        """Allocates `count` rows and returns them, int32 [count]. Enlarges the arrays if too few
+        rows are free."""
         if count > len(self._free):
             num_rows = num_rows_for(self.num_taken + count)
             self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
@@ -101,17 +103,21 @@ class KeptRows:
         return np.array([self._free.pop() for _ in range(count)], np.int32)
 
     def give_back(self, rows: I32) -> None:
-        """Frees rows that were allocated."""
+        """Frees rows that `take` has returned."""
         self._free.extend(sorted(rows.tolist(), reverse=True))
 
     def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
-        """Copies the representations (compact forms of keys) of `blocks` [n] from the pool of the
-        device's blocks into `rows`."""
+        """Copies a layer's representations (compact forms of keys) from `pool` into rows.
+
+        rows: the rows to copy to [n].
+        blocks: ids of the device blocks whose representations to copy [n].
+        """
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """Returns a layer's rows of a format, uint8 [rows, H, N]."""
+        """Returns a layer's rows in a format, uint8 [rows, H, N]. Enlarges the array if rows were
+        added."""
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
             grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
@@ -126,20 +132,24 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """A request of an engine with residency. A position is that of a block in the request's
-    context.
+    """A worker's state of a request in an engine with residency. All positions are positions of
+    blocks in the request's context.
 
-    addresses: int64, by position, the address of the block's arena slot in this process; -1 if the
-        server is not known to hold the block.
-    representations: int64, by position, the address of the slot with the block's representation; -1
-        if the server is not known to hold the representation.
-    rows: int32, by position, the row of `KeptRows` for the block's representation.
-    num_kept: by layer, the number of leading blocks whose representations are in `rows`.
-    num_freed: position up to which the blocks after the sinks (first blocks) are not on the device.
-    content: by layer index, the position of the block that each hot slot (`hot_blocks`) holds.
-    pin: the server's pin under which the bytes at the addresses are read.
-    arenas: the arenas that the addresses are in.
-    has_read: True if bytes were read from an arena in this step.
+    first_block: id of the context's first block, by which the request is reported as lost.
+    may_outgrow: True if the request is resident, so that its blocks may be freed.
+    num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
+    hot_blocks: ids of the request's hot slots, int32.
+    addresses: by position, the address of the block's arena slot in this process, int64; -1 if not
+        known.
+    representations: by position, the address of the arena slot with the block's representations,
+        int64; -1 if the server lacks them.
+    rows: by position, the row of `KeptRows` with the block's representations, int32.
+    num_kept: by layer index, the number of leading blocks whose representations are in `rows`.
+    content: by layer index, the position of the block that each hot slot holds.
+    pin: the server's pin under which the blocks at `addresses` are read.
+    arenas: the arenas in which the addresses are.
+    is_lost: True if the request must be computed anew.
+    has_read: True if blocks were read from an arena in this step.
     """
 
     request_id: str
@@ -158,8 +168,13 @@ class ResidentSequence:
     has_read: bool = False
 
     def kept(self, first: int, slots: I64, representations: I64) -> None:
-        """Sets the addresses int64 [n] of blocks from `first` on, and of their representations
-        (compact forms of keys); -1 for a missing representation."""
+        """Sets the arena addresses of consecutive blocks.
+
+        first: position of the first of these blocks.
+        slots: addresses of the blocks' slots, int64 [n].
+        representations: addresses of the slots with the blocks' representations (compact forms of
+            keys), int64 [n]; -1 for a missing representation.
+        """
         stop = first + len(slots)
         if stop > len(self.addresses):
             more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)
@@ -170,15 +185,17 @@ class ResidentSequence:
         self.representations[first:stop] = representations
 
     def hot_content(self, layer_idx: int) -> I32:
-        """Returns, for each hot slot (device block for a selected block) of a layer, the position
-        of the block that it holds; -1 for an empty slot. The caller may write to the array."""
+        """Returns, for each hot slot (device block for a selected block), the position of the block
+        whose page the slot holds in this layer, int32; -1 for an empty slot. The caller may write
+        to the array."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
         return content
 
     def still_holds(self) -> bool:
-        """Returns True if the bytes read from the arenas were pinned when they were read."""
+        """Returns True if all blocks that were read from arenas are still pinned, so that the read
+        bytes are valid. True if nothing was read."""
         pin = self.pin
         return not self.has_read or (
             pin is not None and all(arena.holds(pin) for arena in self.arenas)
@@ -189,10 +206,11 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """Holds the sequences of all requests; see the module.
+    """Holds the `ResidentSequence` of each request, and finds requests that have lost blocks.
 
-    arena_of: returns the arena that this process maps.
-    of_step: the sequences of the present step, by the block that the step writes last.
+    arena_of: returns the arena that this process maps; None without an arena.
+    of_step: the sequences of the present step, by the id of the last block that the step writes in
+        each.
     """
 
     def __init__(self, kept: KeptRows) -> None:
@@ -211,7 +229,7 @@ class ResidentSequences:
         return f"ResidentSequences({len(self._sequences)})"
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        """Receives the scheduler's rows of the step, and sets `of_step`."""
+        """Processes the rows in the scheduler's message about the step, and sets `of_step`."""
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
@@ -222,7 +240,7 @@ class ResidentSequences:
         if sequence is not None:
             self._kept.give_back(sequence.rows)
             used = {one.file_id for other in self._sequences.values() for one in other.arenas}
-            # The memory of servers that are gone is unmapped with its last reader.
+            # The arena of an earlier server is unmapped once no request has addresses in it.
             self._arenas = {
                 file_id: one for file_id, one in self._arenas.items() if file_id in used
             }
@@ -232,7 +250,8 @@ class ResidentSequences:
         if sequence is None:
             sequence = self._sequences[row.request_id] = ResidentSequence(row.request_id)
             if row.first_block in self._unnamed:
-                # This row was planned before the scheduler heard of the step with the unknown row.
+                # `lose_unnamed` has reported this block. The scheduler planned this row before it
+                # got the report.
                 sequence.is_lost = True
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed
@@ -246,8 +265,8 @@ class ResidentSequences:
         return sequence
 
     def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
-        """Computes the addresses of blocks that the server holds. Blocks get no address if this
-        process does not map the blocks' arena."""
+        """Computes and records the addresses of blocks that the server has pinned. Records nothing
+        if this process does not map their arena."""
         arena = self._arenas.get(kept.file_id)
         if arena is None:
             arena = self.arena_of()
@@ -266,31 +285,40 @@ class ResidentSequences:
     # ----------------------------------------------------------------------------------------- loss
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
-        """Marks the request as lost and reports it with this step, even if the step did not read
-        its lost bytes. Reports the request only once: later its blocks may belong to other
-        requests."""
+        """Marks the request as lost, and queues it to be reported with this step. Does nothing if
+        it is marked already, because its first block may meanwhile belong to another request.
+
+        why: the reason, for the log.
+        """
         if not sequence.is_lost:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
             sequence.is_lost = True
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Marks these requests as lost, because the server has not pinned their blocks again."""
+        """Marks the requests as lost that the scheduler's message names: after a reconnect the
+        server did not pin their blocks at the old offsets."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
     def lose_all_away(self, why: str) -> None:
-        """Marks all requests as lost that have blocks in host memory only."""
+        """Marks all requests as lost that have blocks only in host memory.
+
+        why: the reason, for the log.
+        """
         for sequence in self._sequences.values():
             if sequence.num_freed:
                 self.lose(sequence, why)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """Handles a row (request of a step) that the scheduler has not named: marks the request
-        with this first block as lost, if it has freed blocks. `has_gaps`: some blocks of the row
-        are not on the device. Then the block is reported as lost even if no request is known for
-        it."""
+        """Handles a row of vLLM's batch that the scheduler's message does not list: marks its
+        request as lost if blocks of it are only in host memory.
+
+        first_block: id of the row's first block, by which the request is found.
+        has_gaps: True if some blocks of the row are not on the device. The row is then reported as
+            lost even if no request is known for it.
+        """
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
                 self.lose(sequence, "the step's plan does not name it")
@@ -299,21 +327,21 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks requests as lost whose bytes were read while the server did not pin these bytes.
-        Call this method after a step's last layer."""
+        """Marks each request as lost whose blocks were read in this step and are no longer pinned.
+        Called after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
 
     def is_lost(self, request_id: str) -> bool:
-        """Returns True if the request's output of this step may be wrong: the request was lost and
-        is not computed anew yet, or the request is unknown."""
+        """Returns True if the KV that this step computes for the request may be wrong: the request
+        is marked as lost, or it is not known."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """Returns the block id of the first block of each request that was lost since the last
-        call. Call this method after a step's last layer."""
+        """Returns the id of the first block of each request that was marked as lost since the last
+        call. Called after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False
@@ -321,6 +349,6 @@ class ResidentSequences:
         return lost
 
     def all_away(self) -> set[int]:
-        """Returns the block id of the first block of each request that has blocks in host memory
-        only. Shares no code with `take_lost`, because it gives the answer if `take_lost` raises."""
+        """Returns the id of the first block of each request that has blocks only in host memory.
+        Used if `take_lost` raises, so it shares no code with it."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -1,8 +1,9 @@
-"""Answers the questions of vLLM's block manager in an engine with residency (old blocks only in the
-server's memory): which tokens need not stay on the device, which requests may begin or go on, and
-which have lost blocks.
+"""Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
+the scheduler side. Tells the manager how many tokens of a request the server keeps, and which
+requests may begin. Before each step, leaves out requests that must wait, and moves requests off the
+device if the pool lacks blocks.
 
-Also works in an engine without residency. There a request never frees or loses blocks early.
+In an engine without residency all this does nothing.
 """
 
 import time
@@ -17,8 +18,8 @@ from hotkv_vllm.scheduler.sharing import Sharing
 
 
 class ResidentSide:
-    """Answers the questions of vLLM's block manager about resident requests; see the module.
-    Scheduler thread only."""
+    """Answers the block manager's questions about resident requests, and handles losses of their
+    blocks. Scheduler thread only."""
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
         self.edge = edge
@@ -29,40 +30,43 @@ class ResidentSide:
         return f"ResidentSide({self._pool})"
 
     def bind(self, manager: Any) -> None:
-        """Connects vLLM's block manager to this side."""
+        """Connects vLLM's block manager to this object."""
         self._pool.bind(manager, self._kept_tokens, self._has_room, self._step_starts)
         if self._pool.spec is not None:
             logger.info("hotkv: %s", self._pool.describe())
 
     @hook(lambda *_: 0, last=0, is_part=True)
     def _kept_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of a request the server keeps in host memory, so that
+        """Returns how many leading tokens of a request the server holds and has pinned, so that
         their blocks need not stay on the device."""
         return 0 if self._residencies is None else self._residencies.kept_tokens(request_id)
 
     @hook(lambda *_: False, last=False, is_part=True)
     def _has_room(self, request_id: str) -> bool:
-        """Returns True if the server has room for the request, so that it may begin even if it
-        outgrows the device."""
+        """Returns True if the server has reserved room for the request, so that it may begin
+        although it outgrows the device."""
         return self._residencies is not None and self._residencies.has_room(request_id)
 
     @hook(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
-        """Leaves requests without room in the server out of the step that vLLM is about to plan,
-        and makes room on the device for the others."""
+        """Prepares the step that vLLM is about to plan: leaves out requests whose next block has no
+        room in the server, and moves requests off the device if the pool lacks blocks."""
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
         if residencies is not None:
             residencies.make_room()
 
     def is_freeing(self) -> bool:
-        """Returns True if resident requests will soon free device blocks, so that vLLM need not
-        preempt a request."""
+        """Returns True if resident requests will soon free device blocks, so that vLLM can wait for
+        them instead of preempting a request."""
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:
-        """Marks the requests that have one of these blocks as lost: vLLM computes these requests
-        anew."""
+        """Handles losses that workers report: vLLM preempts the requests that hold one of these
+        blocks, and computes them anew.
+
+        first_blocks: ids of the first blocks of the lost requests.
+        """
         if self._pool.spec is None:
             return
         request_ids = self._pool.requests_of(first_blocks)
@@ -72,9 +76,12 @@ class ResidentSide:
             self._residencies.lost(request_ids)
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests whose first block is among `first_blocks`, and compute
-        them anew. Called after a hook has raised. Shares no code with `lost`, which may have
-        raised."""
+        """Makes vLLM preempt the requests that hold one of these blocks, and compute them anew.
+        Called if handling a step's results raised. Shares no code with `lost`, because `lost` may
+        have raised.
+
+        first_blocks: ids of the first blocks of the lost requests.
+        """
         self._pool.lose_blocks(first_blocks)
 
     @property

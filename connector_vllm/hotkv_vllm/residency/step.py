@@ -1,8 +1,9 @@
-"""The scheduler side's messages to the workers about resident requests, one message per step.
+"""Defines the scheduler side's message to the workers about resident requests, one per step.
 
-A resident request's earlier blocks are only in the server's memory (arena). A worker's block tables
-still have the ids of blocks that the scheduler has freed. So each message says up to which position
-a request's blocks were freed, and at which offsets of the arena the server holds them.
+The earlier blocks of a resident request are only in the server's memory (arena). vLLM does not tell
+workers which blocks the scheduler has freed: their block tables still have the old ids. So each
+message says up to which position a request's blocks were freed, and at which offsets of the arena
+the server holds them.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +16,9 @@ FileId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """Where the server holds a request's blocks, from block `first` on.
+    """Where the server holds consecutive blocks of a request.
 
+    first: position of the first of these blocks in the request.
     offsets: int64 [n], bytes from the start of the arena `file_id` to the blocks' slots.
     representations: int64 [n], bytes from the start of the arena to the slots of the blocks'
         representations (compact forms of a block's keys, by which sparse attention selects blocks);
@@ -38,17 +40,20 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """A request of the step.
+    """One request of the step.
 
-    written_block: id of the block that the step writes last, by which workers find the row.
+    written_block: id of the last block that the step writes. A worker finds the request's row in
+        vLLM's batch by this id.
     first_block: id of the context's first block, by which workers report the request as lost.
-    may_outgrow: True if the server has reserved room for the request, so its blocks may be freed.
-    num_freed: position up to which the blocks after the sinks (first blocks) are not on the device.
-    hot_blocks: the request's hot slots: blocks of vLLM's pool into which selected blocks are
+    may_outgrow: True if the request is resident, so that its blocks may be freed.
+    num_freed: the blocks between the sinks (first blocks) and this position are not on the device;
+        0 if no block was freed.
+    hot_blocks: the request's hot slots: ids of the device blocks into which selected blocks are
         copied. Sent when they change.
-    kept: blocks that the server has pinned. Sent once.
-    pin: the server's pin under which workers read the kept blocks' bytes. Sent when it changes.
+    kept: blocks that the server has pinned. Each block is sent once.
+    pin: the server's pin under which workers read these blocks. Sent when it changes.
     context_tokens: length of the context, including the step's `new_tokens`.
+    new_tokens: number of tokens that the step computes.
     """
 
     request_id: str
@@ -67,8 +72,9 @@ class ResidentRow:
 class ResidentStep:
     """A step's message about resident requests.
 
-    ended: requests that have ended or were preempted.
-    lost: requests whose bytes the server has lost, to be reported with the step.
+    rows: the step's requests.
+    ended: ids of requests that have ended or were preempted since the last message.
+    lost: ids of requests whose blocks the server has lost. Workers report them to vLLM as lost.
     """
 
     rows: tuple[ResidentRow, ...] = ()

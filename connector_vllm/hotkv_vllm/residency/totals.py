@@ -1,8 +1,8 @@
-"""Computes the memory that a rank of an engine with residency needs, before it is allocated.
+"""Computes how much memory a rank of an engine with residency needs, before it is allocated.
 
-Always true: the sum covers vLLM's KV pool and all memory that hotkv allocates beside it, for one
-request of the longest context. If a rank has less free memory, the engine does not start. The sum
-does not include the server's arena.
+Always true: the sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank for one
+request of the longest context. The sum does not include the server's arena. If a rank has less free
+memory, the engine does not start.
 """
 
 from dataclasses import dataclass, fields
@@ -21,13 +21,15 @@ from hotkv_vllm.residency.sequences import MORE_ROWS, num_rows_for
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Bytes on one rank, by purpose.
+    """The bytes that one rank needs, by purpose.
 
     pool: vLLM's KV cache, hot slots included.
-    representations: representations of the pool's blocks (compact forms of keys, for sparse
-        attention); on CUDA, of as many tokens as `hotkv.representation_tokens` sets.
-    rows: representations of the longest context; 0 on CUDA, where `representations` includes them.
-    staging: pages of one layer for the longest context; in a CPU engine two such areas.
+    representations: representations (compact forms of keys, for sparse attention) of the pool's
+        blocks. On CUDA: of the tokens that `hotkv.representation_tokens` sets.
+    rows: representations of the longest context's blocks; 0 on CUDA, where `representations`
+        includes them.
+    staging: a staging area for the pages of one layer of the longest context; two areas in a CPU
+        engine.
     tables: on CUDA, block tables, hot sets and scratch memory of the kernels; 0 on CPUs.
     """
 
@@ -39,7 +41,7 @@ class Totals:
 
     @property
     def total(self) -> int:
-        """Returns the sum of all purposes."""
+        """Returns the sum over all purposes, bytes."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def __str__(self) -> str:
@@ -48,12 +50,12 @@ class Totals:
 
 
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Logs the memory that this rank needs. Raises ConfigError if less memory is free. The pool
-    must not be allocated yet."""
+    """Logs how much memory this rank needs, and raises ConfigError if less is free. Does nothing
+    without residency. Must be called before vLLM allocates its pool."""
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
-        # Imports CUDA's backend of vLLM.
+        # Imported here, because the module imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
         found = cuda_setup.totals(
@@ -79,7 +81,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
 
 
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
-    """Returns the memory of a rank of a CPU engine."""
+    """Computes the memory that a rank of a CPU engine with residency needs."""
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
@@ -99,7 +101,7 @@ def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Tota
 
 
 def free_bytes() -> int:
-    """Returns the memory of this machine that processes can still get."""
+    """Returns the available memory of this machine in bytes (MemAvailable of /proc/meminfo)."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return int(available) << 10

@@ -1,16 +1,16 @@
-"""Decides which blocks each row (request) of a batch attends to if old blocks of its context are in
-host memory only.
+"""Decides which blocks each row (request) of a batch attends to, in a CPU engine with residency
+(old blocks of long contexts only in host memory).
 
-For each row that the scheduler has named, the worker chooses a hot set (the blocks to have on the
-device), as in `sparse.worker.SparseWorker`. Chosen blocks that are not on the device are copied
-from the server's mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so
-a single call of vLLM's attention serves the whole batch. A context that fits in the hot slots is
-copied there once, without a choice. Rows without a name, and rows whose selection raised, attend to
-everything: their whole context is copied into a staging area, layer by layer.
+For each row that the scheduler lists as sparse, the worker chooses a hot set (the blocks to attend
+to), as `sparse.worker.SparseWorker` does. Chosen blocks that are not on the device are copied from
+the server's mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so one
+call of vLLM's attention serves the whole batch. If all old blocks of a context fit in the hot
+slots, they are copied there once, and nothing is chosen. All other rows, and rows whose selection
+raised, attend to their whole context: it is copied into a staging area, layer by layer.
 
 Always true: attention reads no freed block. A page copied from the arena is valid only if the
-server still pinned it after the copy (`take_lost`). Otherwise the request is reported as lost: vLLM
-drops its token and computes it anew.
+server still pinned it after the copy. If it did not (`find_lost`), the request is reported as lost:
+vLLM drops the token of the step and computes the request anew.
 """
 
 import time
@@ -41,18 +41,20 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""Number of blocks at a time when representations (compact forms of keys) are built from pages that
-only the server has."""
+"""Number of blocks whose representations (compact forms of keys) are built at a time from pages
+that only the server has."""
 
 
 @dataclass(slots=True)
 class BatchRow:
-    """A row of the batch.
+    """A row of vLLM's batch and its request.
 
-    blocks: int32, the row's block table; entries of freed blocks are meaningless.
-    whole_table: int32, the row's block table with the hot slots (device blocks for selected blocks)
-        that hold the freed blocks, for a context that fits in the hot slots; None before a layer
-        needs it.
+    row: index of the row in the batch.
+    computed_tokens: length of the context before this step.
+    context_tokens: length of the context, including the step's tokens.
+    blocks: the row's block table, int32; entries of freed blocks are meaningless.
+    whole_table: for a context whose freed blocks are all in hot slots (device blocks for selected
+        blocks): the block table with these hot slots, int32. None until a layer needs it.
     """
 
     row: int
@@ -63,7 +65,11 @@ class BatchRow:
     whole_table: I32 | None = None
 
     def is_away(self, positions: Positions, num_sinks: int) -> npt.NDArray[np.bool_]:
-        """Returns which positions of the context are not on the device."""
+        """Returns a mask of the positions whose blocks are not on the device.
+
+        positions: positions of blocks in the context.
+        num_sinks: number of the context's first blocks that always stay on the device.
+        """
         away: npt.NDArray[np.bool_] = (positions >= num_sinks) & (
             positions < self.sequence.num_freed
         )
@@ -72,15 +78,20 @@ class BatchRow:
 
 @dataclass(slots=True)
 class ResidentPlan(StepPlan):
-    """A step's plan (`StepPlan`) with `residents`: the requests of all rows of the batch that the
-    scheduler has named, by row."""
+    """A step's plan (`StepPlan`) with the requests of the batch.
+
+    residents: by row, each request that the scheduler's message lists.
+    """
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
 
 
 class ResidentWorker(SparseWorker):
     """Decides which blocks each row of a batch attends to, and copies blocks that are not on the
-    device from the server's arena; see the module. One thread."""
+    device from the server's arena. Used by one thread.
+
+    residents: the requests, with the addresses of their blocks in the arena.
+    """
 
     def __init__(
         self,
@@ -91,7 +102,9 @@ class ResidentWorker(SparseWorker):
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
     ) -> None:
-        """longest_blocks: number of blocks of the longest context."""
+        """places: where the layers' pages are in a slot of the arena.
+        longest_blocks: number of blocks of the longest context.
+        """
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.representations)
@@ -104,7 +117,7 @@ class ResidentWorker(SparseWorker):
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep) -> None:
-        """Receives the scheduler's data about the requests of the coming step."""
+        """Processes the scheduler's message about the requests of the coming step."""
         for request_id in step.ended:
             self._sequences.pop(request_id, None)
             self.residents.end(request_id)
@@ -112,8 +125,8 @@ class ResidentWorker(SparseWorker):
         self.residents.lose_named(step.lost)
 
     def start_over(self) -> None:
-        """Handles a step whose rows are not known. Marks requests as lost that need bytes of the
-        arena."""
+        """Handles a step for which the scheduler's message was lost. Marks all requests as lost
+        that have blocks only in host memory."""
         self.residents.lose_all_away("a step's plan was lost")
         self.residents.begin_step(())
         super().start_over()
@@ -122,8 +135,9 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer's step that was left to vLLM's own attention. Marks requests as lost that
-        have blocks in host memory only."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks the
+        step's requests as lost that have blocks only in host memory, because that attention has
+        read freed blocks."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -138,9 +152,14 @@ class ResidentWorker(SparseWorker):
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Returns the blocks to which the rows attend in this layer; None if all rows attend to
-        everything, in the layer's pages. The answer may name a staging area to use in place of the
-        layer's pages."""
+        """Decides which blocks the rows attend to in this layer, and copies the pages that are not
+        on the device. Returns None if all rows attend to everything in the layer's own pages. The
+        result may name a staging area that replaces the layer's pages.
+
+        key: identifies the step; the step's plan is made once per key and group.
+        batch: returns the step's batch; called once per key and group.
+        query_of: returns the query vectors of a token.
+        """
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:
             plan = self._plans[layer.group] = self._resident_plan(layer, key, batch())
@@ -157,8 +176,9 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Forgets the representations (compact forms of keys) of the blocks that the step has
-        overwritten, and finds the request of each row."""
+        """Plans a step: finds the request of each row of the batch, and which rows attend sparsely.
+        Also discards the representations (compact forms of keys) of blocks that the step
+        overwrites."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)
@@ -183,8 +203,8 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ representations
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates, for each block of a context that may become sparse, a row for its
-        representation (compact form of its keys)."""
+        """Allocates a row of `KeptRows` for the representation (compact form of keys) of each block
+        in the context, if the context may become sparse."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             ahead = max(16, min(len(sequence.rows), MORE_ROWS))
@@ -195,8 +215,8 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Copies the representations (compact forms of keys) of blocks that have become complete
-        into the request's rows."""
+        """Fills the request's rows with the representations (compact forms of keys) of blocks that
+        have become complete since the last call for this layer."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
@@ -217,8 +237,12 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Fills the request's rows of representations (compact forms of keys) for blocks that only
-        the server has: copies them from the server, or builds them from the keys."""
+        """Fills the request's rows with the representations (compact forms of keys) of blocks that
+        only the server has. Copies them from the arena if they are there, and otherwise builds them
+        from the blocks' keys.
+
+        positions: positions of these blocks in the context.
+        """
         sources = self._kept.sources(layer.index)
         has_own = sequence.representations[positions] >= 0
         there, missing = positions[has_own], positions[~has_own]
@@ -241,22 +265,23 @@ class ResidentWorker(SparseWorker):
         return self._kept.sources(layer.index)
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns False: no recall is measured, because most keys of the context are not on the
+        """Returns False, because recall can't be measured: most keys of the context are not on the
         device."""
         return False
 
     # ------------------------------------------------------------------------------------ rewriting
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the hot slots (device blocks for selected blocks) hold the row's whole
-        context, so that no choice is needed."""
+        """Returns True if the row's hot set would hold the whole context, so that nothing is
+        chosen."""
         return row.attends_to_all
 
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
-        """Returns by row the positions of the blocks to attend to. Omits rows that attend to
-        everything and do not use hot slots, and rows whose selection raised."""
+        """Returns, by row, the positions of the blocks to attend to by means of hot slots. Omits
+        rows that attend to their whole context without hot slots, and rows whose selection
+        raised."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):
@@ -305,15 +330,15 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
-        """Returns the block table of a decode row: blocks on the device, and hot slots for the
-        rest."""
+        """Returns the block table of a decode row: device blocks, and hot slots for selected blocks
+        that are not on the device. Copies missing pages into the hot slots."""
         sequence = one.sequence
         chosen = self._sequences.get(sequence.request_id)
         own = None if chosen is None else chosen.layers.get(layer.name)
         if own is None:
             return self._whole_table(layer, one, positions)
         table = one.blocks[positions]
-        # Positions ascend, so those that are not on the device are contiguous.
+        # Positions ascend, so the positions that are not on the device are contiguous.
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)
@@ -322,9 +347,12 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Returns the block table of a decode row whose hot slots hold its whole context. All
-        layers of a step share this table: in each layer, hot slot i holds the i-th block that is
-        not on the device."""
+        """Returns the block table of a decode row whose freed blocks all fit in its hot slots.
+        Copies missing pages into the hot slots. In each layer hot slot i holds the i-th freed
+        block, so all layers of a step share this table.
+
+        positions_C: the positions of all blocks in the context: 0, 1, 2, ...
+        """
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
         content = sequence.hot_content(layer.index)[: len(held)]
@@ -338,8 +366,11 @@ class ResidentWorker(SparseWorker):
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
-        """Copies the pages that the whole batch attends to side by side, and points the batch's
-        tables to them. Rows of `whole` attend to their whole context."""
+        """Copies the pages that the whole batch attends to into a staging area, and makes the
+        tables in `rewrite` point to them.
+
+        whole: the rows that attend to their whole context, part of which is only in host memory.
+        """
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]
         slots, masks = [NOTHING], []

@@ -1,12 +1,13 @@
-"""Follows the engine's requests from arrival to end: their hits, their loads, their blocks.
+"""Follows each request of the engine from its arrival to its end. Answers vLLM's questions about
+the request's hit, begins the load of the hit, and ends load and lease with the request.
 
 Always true:
-- Each request that hotkv knows has one state.
-- A lease or load of a request is released when the request ends, however it ends.
-- Each block that vLLM allocates to a request is in `written` before any worker gets the step.
+- `Admission.states` has one `RequestState` per running request that hotkv knows.
+- When a request ends, for whatever reason, its lease is released and its load is cancelled.
+- Each block that vLLM allocates to a request is in `Admission.written` before any worker gets the
+  step.
 
-Scheduler thread only. Blocks no longer than `hits.Patience` allows: longer if the engine has
-nothing else to do.
+Scheduler thread only. A call may wait a few milliseconds for the server (`hits.Patience`).
 """
 
 import time
@@ -29,9 +30,13 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
-    rows: decides which rows attend sparsely; None without sparse decode.
-    lost_track: True if a hook has raised, so that it is not known which blocks the next step
-        reallocates.
+    states: the running requests that hotkv knows, by request id.
+    loads: the orders about loads that the next step carries to the workers.
+    written: the blocks that the next step is about to write.
+    rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
+        decode.
+    lost_track: True after a hook has raised: it is then not known which blocks the next step
+        reallocates, so that step revokes all stores.
     """
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
@@ -67,8 +72,11 @@ class Admission:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
     def cancel_loads(self, *, of_refused: bool = False) -> None:
-        """Cancels all loads with the next step. `of_refused`: True cancels only the loads of
-        requests with adapters whose bytes have changed."""
+        """Orders the workers, with the next step, to cancel the loads in progress.
+
+        of_refused: True: only the loads of requests whose LoRA adapter may no longer use the cache,
+            for example because the adapter's bytes have changed.
+        """
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)
@@ -78,12 +86,13 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """Registers a request that is new to the engine."""
+        """Handles the arrival of a new request in the engine."""
         self.take_up(request)
         self._begin_sequences(request)
 
     def take_up(self, request: Any) -> None:
-        """Creates the request's state and looks for its hit."""
+        """Creates the request's `RequestState` and begins to look for its hit. While the engine
+        does not share yet, only remembers the request (`Sharing.joining`)."""
         if self._sharing.joining is not None:
             self._sharing.joining.arrived(request)
         cache = self._sharing.cache
@@ -123,8 +132,11 @@ class Admission:
         )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Returns the answer to vLLM's question for the request's hit. vLLM's own hit is
-        `num_computed_tokens` long."""
+        """Answers vLLM's hook `get_num_new_matched_tokens`: how many tokens of the request can be
+        loaded from hotkv.
+
+        num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
+        """
         self.written.matched(request.request_id, num_computed_tokens)
         self.room.comes(request)
         now_s = time.monotonic()
@@ -176,17 +188,20 @@ class Admission:
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if no request has been admitted. Data-parallel replicas may step together,
-        so that they are never idle."""
+        """Returns True if vLLM has admitted no request, so the engine has nothing to compute.
+        Always False with data-parallel replicas: they may have to step because another replica has
+        work."""
         return not self._has_replicas and not any(
             state.use.is_reported for state in self.states.values()
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin: the pool is large enough for its blocks, or the
-        server has room for it."""
+        """Returns True if the request may begin now. Always True in an engine without residency.
+        With residency, a request that outgrows the device may begin once the server has reserved
+        room for its blocks. Ends a request with an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
-            # Later input grows the session past what vLLM asks the connector about.
+            # Input that arrives later would make the request longer than the length for which the
+            # server has reserved room.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
             return False
         if self._pool.was_preempted(request.request_id):
@@ -208,13 +223,17 @@ class Admission:
         return ResidentOnly(self._is_resident, self._pool.has_away, replays)
 
     def _is_resident(self, request_id: str) -> bool:
-        """Returns True if the server holds the request's old blocks."""
+        """Returns True if the request is resident: its old blocks may be in the server only."""
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         return residencies is not None and residencies.is_resident(request_id)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begins the request's load into its allocated blocks, or releases its lease if vLLM loads
-        no block."""
+        """Handles vLLM's allocation of blocks to a request: begins the load of its hit, or releases
+        its lease if vLLM loads nothing.
+
+        blocks: vLLM's `KVCacheBlocks` of the request.
+        num_external_tokens: number of tokens to load; 0: no load.
+        """
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
         self.room.admitted(request.request_id, blocks)
@@ -242,8 +261,9 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """Abandons a load that vLLM waits for. The workers report the load as failed, and the
-        request is offered no other hit."""
+        """Gives up a load that can't begin but whose end vLLM awaits. The workers report the load
+        as failed with the next step. It counts as a failed load of the request, so the request may
+        not be offered further hits (`max_load_retries`)."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
@@ -251,7 +271,11 @@ class Admission:
             self._sharing.cache.finder.give_back(state)
 
     def finished(self, request: Any, block_ids: Any) -> None:
-        """Ends a request that has finished or was aborted."""
+        """Ends a request that has finished or was aborted: cancels its load, releases its lease,
+        and plans the store of its last blocks.
+
+        block_ids: the request's block ids, per vLLM group.
+        """
         self._end_sequences(request.request_id)
         self.written.ended(request.request_id)
         all_is_there = self.others.may_store(request.request_id)
@@ -310,7 +334,8 @@ class Admission:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request whose hook raised, and releases its lease and load."""
+        """Forgets a request after a hook has raised for it: releases its lease and cancels its
+        load. In an engine with residency, also ends the request with an error."""
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache
@@ -325,21 +350,18 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """Forgets a request whose ending raised, so that no other request waits because of it."""
+        """Forgets a request if `finished` raised for it, so that no other request waits for it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
         self.room.ended(request_id)
         self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
-        """Handles an allocation whose hook raised. Blocks may have been reallocated unseen, so no
-        store is safe, and no load is planned."""
+        """Handles an allocation if `allocated` raised. The reallocated blocks are not known, so the
+        next step revokes all stores. The request's load is reported as failed."""
         self.lost_track = True
         try:
             if num_external_tokens > 0:
                 self._abandon(request_id)
         finally:
             self.others.admitted(request_id)
-
-
-# ----------------------------------------------------------------------- blocks about to be written

@@ -1,14 +1,15 @@
-"""Publishes the shared cache's blocks as KV events of this engine, for routers that know only
-engines.
+"""Publishes the blocks of the shared cache as KV events of this engine, for routers that subscribe
+to engines only.
 
-The session reads from the server which blocks of its key space are stored (`Session.read_events`).
-vLLM publishes the events that `take` returns together with the engine's own events, at the engine's
-endpoint and with its sequence numbers. vLLM asks once a step, so an idle engine publishes no
-events. The server is asked every READ_S.
+`SharedEvents` reads from the server which blocks of the key space are stored, every READ_S
+(`Session.read_events`). vLLM calls `take` once a step, and publishes the returned events together
+with the engine's own events: at the engine's endpoint and with its sequence numbers. So an idle
+engine publishes no events.
 
 Always true: a block is published as stored once for each medium. It is published as removed when
-the server removes it, when the key space changes, or when there is no server for some seconds. No
-event clears the engine's own blocks. Scheduler thread only; never waits for the server.
+the server removes it, when the key space changes, or when the engine has been without a server for
+ABSENCE_PATIENCE_S. No event clears the engine's own blocks. Scheduler thread only; never waits for
+the server.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,14 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import CacheSession, logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long blocks stay published without a server. A restart of the server is shorter, and keeps
-its blocks."""
+"""How long blocks stay published while the engine has no server. A restart of the server takes less
+time, and keeps its blocks."""
 READ_S = 0.05
-"""Seconds between two reads of the server's events. A read costs the server more than an event."""
+"""Seconds between two reads of the server's events. Each read costs the server more than an event,
+so several events are read at a time."""
 
 Place = tuple[int, str, str]
-"""Where a block is published to be: the index of its group, the medium, the name of the tier."""
+"""The location that an event gives for a block: index of its group, medium, name of the tier."""
 
 
 class SharedEvents:
@@ -40,7 +42,8 @@ class SharedEvents:
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
         self._told: dict[Place, set[bytes]] = {}
-        # Blocks that were told before the state which is being read, and are not in it so far.
+        # While the server lists all its blocks: the published blocks that the list has not named
+        # so far.
         self._unseen: dict[Place, set[bytes]] = {}
         self._next_s = 0.0
         self._absent_since_s: float | None = None
@@ -52,7 +55,7 @@ class SharedEvents:
     def take(
         self, session: CacheSession | None, groups: Sequence[CacheGroup], now_s: float
     ) -> list[Any]:
-        """Returns vLLM's events since the last call.
+        """Returns the events since the last call, as vLLM's event objects.
 
         session: the session of the present key space; None while hotkv is off.
         groups: the groups of that key space.
@@ -64,7 +67,7 @@ class SharedEvents:
         if session is None:
             return taken
         if not session.connected:
-            # The server's next session begins with the present state.
+            # After a reconnect the server lists all its blocks first.
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
             if now_s >= self._absent_since_s + ABSENCE_PATIENCE_S:
@@ -124,8 +127,8 @@ class SharedEvents:
 
 
 def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """Returns the unbroken sequences of True: for each, its first position and the position behind
-    its last."""
+    """Returns the unbroken sequences of True in `mask`: for each, its first position and the
+    position after its last."""
     edges = [
         at
         for at, (one, before) in enumerate(zip([*mask, False], [False, *mask], strict=True))

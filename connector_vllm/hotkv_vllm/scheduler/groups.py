@@ -1,7 +1,7 @@
-"""The KV cache groups of a key space, as the scheduler side uses them.
+"""Functions of the scheduler side that depend on the KV cache groups of a key space.
 
-`CachedGroups` computes the names of blocks (the hashes that identify them in the server) and the
-length of a hit from the set of ready blocks. `RepresentationPlanner` plans which representations
+`CachedGroups` computes the hashes that identify a request's blocks in the server, and the length of
+the hit that a set of ready blocks makes. `RepresentationPlanner` plans which representations
 (compact forms of keys, for sparse decode) are stored and loaded together with blocks.
 """
 
@@ -23,14 +23,18 @@ from hotkv_vllm.scheduler.request import Masks
 
 class CachedGroups:
     """Names the blocks of a key space's groups, and computes the hit that a set of ready blocks
-    makes.
+    makes. The shared name of a block is the hash by which all engines find it in the server.
 
     Always true:
     - A hit ends at a multiple of the alignment and does not cover the last token.
-    - A request that may not be shared has no shared names. So it gets no hit, and other requests
-      can't find its stores. A request may not be shared if its adapter is unknown, or if vLLM's
-      hashes don't cover its media.
+    - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
+      cover the content of its media. Such a request gets no hit, and no other request finds its
+      blocks.
 
+    specs: the groups of the key space.
+    hash_block_tokens: number of tokens that each of vLLM's hashes covers in addition to the hash
+        before.
+    alignment_tokens: every hit ends at a multiple of this.
     draft_groups: indices of groups in which a hit requires one further ready block after its end.
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
@@ -56,13 +60,13 @@ class CachedGroups:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
 
     def may_share(self, request: Any) -> bool:
-        """Returns True if vLLM's hashes cover all that determines the request's KV, apart from the
-        bytes of its adapter."""
+        """Returns True if vLLM's hashes cover everything that determines the request's KV, except
+        for the bytes of its LoRA adapter."""
         return not (self._counts_media and request.mm_features)
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the shared names of a request's tokens, one per hash block of vLLM, as far as the
-        tokens are known. Empty for a request that may not be shared."""
+        """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
+        hashes. Empty for a request without shared names."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -71,16 +75,16 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names of a group's blocks, as far as the request's tokens are
-        known."""
+        """Returns the shared names (hashes) of the request's blocks in a group, as far as the
+        request's tokens are known."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns vLLM's hashes of a group's blocks; every request has them.
+        """Returns vLLM's hashes of the request's blocks in a group. Every request has them, also a
+        request without shared names.
 
-        These hashes distinguish the blocks of a request. The hashes must be salted before they name
-        blocks in the server, because two requests with equal hashes may differ in inputs that
-        vLLM's hash does not cover.
+        The caller must salt these hashes before they name blocks in the server: two requests with
+        equal hashes may differ in inputs that vLLM's hash does not cover.
         """
         return self._of_group(request.block_hashes, index)
 
@@ -93,10 +97,10 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """Returns, per group, the hashes that identify the request's blocks in the server.
+        """Returns, per group, the shared names (hashes) of some of the request's blocks.
 
-        blocks: range of block positions, per group.
-        left_out: range of block positions in the first group whose hashes are omitted.
+        blocks: the positions of these blocks in the request, per group.
+        left_out: positions in the first group that are omitted from the result.
         """
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
@@ -111,14 +115,18 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Returns how many leading blocks of a group must be known to decide about hits of up to
-        `limit_tokens`."""
+        """Returns how many leading blocks of a group must be looked up to find the longest hit of
+        at most `limit_tokens`."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """Returns the length of the longest hit in tokens, given which blocks are ready in the
-        server. The blocks of the first `computed_tokens`, which the engine holds, count as
-        ready."""
+        """Returns the length of the longest hit, in tokens.
+
+        masks: which blocks are ready in the server, per group.
+        computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
+            as ready.
+        limit_tokens: longest hit allowed.
+        """
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
             mask = mask.copy()
@@ -129,7 +137,8 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the hit is as long as it would be with all blocks ready."""
+        """Returns True if the hit that `masks` makes is as long as it would be if all blocks were
+        ready. For the parameters see `longest_hit`."""
         all_of = tuple(
             np.ones(self.num_blocks(index, limit_tokens), np.bool_)
             for index in range(len(self.specs))
@@ -138,7 +147,12 @@ class CachedGroups:
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
     def missing_blocks(self, hit_tokens: int, computed_tokens: int) -> list[range]:
-        """Returns per group the blocks that a hit needs and the engine does not hold."""
+        """Returns, per group, the positions of the blocks that a hit needs and that the engine does
+        not hold.
+
+        hit_tokens: length of the hit.
+        computed_tokens: number of leading tokens that the engine itself holds.
+        """
         return [
             range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
             for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit_tokens), strict=True)
@@ -152,10 +166,11 @@ class RepresentationPlanner:
     """Plans the representations of a request's blocks: which to lease, which to load, which the
     server lacks.
 
-    Representations are stored and loaded together with their blocks. Representations are optional:
-    a hit is as long without them, and the worker builds the missing ones from the keys. In calls to
-    the server a kind of representation is addressed by a group index: `kinds[i]` has the index
-    `num_groups + i`. A group for which no kind is declared has no representations.
+    Representations are stored and loaded together with their blocks. They are optional: a hit is as
+    long without them, and the worker builds missing representations from the keys in the blocks.
+    Calls to the server address a kind of representation as if it were a further group: `kinds[i]`
+    has the group index `num_groups + i`. A group for which no kind is declared has no
+    representations.
 
     kinds: the kinds that the session declares, at most one per group.
     """
@@ -169,8 +184,8 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the entries by which a lease on the blocks in `groups` also asks for their
-        representations (compact forms of keys)."""
+        """Returns what a lease on the blocks in `groups` must name in addition, so that it also
+        pins the blocks' representations (compact forms of keys)."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -178,15 +193,21 @@ class RepresentationPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """Returns by group which leased blocks have a pinned representation (compact form of keys).
-        `pinned` is the grant's answer to `asked`."""
+        """Returns by group the leased blocks whose representation (compact form of keys) the lease
+        has pinned too.
+
+        pinned: the part of the grant that answers the entries of `asked`.
+        """
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """Returns the representations (compact forms of keys) to load with the blocks of `runs`
-        (blocks of a group each)."""
+        """Returns the representations (compact forms of keys) to load together with blocks.
+
+        granted: by group, the leased blocks whose representation is pinned.
+        runs: the blocks to load.
+        """
         found = []
         for run in runs:
             mask = granted.get(run.group_index)
@@ -203,8 +224,9 @@ class RepresentationPlanner:
     def lacking(
         self, session: CacheSession, group: int, hashes: Sequence[bytes]
     ) -> BoolMask | None:
-        """Returns which blocks of a group have no representation (compact form of keys) in the
-        server, as a hint. Returns None for a group without representations."""
+        """Returns a mask of the blocks in a group whose representation (compact form of keys) the
+        server lacks, according to the block table (a hint). Returns None for a group without
+        representations."""
         kind = self._of_group.get(group)
         if kind is None:
             return None
@@ -212,14 +234,14 @@ class RepresentationPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """Returns a run that stores the representations (compact forms of keys) of the blocks in
-        `run` (consecutive blocks of a group)."""
+        """Returns the run that stores the representations (compact forms of keys) of the blocks in
+        `run`."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Splits runs (consecutive blocks of a group) into runs of blocks and runs of
-        representations (compact forms of keys)."""
+        """Splits runs into runs of blocks and runs of representations (compact forms of keys), by
+        their group index."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

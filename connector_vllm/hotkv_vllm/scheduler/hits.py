@@ -1,17 +1,17 @@
-"""Finds the hit of a request in the server. First a hint says which blocks are ready, then a lease
-asks the server to pin them, and the grant says which blocks it has pinned. Scheduler thread only;
-waits for answers no longer than `Patience` allows.
+"""Finds the hit of a request in the server. First a hint, from the block table, says which blocks
+are ready. Then a lease asks the server to pin these blocks, and the grant says which blocks it has
+pinned. Scheduler thread only; waits for answers no longer than `Patience` allows.
 
     IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
     -> IDLE
 
 Always true:
 - A request has at most one lease. Every lease is released or expires.
-- An answer after its deadline is a miss, and its lease is released. While a late answer is
-  outstanding, requests without a call in flight are misses.
+- If the server's answer for a request is late, the request misses and its lease is released. Until
+  the late answer arrives, other requests without a call in flight miss too.
 - A hit does not cover the last token, which is always computed.
-- Keys of a failed load are not offered again until the server answers for them, or has lost its
-  cache (which gives it a new epoch).
+- Blocks of a failed load are not offered again until they are stored again, or until the server has
+  lost its cache (which gives it a new epoch).
 - Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
 `HitFinder` is the entry point. It uses the parts above it: `HiddenKeys` (keys whose load failed),
@@ -53,10 +53,11 @@ MAX_HIDDEN_KEYS = 1 << 16
 
 
 class HiddenKeys:
-    """Keys whose load failed. A key is (group, block hash).
+    """Remembers the keys of blocks whose load has failed. A key is (group, block hash).
 
-    Hidden keys are not offered, and are stored again, until the server has answered for them or has
-    lost its cache (a new epoch).
+    A hidden key counts as absent from the server: it is not offered as a hit, and its block is
+    stored again. A key stays hidden until a store of it has succeeded, or until the server has lost
+    its cache (a new epoch).
     """
 
     def __init__(self) -> None:
@@ -70,8 +71,8 @@ class HiddenKeys:
         return f"HiddenKeys({len(self._keys)})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Records the server's epoch (number that changes when the server loses the cache's
-        contents). A new epoch clears all keys."""
+        """Records the server's epoch, a number that changes when the server loses the cache's
+        contents. Removes all keys if it has changed."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._keys.clear()
@@ -107,7 +108,8 @@ class TableProbe:
     """Probes the mapped block table for the blocks that a request could hit. The answer is a hint;
     only a lease shows which blocks are there.
 
-    Probes group by group, beginning with groups whose ready blocks bound every hit.
+    Probes group by group. Groups of full attention come first: every hit ends before their first
+    missing block, so the other groups need fewer probes.
     """
 
     def __init__(self, session: CacheSession, groups: CachedGroups, hidden: HiddenKeys) -> None:
@@ -123,8 +125,10 @@ class TableProbe:
         return f"TableProbe({len(self._order)} groups)"
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Returns which blocks are ready, per group; None if no table is mapped. `computed_tokens`
-        is the hit in the engine's own cache."""
+        """Returns which blocks of the request are ready, per group; None if no table is mapped.
+
+        computed_tokens: length of the hit in the engine's own cache.
+        """
         limit = request.num_tokens - 1
         specs = self._groups.specs
         masks: list[BoolMask] = [np.zeros(0, np.bool_)] * len(specs)
@@ -146,14 +150,16 @@ class TableProbe:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if a hit may be longer than the table says because lower tiers of the server
-        may have blocks."""
+        """Returns True if the hit may be longer than `masks` (from the table) shows, because lower
+        tiers of the server may have further blocks: the table lists host memory only."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
-        """Returns which leading blocks are ready, using few probes. Blocks before `first` are in
-        the engine's own cache."""
+        """Returns which leading blocks of a full-attention group are ready, using few probes.
+
+        first: number of leading blocks that are in the engine's own cache; they are not probed.
+        """
         # Most requests that miss do so at their first block.
         head = self._session.probe(index, hashes[first : first + 1])
         if head is None:
@@ -169,21 +175,22 @@ class TableProbe:
 
 # ------------------------------------------------------------------------------ the blocks of a hit
 
-# Arithmetic over the blocks of a hit: which of them its lease has pinned, which to load into
-# which block, and which need not be stored afterwards. Pure.
+# Arithmetic over the blocks of a hit: which blocks its lease has pinned, into which device blocks
+# to load them, and which blocks need not be stored afterwards. Pure.
 #
 # Always true: only blocks that the lease pins are loaded.
 
 
 def leased_positions(blocks: range, left_out: range) -> Int32s:
-    """Returns the blocks of a group that a lease covers, ascending: `blocks` without `left_out`."""
+    """Returns the positions of the blocks in a group that a lease covers: `blocks` without
+    `left_out`, ascending."""
     found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
     return found[(found < left_out.start) | (found >= left_out.stop)]
 
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
-    """Returns per group how many leading blocks need not be stored after a load, because the server
-    has them."""
+    """Returns per group how many leading blocks need not be stored after the hit's load, because
+    the server has these blocks and their representations."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
@@ -198,15 +205,17 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Returns which blocks a lease has pinned, per group.
+    """Returns which blocks of the hit are pinned, per group, from the group's first block on.
 
-    Blocks in `hit.left_out` are not leased and count as pinned: the request's residency pins them.
+    Blocks before the leased blocks count as not pinned. Blocks in `hit.left_out` are not leased,
+    but count as pinned, because the request's residency pins them.
 
-    pinned: the grant's answer for the leased blocks.
+    pinned: the grant's answer for the leased blocks, per group.
     """
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
-        # Of the block behind a drafter's hit only the hash matters, so it is not leased.
+        # With a drafter, the block after the hit need only be known to exist, so it is not leased
+        # and counts as pinned.
         mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
         mask[: blocks.stop] = False
         mask[leased_positions(blocks, hit.left_out)] = is_pinned
@@ -222,8 +231,13 @@ def load_runs(
     hit_tokens: int,
     null_block: int,
 ) -> list[LoadRun]:
-    """Returns the blocks to load, and their destinations, for a hit of `hit_tokens`, per group.
-    Empty if the lease does not cover the hit."""
+    """Returns the blocks to load for a hit, and the device blocks to load them into, as one run per
+    group. Empty if the lease does not cover the hit.
+
+    block_ids: the request's block table per group: ids of its device blocks.
+    hit_tokens: length of the hit; may be shorter than the leased hit.
+    null_block: the block id that marks an entry as not to be loaded.
+    """
     runs = []
     for index, (spec, blocks) in enumerate(
         zip(groups.specs, needed_blocks(groups.specs, hit_tokens), strict=True)
@@ -248,9 +262,10 @@ def load_runs(
 # ------------------------------------------------------------------------------ waiting for answers
 
 ANSWER_PATIENCE_S = 0.002
-"""Longest wait per step. With asynchronous scheduling the workers compute during the wait."""
+"""Longest wait per step for the server's answers. With asynchronous scheduling the workers compute
+meanwhile."""
 MOST_PASSED_BY = 63
-"""Upper limit on the number of answers for which `Patience` does not wait after a wait in vain."""
+"""Most answers that `Patience` skips (does not wait for) after a wait in vain."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -262,9 +277,9 @@ class Patience:
     step.
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
-    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S; after
-    waits in vain fewer waits are tried. An engine that has nothing else to do may also `rest`.
-    Scheduler thread only.
+    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. After a
+    wait in vain, `Patience` does not wait for the next 1, 3, 7, ... MOST_PASSED_BY answers, until a
+    wait succeeds. An idle engine may also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: waits for an answer, at most the given seconds; returns True if the answer has come.
@@ -285,14 +300,19 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """Renews the time for waits: the engine plans its next step."""
+        """Allows waits of ANSWER_PATIENCE_S again, because the engine plans its next step."""
         self._left_s = ANSWER_PATIENCE_S
         self._has_rested = False
 
     def rest(self, seconds: float, answer: "Future[Any] | None") -> None:
-        """Blocks for some time, or until the answer comes, but only once a step. For an engine that
-        has nothing else to do: vLLM would ask again at once, and take processor time from the
-        threads that load the blocks."""
+        """Blocks for `seconds`, or until the answer comes. Returns at once if it has already
+        blocked in this step.
+
+        Used while the engine is idle. Without the rest vLLM would ask again at once, in a busy loop
+        that takes processor time from the threads that load the blocks.
+
+        answer: the answer to wait for; None only sleeps.
+        """
         if self._has_rested:
             return
         self._has_rested = True
@@ -302,7 +322,7 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Returns True if the answer has come, possibly after a wait."""
+        """Waits for the answer if this step may still wait. Returns True if the answer has come."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -321,17 +341,19 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""Time after a miss in which the request is not looked up again."""
+"""How long after a miss a request is not looked up again, seconds."""
 HINT_MEMORY_S = 0.02
-"""How long a hint from the request's arrival stays usable."""
+"""How long the hint that was taken at a request's arrival may be used, seconds."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""A load may begin only within this share of the lease's lifetime."""
+"""A load may begin only in this share of its lease's lifetime, so that the lease outlasts the
+load."""
 NEVER_AGAIN = 1 << 30
-"""Number of failed loads that marks a request as never to be offered a hit again."""
+"""A number of failed loads that no limit allows: the request is never offered a hit again."""
 
 
 class HitFinder:
-    """Finds hits and holds leases for requests. Owns their `HitState`."""
+    """Finds the hits of requests and holds the leases on them. Owns the `HitState` of each
+    request."""
 
     def __init__(
         self,
@@ -344,9 +366,10 @@ class HitFinder:
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
     ) -> None:
-        """left_out: returns the blocks of a hit that are neither leased nor loaded.
-        failed_loads: requests whose load failed. The engine's object outlives a key space; None
-            creates a new object.
+        """left_out: for the length of a hit in tokens, returns the positions of blocks in the first
+            group that are neither leased nor loaded (with residency the server keeps them).
+        failed_loads: the engine's record of requests whose load failed, which outlives the key
+            space; None creates a new record.
         """
         self._left_out = left_out
         self.groups = groups
@@ -366,8 +389,8 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks up a new request in the block table, as a hint. Asks the server instead if no table
-        is mapped, or if a lower tier may have more blocks."""
+        """Looks a new request up in the block table and keeps the result as a hint. If no table is
+        mapped, or if a lower tier may have more blocks, sends a lookup to the server instead."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
@@ -378,15 +401,19 @@ class HitFinder:
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Returns the answer to vLLM's question for the request's hit. vLLM's own hit is
-        `computed_tokens` long."""
+        """Returns the answer to vLLM's question how long the request's hit is. Waits for the
+        server's answer if `Patience` allows a wait.
+
+        computed_tokens: length of the hit in vLLM's own prefix cache.
+        """
         answer = self._match(state, computed_tokens, now_s)
         while answer == ASK_AGAIN and state.hit.answer and self.patience.awaits(state.hit.answer):
             answer = self._match(state, computed_tokens, now_s)
         return answer
 
     def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Returns the answer to vLLM's question for the request's hit, without waiting."""
+        """Advances the request's hit by one phase, without waiting, and returns the answer to
+        vLLM."""
         hit = state.hit
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
@@ -419,13 +446,13 @@ class HitFinder:
         return self._session.connected
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Asks the server for all blocks that a hit of the request could use, without leasing
-        them."""
+        """Asks the server which blocks it has, of all blocks that a hit of the request could use.
+        Does not lease them."""
         return self._session.lookup(self._all_blocks(state.request))
 
     def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if no hit of the request can be longer than the hit that these ready blocks
-        make."""
+        """Returns True if the ready blocks in `masks` make the longest hit that the request could
+        ever have."""
         return self.groups.is_whole(masks, computed_tokens, request.num_tokens - 1)
 
     def begin_load(
@@ -435,10 +462,11 @@ class HitFinder:
         num_external: int,
         null_block: int,
     ) -> LoadJob | None:
-        """Returns the load of a granted hit into allocated blocks; None if the hit has no lease
-        that covers the load, or there is no block to load.
+        """Begins the load of a granted hit and returns the order for the workers. Returns None if
+        no lease covers the load, or if there is no block to load.
 
-        block_ids: the request's block table per group.
+        block_ids: the request's block table per group: ids of the device blocks to load into.
+        num_external: number of tokens to load, as vLLM has accepted them.
         null_block: the block id that marks an entry as not to be loaded.
         """
         hit = state.hit
@@ -465,15 +493,17 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        """Counts a failed load of the request. vLLM knows of the failure, or will learn of it."""
+        """Counts a failed load of the request. The failure has been reported to vLLM, or will
+        be."""
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 
     def end_load(self, state: RequestState, failed: bool, late: bool = False) -> tuple[int, ...]:
-        """Ends a load and releases its lease. If the load failed and was not late, hides its keys.
+        """Handles the end of a load and releases its lease. Returns per group how many leading
+        blocks need not be stored because the server has them; empty for a failed load.
 
-        Returns per group how many leading blocks need not be stored because the server has them
-        whole; empty for a failed load.
+        failed: True also hides the keys of the load (`HiddenKeys`), unless the load was late.
+        late: True if the load failed because it reached its time limit.
         """
         hit = state.hit
         if hit.phase is not Phase.LOADING:
@@ -486,19 +516,20 @@ class HitFinder:
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:
             stored = stored_blocks(self.groups, hit)
-        # Last, so that a failure that could not be counted leaves the load as unproved.
+        # Last: if this method raises earlier, the load still counts as unproved.
         hit.unproved_loads = 0
         self.give_back(state)
         return stored
 
     def give_up(self, state: RequestState) -> None:
-        """Offers the request no further hit, because the end of the request's load is not known."""
+        """Stops offering hits to the request, because it is not known how its load has ended."""
         self.load_failed(state)
         state.hit.failed_loads = NEVER_AGAIN
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
-        """Stops waiting for the request's call, and releases its lease."""
+        """Releases the request's lease, and ignores the answer to a call that is still in flight.
+        The request has no hit afterwards."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         hit.phase = Phase.IDLE
@@ -515,10 +546,10 @@ class HitFinder:
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
-        """Voids the answers about the cache for a request, so that it is looked up anew. Releases
-        the request's lease, unless a load under the lease is under way.
+        """Discards all that is known about a request's hit, so that the request is looked up anew.
+        Releases its lease, unless a load under the lease is in progress.
 
-        failed_too: True: also forgets the request's failed loads.
+        failed_too: True also discards the number of failed loads.
         """
         state.hit.hint = None
         state.hit.miss_until_s = 0.0
@@ -528,7 +559,8 @@ class HitFinder:
             self.give_back(state)
 
     def _ask(self, state: RequestState, now_s: float) -> Answer:
-        """Sends a lookup: there is no table to probe, or the table does not list all tiers."""
+        """Sends a lookup to the server, because there is no block table to probe, or because the
+        table does not list the blocks of lower tiers."""
         groups = self._all_blocks(state.request)
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
@@ -548,7 +580,8 @@ class HitFinder:
         )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Continues with a hit once the server has answered the lookup or lease for the hit."""
+        """Continues a hit whose lookup or lease call is in flight. Returns "ask again" while the
+        answer is awaited, and "no hit" if it is late or an error."""
         hit, answer = state.hit, state.hit.answer
         if answer is not None and not answer.done():
             if now_s < hit.deadline_s:

@@ -1,13 +1,13 @@
-"""Tracks loads on the scheduler side: which are under way, how they end, and how much of the device
-they may occupy. Scheduler thread only.
+"""Tracks loads on the scheduler side: which loads are in progress, how they end, and how many
+device blocks they may hold. Scheduler thread only.
 
-Five classes, each with a rule:
-- `LoadOrders` collects the orders to the workers about loads.
+Five classes:
+- `LoadOrders` collects the orders about loads (begin, cancel, report as failed) for the workers.
 - `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
 - `LoadRoom` limits how many loads hold device blocks at once.
-- `OtherLoads` tracks loads of other connectors: blocks that such a load may have failed to fill
-  must not be stored.
+- `OtherLoads` tracks loads of other connectors in a MultiConnector: blocks that such a load may
+  have failed to fill must not be stored.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,19 +22,19 @@ from hotkv_vllm.metadata import LoadJob
 
 
 class LoadOrders:
-    """The orders about loads that the next step carries to the workers, and the loads whose end
-    vLLM awaits. Scheduler thread only.
+    """Collects the orders about loads that the next step carries to the workers, and tracks the
+    loads whose end vLLM awaits. Scheduler thread only.
 
-    Always true: a load that vLLM awaits is begun, cancelled or abandoned in some step, and the
-    load's end is handled once. Ends of other connectors' loads are ignored.
+    Always true: the workers get an order to begin or abandon each load that vLLM awaits, and the
+    end of each load is handled once. Ends of other connectors' loads are ignored.
 
     If a hook (a method that vLLM calls) raises, its fallback reads and writes the plain attributes
     below and calls no methods of this class: a fault in a method must not break the fallback too.
 
     jobs: loads to begin, by request.
     cancelled: requests whose load the workers are to cancel.
-    abandoned: requests whose load the workers are to report as failed.
-    awaited: requests whose load's end vLLM awaits.
+    abandoned: requests whose load was never begun. The workers are to report it as failed.
+    awaited: requests that wait in vLLM for the end of their load.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -56,26 +56,29 @@ class LoadOrders:
         return not self.jobs and not self.cancelled and not self.abandoned
 
     def begin(self, job: LoadJob, blocks: Any) -> None:
-        """Begins this load with the next step. `blocks` is vLLM's `KVCacheBlocks` of the
-        request."""
+        """Orders the workers to begin a load, with the next step.
+
+        blocks: vLLM's `KVCacheBlocks` of the request.
+        """
         self.quarantine.begun(job, blocks)
         self.jobs[job.request_id] = job
         self.awaited.add(job.request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Cancels the request's load with the next step."""
+        """Orders the workers to cancel the request's load, with the next step."""
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Drops a load that vLLM awaits: the workers report the load as failed."""
+        """Gives up the request's load before the workers begin it. With the next step they report
+        it to vLLM as failed."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
         self.awaited.add(request_id)
 
     def ended(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Handles loads that a step reports as ended. Yields the requests with a load of this
-        connector, and removes each from `awaited`."""
+        """Handles the ends of loads that the workers report. Yields the requests whose load was
+        begun by this connector, and removes them from `awaited`."""
         for request_id in request_ids:
             if request_id in self.awaited:
                 self.awaited.discard(request_id)
@@ -83,8 +86,8 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """Returns loads to begin, and requests whose load is cancelled or abandoned. Each is
-        returned once."""
+        """Returns the orders for the next step, and forgets them: loads to begin, requests whose
+        load to cancel, requests whose load to report as failed."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []
@@ -97,7 +100,7 @@ class LoadOrders:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load in flight and the block objects of vLLM that it writes."""
+    """A load in flight, with vLLM's objects for the device blocks that it writes."""
 
     transfer_id: str
     blocks: tuple[Any, ...]
@@ -108,21 +111,20 @@ class Quarantine:
     more. Scheduler thread only.
 
     A hung server may write the blocks of a load at any later time, so no other request may get
-    them. The load's own request need not wait, however.
+    them. The load's own request need not wait, however: it is computed in other blocks.
 
-    Always true: before a worker may report such a load as failed (the worker reads `held`), the
-    pool counts another user of the load's blocks. So the blocks stay out of the pool when vLLM has
-    freed the request's own use. The blocks return to the pool when all ranks report in one step
-    that their transfer is over.
+    Always true: the scheduler takes its own reference to the load's blocks before a worker may
+    report the load as failed (the worker gets `held` with each step). So the blocks stay out of the
+    pool after vLLM has freed them for the request. They return to the pool when all ranks report in
+    one step that the server can't write to them any more.
 
     Until then the pool is smaller by these blocks (`num_gpu_blocks`). Otherwise a pause or a sleep
-    would fail: vLLM resets its prefix cache only if no block is in use. The two sides send each
-    other their states in every step, so a lost message costs only a step.
+    would fail: vLLM resets its prefix cache only if no block is in use. Both sides repeat their
+    state in every step, so a lost message delays this by a step only.
 
-    pool: vLLM's pool of device blocks. Without a pool no block is held, and requests wait for the
-        server.
-    loading: by request, loads whose end vLLM has not heard. Whoever reports the end to vLLM removes
-        the entry.
+    pool: vLLM's pool of device blocks. While it is None, no block is held, and a request whose load
+        hangs waits for the server.
+    loading: by request, the loads whose end has not been reported to vLLM.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -139,7 +141,7 @@ class Quarantine:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Returns the transfers whose blocks are kept out of vLLM's pool."""
+        """Returns the ids of the transfers whose blocks are kept out of vLLM's pool."""
         return tuple(self._held)
 
     @property
@@ -147,7 +149,10 @@ class Quarantine:
         return sum(len(blocks) for blocks in self._held.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
-        """Records a load that begins. `blocks` is vLLM's `KVCacheBlocks` of the request."""
+        """Records a load that begins, and the device blocks that it writes.
+
+        blocks: vLLM's `KVCacheBlocks` of the request.
+        """
         written = {block for run in job.runs for block in run.block_ids.tolist()}
         mine = {
             block.block_id: block
@@ -158,8 +163,8 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Keeps the blocks of these transfers out of vLLM's pool. Returns how many of the transfers
-        were not held before."""
+        """Begins to keep the blocks of hung transfers out of vLLM's pool. Returns how many of the
+        transfers were not held before."""
         if self.pool is None:
             return 0
         wanted = set(transfer_ids) - self._held.keys()
@@ -180,9 +185,11 @@ class Quarantine:
         return num_new
 
     def settled(self, num_ranks_of: Mapping[str, int]) -> None:
-        """Returns to vLLM's pool the blocks of transfers that are over in all ranks.
-        `num_ranks_of`: by transfer, the number of ranks in which the server can't write any
-        more."""
+        """Returns the blocks of a transfer to vLLM's pool once the transfer is over in all ranks.
+
+        num_ranks_of: by transfer, the number of ranks that report that the server can't write to
+            their memory any more.
+        """
         for transfer_id, num_ranks in num_ranks_of.items():
             if num_ranks >= self._num_ranks and transfer_id in self._held:
                 blocks = self._held.pop(transfer_id)
@@ -193,16 +200,17 @@ class Quarantine:
 # ----------------------------------------------------------------------- requests whose load failed
 
 ADMISSION_PATIENCE_S = 0.25
-"""How long a hit may wait for admission while requests whose load failed wait too."""
+"""While requests whose load failed wait to be scheduled, a granted hit waits at most this long for
+admission."""
 
 
 class FailedLoads:
-    """Works around how vLLM's scheduler treats a request whose load failed. Holds the requests
-    whose load failed and that vLLM has not scheduled since. Scheduler thread only.
+    """Prevents stalls of vLLM's scheduler after failed loads. Holds the requests whose load failed
+    and that vLLM has not scheduled since. Scheduler thread only.
 
     Source: the scheduler of vLLM 0.32 with `kv_load_failure_policy` `recompute`. Reservations came
-    with vllm-project/vllm#44560; #53868 and #57841 describe stalls with the same end. Two things
-    can stall a full engine for ever:
+    with vllm-project/vllm#44560; #53868 and #57841 describe similar stalls. Without this class, a
+    failed load could stall a full engine for ever in two ways:
 
     - vLLM keeps reserving blocks for such a request until the request is scheduled. vLLM admits
       asynchronous loads (not plain prefills) only beside all reservations. If nothing else fits, a
@@ -233,24 +241,28 @@ class FailedLoads:
         return not self._waiting and not self._in_the_way
 
     def add(self, request_id: str) -> None:
-        """Adds a request. vLLM has heard, or will hear, that the request's load failed."""
+        """Adds a request whose load failed. The failure has been reported to vLLM, or will be."""
         self._waiting.add(request_id)
         self._in_the_way.add(request_id)
 
     def steps_aside(self, request_id: str) -> bool:
-        """Returns True once per failed load, when vLLM asks for the request's hit: the request must
-        then be answered 'ask again'."""
+        """Returns True if vLLM must now be answered 'ask again' for the request, so that vLLM moves
+        it to its ordinary queue. Returns True once per failed load."""
         if request_id not in self._in_the_way:
             return False
         self._in_the_way.discard(request_id)
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Returns True if a hit that was granted at `granted_s` should stop waiting."""
+        """Returns True if a hit has waited too long for admission and must be dropped.
+
+        granted_s: time at which the hit's lease was granted.
+        """
         return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Removes requests that a step runs: vLLM has dropped their reservations."""
+        """Removes the requests that a step runs, because vLLM no longer reserves blocks for
+        them."""
         if self._waiting:
             self._waiting.difference_update(request_ids)
 
@@ -265,31 +277,35 @@ class FailedLoads:
 
 @dataclass(slots=True)
 class Holder:
-    """The blocks of an admitted request: the number that the request holds now, and the largest
-    number that it will hold until its prompt is computed."""
+    """The numbers of device blocks of an admitted request.
+
+    held: blocks that the request holds now.
+    need: the most blocks that it will hold until its prompt is computed.
+    """
 
     held: int
     need: int
 
 
 class LoadRoom:
-    """Limits how many requests may hold device blocks for a load at once, if vLLM counts too few.
+    """Limits how many requests may hold device blocks for a load at once. Needed for models with
+    sliding windows or chunks, because vLLM counts too few blocks for their requests.
 
-    vLLM lets a load begin if its blocks fit beside the blocks that all requests in their prompts
-    still need. vLLM counts too few blocks for a sliding window or a chunk: it subtracts the
-    request's whole table, freed blocks included, from the most blocks that the request ever holds
-    at once (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads
-    can fill the device, and then each loaded request waits for blocks that other loaded requests
-    hold: a deadlock.
+    vLLM lets a load begin if its blocks fit beside the blocks that all requests in prefill still
+    need. For a sliding window or a chunk this number is too small: vLLM subtracts the request's
+    whole table, freed blocks included, from the most blocks that the request ever holds at once
+    (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads could fill
+    the device, and each loaded request would then wait for blocks that other loaded requests hold:
+    a deadlock.
 
     Always true, for the requests that this connector loads, from their admission to their first
     step: either there is only one such request, or the device has room for each of them to end its
     prompt while the others keep their blocks. So the first request in vLLM's queue can run, and
-    vLLM can preempt a request that runs. vLLM's own count is right for a request without blocks,
-    and is used for such a request.
+    vLLM can preempt a running request. vLLM's count is right for a request that holds no blocks, so
+    `comes` uses it.
 
-    A refused request begins next: later requests wait behind it. If vLLM schedules by priority,
-    requests that it prefers do not wait. Scheduler thread only.
+    A request that was refused begins before all later requests. If vLLM schedules by priority,
+    requests that vLLM prefers to it may begin first. Scheduler thread only.
 
     holders: the requests that were admitted and have not run since.
     """
@@ -298,7 +314,7 @@ class LoadRoom:
         self._max_tokens = int(vllm_config.model_config.max_model_len)
         drafts = int(vllm_config.num_speculative_tokens)
         self._ahead = drafts and 1 + drafts + int(vllm_config.num_lookahead_tokens)
-        # None if vLLM counts right.
+        # vLLM's block manager; None if vLLM counts right, so that no limit is needed.
         self._manager: Any = None
         self._needs: dict[str, int] = {}
         self._next: Any = None
@@ -309,8 +325,9 @@ class LoadRoom:
         return f"LoadRoom({self.holders}, next {self._next and self._next.request_id!r})"
 
     def bind(self, manager: Any) -> None:
-        """Sets vLLM's block manager. Models with resident requests need no limit: their own manager
-        counts such requests in full."""
+        """Connects this object to vLLM's block manager, and turns the limit on if vLLM counts too
+        few blocks for this model. With residency no limit is needed: `ResidentManager` counts all
+        blocks of a request."""
         kinds = manager.coordinator.single_type_managers
         if not any(isinstance(one, ResidentManager) for one in kinds) and any(
             one.max_admission_blocks_per_request is not None for one in kinds
@@ -318,8 +335,8 @@ class LoadRoom:
             self._manager = manager
 
     def comes(self, request: Any) -> None:
-        """Computes how many blocks a request needs for which vLLM asks. The request has no blocks:
-        it is new, was preempted, or its load has failed."""
+        """Computes how many blocks the request will need. Called when vLLM asks for the request's
+        hit. The request holds no blocks then: it is new, was preempted, or its load has failed."""
         self.ended(request.request_id)
         if self._manager is None:
             return
@@ -337,8 +354,8 @@ class LoadRoom:
         )
 
     def has_room(self, request: Any) -> bool:
-        """Returns True if the request may begin a load beside the other requests. `comes` must have
-        been called for it."""
+        """Returns True if the device has enough blocks for the request to begin a load beside
+        `holders`. `comes` must have been called for the request."""
         is_first = self._next is None or (self._by_priority and request < self._next)
         if not is_first and request.request_id != self._next.request_id:
             return False
@@ -347,7 +364,7 @@ class LoadRoom:
             sum(one.held for one in others)
             + max(max(0, one.need - one.held) for one in others)
             + self._needs[request.request_id]
-            # Does not count blocks of hung loads.
+            # `num_gpu_blocks` leaves out the blocks of hung loads.
             < self._manager.block_pool.num_gpu_blocks
         )
         self._next = None if has_room else request
@@ -361,8 +378,8 @@ class LoadRoom:
             self.holders[request_id] = Holder(held, need)
 
     def ran(self, request_ids: Collection[str]) -> None:
-        """Removes requests that a step runs: vLLM can preempt such requests if others lack
-        blocks."""
+        """Removes requests that a step runs from `holders`. If blocks are short, vLLM can preempt a
+        request that has run."""
         for request_id in self.holders.keys() & request_ids:
             del self.holders[request_id]
 
@@ -378,17 +395,19 @@ class LoadRoom:
 
 
 class OtherLoads:
-    """Tracks loads of other connectors beside hotkv (MultiConnector), as far as storing depends on
-    them. Scheduler thread only.
+    """Decides which requests' blocks must not be stored because of loads by other connectors beside
+    hotkv (MultiConnector). Scheduler thread only.
 
-    Always true: no KV is stored that another connector may have failed to load.
+    Always true: hotkv stores no KV that another connector may have failed to load.
 
-    - vLLM counts tokens of an asynchronous load as computed from its start. A request is trusted
-      again when a step runs it.
-    - A synchronous load runs within the step that uses it, and its failure is known when the step's
-      output has arrived. Until then no block is stored of the requests admitted since, because
-      these requests may build on the load's blocks. If the load failed, the blocks of these
-      requests are never stored.
+    - Asynchronous load: vLLM counts its tokens as computed as soon as the load begins. So blocks of
+      a request are not stored from its admission until a step runs the request.
+    - Synchronous load: it runs within the step that uses it, and its failure is known only when the
+      output of that step arrives. Until then, blocks of requests that were admitted for that step
+      or later are not stored, because these requests may build on the loaded blocks. If the load
+      failed, their blocks are never stored.
+
+    held: ids of requests that run, but whose blocks must not be stored now.
     """
 
     def __init__(self) -> None:
@@ -397,7 +416,6 @@ class OtherLoads:
         self._distrusted: set[str] = set()
         self._last_step = 0
         self.held: set[str] = set()
-        """Ids of requests that run, but whose blocks must not be stored."""
 
     def __repr__(self) -> str:
         return (
@@ -406,7 +424,8 @@ class OtherLoads:
         )
 
     def admitted(self, request_id: str) -> None:
-        """Records that vLLM has allocated blocks to the request. A load may be filling them."""
+        """Records that vLLM has allocated blocks to the request. Another connector's load may be
+        filling them."""
         self._admitted.add(request_id)
 
     def ended(self, request_id: str) -> None:
@@ -415,12 +434,17 @@ class OtherLoads:
             requests.discard(request_id)
 
     def may_store(self, request_id: str) -> bool:
-        """Returns True if the request's blocks hold all that vLLM counts as computed."""
+        """Returns True if the request's blocks surely hold the KV of all tokens that vLLM counts as
+        computed."""
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Records a planned step. Returns the number under which the step's end must be reported; 0
-        if the end does not matter."""
+        """Records a planned step. Returns a number with which the workers must report that the step
+        has ended; 0 if its end does not matter.
+
+        running: the requests that the step runs.
+        has_sync_loads: True if the step includes synchronous loads of another connector.
+        """
         if not self._admitted and not has_sync_loads and not self._unsettled:
             return 0
         ran = self._admitted.intersection(running)
@@ -433,14 +457,19 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """Distrusts all admitted requests: a step's planning raised, so the requests that it runs
-        are unknown."""
+        """Excludes from storing all requests that were admitted and are not known to have run.
+        Called if planning a step raised, because it is not known which requests that step runs."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """Handles the output of a step. Outputs arrive in order, so an earlier step that is still
-        unsettled has lost its report."""
+        """Handles the output of a step. Outputs arrive in order, so the report of an earlier step
+        that is still open was lost; its requests are never stored.
+
+        step: the number that `step` returned.
+        went_well: False if a synchronous load failed in the step. Then blocks of the requests that
+            this step or a later open step has admitted are never stored.
+        """
         for number in sorted(self._unsettled):
             if number > step and went_well:
                 break

@@ -4,9 +4,10 @@ With prefill and decode on different engines a request may reach the decoding en
 blocks of its prompt have reached the cache.
 
 Always true:
-- A request waits no longer than computing the tokens that it lacks would take, as this engine has
-  measured its prefill. An engine that has not measured it does not let requests wait.
-- A request waits at most once, before its hit is leased. It then hits all blocks that are there.
+- A request waits no longer than this engine would take to compute the missing tokens, according to
+  its measured prefill speed. Until the speed is measured, no request waits.
+- A request waits at most once, before its hit is leased. After the wait it is looked up anew, so it
+  hits all blocks that have arrived.
 
 Scheduler thread only; never blocks.
 """
@@ -19,23 +20,25 @@ from hotkv_vllm.scheduler.request import Phase, RequestState, Wait
 from hotkv_vllm.stats import HotKVStats
 
 ASK_S = 0.005
-"""Shortest pause between two lookups at the server. A server that is slow to answer is asked less
-often: a lookup is in flight for at most half of the wait."""
+"""Shortest pause between two lookups for a waiting request, seconds. If the server answers slowly,
+the pause is as long as the last lookup took."""
 REMOTE_PREFILL = "do_remote_prefill"
-"""The field of vLLM's `kv_transfer_params` with which a router says whether another engine computes
-the prompt."""
+"""The field of vLLM's `kv_transfer_params` by which a router tells whether another engine computes
+the prompt (true or false)."""
 OTHER_CONNECTOR = "remote_"
-"""Begins the names of the fields that tell another connector where to fetch the blocks, as in
-vLLM's NixlConnector (`remote_engine_id`). In a MultiConnector a request that waits for one
-connector can't begin with the blocks of another."""
+"""Prefix of the `kv_transfer_params` fields that tell another connector where to fetch the blocks,
+such as `remote_engine_id` of vLLM's NixlConnector. A request with such a field does not wait for
+hotkv: in a MultiConnector it could meanwhile not begin with the other connector's blocks."""
 
 
 class PrefillWait:
-    """Decides whether a request waits, or goes on waiting, for blocks of another engine.
+    """Decides whether a request waits for blocks that another engine computes, and for how long.
 
-    decodes_only: True for an engine with `kv_role="kv_consumer"`: its requests wait unless
-        `do_remote_prefill` is false. Requests of other engines wait if `do_remote_prefill` is true.
-        A request whose blocks another connector fetches never waits.
+    In an engine with `kv_role="kv_consumer"` every request waits unless its `do_remote_prefill` is
+    false. In other engines a request waits only if its `do_remote_prefill` is true. A request whose
+    blocks another connector fetches never waits.
+
+    decodes_only: True for an engine with `kv_role="kv_consumer"`.
     """
 
     def __init__(self, prefill: PrefillSpeed, stats: HotKVStats, *, decodes_only: bool) -> None:
@@ -49,7 +52,8 @@ class PrefillWait:
     def goes_on(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> bool:
-        """Returns True while the request waits for blocks that another engine computes."""
+        """Returns True while the request must wait for blocks that another engine computes. Called
+        each time vLLM asks for the request's hit."""
         if state.wait is None:
             state.wait = self._begin(finder, state, computed_tokens, now_s)
         wait = state.wait
@@ -62,7 +66,7 @@ class PrefillWait:
         wait.is_over = True
         if wait.has_waited:
             self._stats.add("awaited_requests" if is_whole else "awaited_in_vain")
-            # The finder's knowledge about the request is older.
+            # Otherwise the finder would answer from before the wait.
             finder.forget(state)
         return False
 
@@ -94,8 +98,8 @@ class PrefillWait:
         computed_tokens: int,
         now_s: float,
     ) -> bool:
-        """Returns True if host memory has all blocks that a hit can use. Asks the server if it is
-        time: a lookup also fetches the blocks that lie in lower tiers."""
+        """Returns True if the server's host memory has all blocks that a hit can use. Also sends
+        the next lookup if it is due: a lookup makes the server fetch blocks from lower tiers."""
         masks = finder.table.ready(state.request, computed_tokens)
         if wait.answer is not None and wait.answer.done():
             answer, wait.answer = wait.answer, None

@@ -1,9 +1,9 @@
-"""Reports the requests that the engine has admitted, so that the server's hotness counts hits in
-the engine's own device cache.
+"""Reports the engine's admitted requests to the server. So the server learns of hits in the
+engine's own device cache, and counts them in the hotness of blocks.
 
-Each request is reported once, when it is first admitted. All reports of a step go in one message.
-The message also has the ends of loads of reported requests: how long each took, and whether it
-failed.
+Each request is reported once, when vLLM first admits it. One message per step carries all reports.
+It also carries the ends of requests, and the ends of their loads: how long each load took, and
+whether it failed.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class UseReports:
-    """Collects the reports of the next message. Owns the `UseState` of requests."""
+    """Collects reports about requests until `send`. Owns the `UseState` of each request."""
 
     def __init__(
         self,
@@ -32,8 +32,9 @@ class UseReports:
         *,
         tells_speed: bool = True,
     ) -> None:
-        """keys: returns a request's hashes, one per hash block; empty if its blocks can't be named.
-        prefill: predicts the time that hits save.
+        """keys: returns a request's hashes, one per hash block; empty for a request without shared
+            names (`CachedGroups`).
+        prefill: predicts the time that a hit saves.
         tells_speed: True sends the prefill speed with the reports. The server then leaves blocks in
             slow tiers if the engine computes them sooner.
         """
@@ -49,14 +50,14 @@ class UseReports:
         self._loads: list[LoadEnd] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
-        """Records the hit that vLLM has in its own cache for the request."""
+        """Records the length of the request's hit in vLLM's own prefix cache."""
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
-        """Records the answer to vLLM about the request's hit.
+        """Records how vLLM's question for the request's hit was answered.
 
-        waits: True if the request has to ask again.
-        may_read: False if hotkv is not asked for this request.
+        waits: True if the answer was "ask again".
+        may_read: False if the request may not load from hotkv.
         """
         use = state.use
         if not may_read:
@@ -70,8 +71,11 @@ class UseReports:
             use.waits_since_s = 0.0
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
-        """Records that the engine has allocated the request's blocks; `external_tokens`: number of
-        tokens that are to be loaded from hotkv."""
+        """Records that vLLM has allocated the request's blocks. The first call adds the request to
+        the next message.
+
+        external_tokens: number of tokens to load from hotkv.
+        """
         if external_tokens:
             state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
@@ -83,8 +87,8 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """Records that a request has ended. The next message reports the end to the server if the
-        request was admitted and has a session or hints."""
+        """Records that a request has ended, and ends its trace. The next message reports the end if
+        the request was admitted and its client named a session or gave hints."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.trace is not None:
@@ -101,7 +105,7 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool) -> None:
-        """Records the end of the request's load."""
+        """Records that the request's load has ended, for the next message and the trace."""
         if state.trace is not None:
             state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:
@@ -109,7 +113,7 @@ class UseReports:
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))
 
     def send(self, now_s: float) -> None:
-        """Sends one message with all reports; drops the reports without a server."""
+        """Sends all collected reports in one message. Drops them if the session has no server."""
         if not (self._waiting or self._ended or self._loads):
             return
         waiting, self._waiting = self._waiting, []

@@ -1,9 +1,8 @@
-"""The scheduler side's state of a request, in parts with one owner each.
+"""The scheduler side's state of a request (`RequestState`), in parts with one owner each.
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
 `reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`, `Wait` to `prefill_wait.PrefillWait`.
-Only the owner writes the fields of its part. The exception is a reset of the cache, which voids
-`HitState`, `StoreState` and `UseState`.
+Normally only the owner writes the fields of its part; resets and fallbacks also write some.
 """
 
 import enum
@@ -19,18 +18,22 @@ from hotkv_vllm.link import BoolMask
 from hotkv_vllm.tracing.requests import RequestTrace
 
 Masks = tuple[BoolMask, ...]
-"""By group, a mask of the blocks that are ready."""
+"""One mask per group: which of the request's blocks are ready, from the group's first block on."""
 Answer = tuple[int | None, bool]
-"""The answer to vLLM about a request: how many tokens can be loaded beyond the hit in vLLM's own
-prefix cache (None: not known yet), and whether the request waits while they are loaded."""
+"""The answer to vLLM's `get_num_new_matched_tokens`: how many tokens can be loaded beyond the hit
+in vLLM's own prefix cache (None: not known yet), and whether the load is asynchronous, so that the
+request waits for it."""
 NO_HIT: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
-"""The hit is not known yet, and the request waits."""
+"""The hit is not known yet: vLLM leaves the request in its queue and asks again in a later step."""
 
 
 class Phase(enum.Enum):
-    """The progress of a request's hit: from the question which blocks are ready (ASKED) over the
-    lease (LEASING, then GRANTED) to the load (LOADING)."""
+    """The progress of a request's hit.
+
+    ASKED: a lookup at the server is in flight. LEASING: the call for a lease is in flight. GRANTED:
+    the lease is granted, and its blocks are pinned. LOADING: the load has begun.
+    """
 
     IDLE = "idle"
     ASKED = "asked"
@@ -53,10 +56,10 @@ class HitState:
     represented: by group, for which leased blocks the representation (a compact form of the keys)
         is pinned too.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
-        known.
-    unproved_loads: number of started loads whose completion has not been reported.
+        known. Valid until `hint_until_s`.
+    unproved_loads: number of loads that have begun and whose end has not been handled.
     asked: the measured times of the server calls for this hit.
-    miss: reason why the last answer to vLLM was not a longer hit.
+    miss: reason why the last answer to vLLM was a miss, or a shorter hit than it could have been.
     """
 
     phase: Phase = Phase.IDLE
@@ -83,7 +86,7 @@ class HitState:
 
     @property
     def server_s(self) -> float:
-        """Returns the time that the server has used so far to answer for this hit, seconds."""
+        """Returns the seconds that the server has taken so far for its answers about this hit."""
         return sum(one.seconds for one in self.asked)
 
 
@@ -91,9 +94,11 @@ class HitState:
 class StoreState:
     """How far a request's blocks are stored.
 
-    stored_blocks: per group, the first block not yet considered for storing.
-    due_tokens: number of computed tokens at which full blocks are stored next.
-    may_store: False if the request's blocks build on KV that a reset of the cache has made void.
+    stored_blocks: per group, the position of the first block that was not considered for storing
+        yet.
+    due_tokens: the next store is planned when this many tokens of the request are computed.
+    may_store: False if the request's blocks were computed from KV that a reset of the cache has
+        made void.
     """
 
     stored_blocks: list[int]
@@ -103,16 +108,17 @@ class StoreState:
 
 @dataclass(slots=True)
 class UseState:
-    """The figures about a request and its loads that are reported to the server once.
+    """The figures about a request that `UseReports` reports to the server.
 
     device_hit_tokens: tokens found in vLLM's own prefix cache when vLLM last asked for a hit.
-    external_tokens: tokens to load from hotkv, as of the request's last admission.
+    is_reported: True once vLLM has admitted the request.
     refusal: reason why the server was not asked for a hit; None if it was asked.
-    waits_since_s: time at which the present wait for an answer began; 0 if the request does not
-        wait.
-    waited_s: length of the earlier waits, seconds.
-    load_began_s: time at which the request's last load began.
-    report_id: number of the report about the request; 0 before it is made.
+    waits_since_s: time of the first of the present "ask again" answers; 0 if the request does not
+        wait for a hit.
+    waited_s: total of the earlier waits, seconds.
+    load_began_s: time at which the request's last load began; 0 before the first.
+    report_id: number of the report about the request; 0 before the report is made.
+    external_tokens: tokens to load from hotkv, as of the last admission with a load.
     """
 
     device_hit_tokens: int = 0
@@ -126,8 +132,11 @@ class UseState:
 
 
 class Verdict(enum.Enum):
-    """The decision about a request's hit. TRY: computing seems faster than loading, but the load
-    may prove otherwise within a short time limit."""
+    """The decision about a request's hit.
+
+    TAKE: load the hit. TRY: computing seems faster, but try the load within a short time limit, to
+    measure it. LEAVE: compute the hit's tokens.
+    """
 
     TAKE = "take"
     TRY = "try"
@@ -136,15 +145,16 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class HitChoice:
-    """Whether to load a hit, from the first question about it until its load has ended.
+    """The choice between loading and computing a hit. Exists from vLLM's first question for the hit
+    until the hit's load has ended.
 
     budget_s: time limit for the server's answers and the load together; 0 if this choice sets no
         limit.
-    num_tokens: tokens of the hit that the load would bring.
+    num_tokens: number of tokens to load.
     prefill_s: predicted time to compute these tokens.
-    ask_s: time that the server used for its answers, up to the lease.
-    load_s: time that the server used for the load of `num_tokens`; 0 if not known.
-    is_late: True if a rank reached the time limit.
+    ask_s: time that the server took for its answers (lookup and lease).
+    load_s: time that the server took for the load, in the slowest rank; 0 if not known.
+    is_late: True if a rank's load reached the time limit.
     """
 
     verdict: Verdict
@@ -160,10 +170,13 @@ class HitChoice:
 class Wait:
     """The wait of a request for blocks that another engine computes.
 
-    until_s: time at which this engine would have computed the blocks itself, had it not waited.
-    answer: future of the call that asks whether the blocks are ready, made at `asked_s`; None if
-        no call is open.
-    next_s: time at which the server is asked next.
+    until_s: the wait ends at this time at the latest: without the wait, this engine would by then
+        have computed the blocks itself.
+    answer: future of the lookup that asks the server which blocks are ready, sent at `asked_s`;
+        None if no lookup is in flight.
+    next_s: earliest time of the next lookup.
+    has_waited: True if the request was made to wait at least once.
+    is_over: True once the request no longer waits, or if it never has to.
     """
 
     until_s: float = 0.0
@@ -176,10 +189,11 @@ class Wait:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request of the engine, from its arrival to its end.
+    """The scheduler side's state of a request, from its arrival to its end.
 
     request: vLLM's object for the request.
-    asked: hints that came with the request.
+    retention: how the server should retain the request's blocks, according to its hints.
+    asked: the hints that came with the request.
     choice: the decision whether to load the request's hit; None before the decision.
     wait: the request's wait for blocks that another engine computes; None before vLLM first asks
         for the request's hit.
@@ -203,7 +217,7 @@ class RequestState:
         self.retention = asked.retention
 
     def leave(self) -> None:
-        """Ends the request's trace, because the request goes on without hotkv."""
+        """Ends the request's trace, because the request continues without hotkv."""
         if self.trace is not None:
             self.trace.left()
             self.trace = None

@@ -1,10 +1,10 @@
-"""Empties the shared cache of this key space on request (`reset_prefix_cache` with
-`reset_external`).
+"""Empties the shared cache of this key space when vLLM's caller asks for it (`reset_prefix_cache`
+with `reset_external`).
 
-Always true: after the reset, this engine stores no block that was computed before it. It does not
-load until the server has accepted a flush that was sent after the last store of such a block ended.
-A flush that failed, or found no server, is retried while steps go on. A pause or a sleep of an
-engine is not such a reset (`checks.is_pausing`).
+Always true: after the reset, this engine stores no block that was computed before the reset. It
+begins no load or store until the server has confirmed a flush that was sent after the engine's last
+store of such a block had ended. If a flush fails, or there is no server, later steps retry it. A
+pause or a sleep of an engine is not such a reset (`checks.is_pausing`).
 """
 
 import time
@@ -18,10 +18,10 @@ RETRY_S = 1.0
 
 
 class Stores(Protocol):
-    """The engine's stores, as a reset sees them.
+    """The part of `StorePlanner` that a reset uses.
 
-    in_flight: true (not empty) while stores are under way.
-    is_held: set to True while nothing may be stored.
+    in_flight: the stores in flight; false (empty) if there are no stores in flight.
+    is_held: the reset sets it to True while the engine must not begin stores.
     """
 
     is_held: bool
@@ -31,7 +31,10 @@ class Stores(Protocol):
 
 
 class CacheReset:
-    """Carries out a reset over several steps. Scheduler thread only."""
+    """Carries out a reset over several steps. Scheduler thread only.
+
+    under_way: True from the request for a reset until the server has confirmed the last flush.
+    """
 
     def __init__(self, session: CacheSession, stores: Stores) -> None:
         self._session = session
@@ -44,11 +47,11 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Flushes the key space in the server and waits for the answer, at most `timeout_s`.
-        Returns False if a connected server did not flush.
+        """Sends a flush of the key space to the server, and blocks until the answer or for
+        `timeout_s`. Returns False if a connected server did not flush.
 
-        Returns True without a server: loads are impossible then, and the flush is sent when the
-        server is back.
+        Returns True if the session has no server: loads are impossible then, and `step` sends the
+        flush when the server is back.
         """
         self.under_way = self._stores.is_held = True
         answer = self._session.flush()
@@ -79,13 +82,15 @@ class CacheReset:
         return accepted
 
     def hold(self) -> None:
-        """Schedules a reset that could not begin. The next steps begin the reset."""
+        """Stops loads and stores and leaves the flush to the next steps. Used if the call that
+        requested the reset raised."""
         self.under_way = self._stores.is_held = True
         self._answer = None
         self._retry_at_s = 0.0
 
     def step(self, now_s: float) -> None:
-        """Advances the reset. Does not wait."""
+        """Continues the reset, if there is one: sends the next flush once the stores in flight have
+        ended, and ends the reset when the flush is confirmed. Does not wait."""
         if not self.under_way or self._stores.in_flight:
             return
         if self._answer is None:
@@ -109,7 +114,7 @@ def _is_good(answer: "Future[Flushed]") -> bool:
 
 
 def _warn_of_pending(answer: "Future[Flushed]") -> None:
-    """Logs the tiers that the flush has not reached yet."""
+    """Logs a warning with the tiers that have not confirmed the flush yet."""
     if pending := answer.result().pending_tiers:
         logger.warning(
             "hotkv: the shared cache was emptied, but not yet in the tiers %s, which do not "

@@ -1,16 +1,16 @@
-"""Decides whether this engine shares KV now, and over which key space.
+"""Decides whether this engine shares KV now, and in which key space.
 
 Always true:
-- There is a `cache` only while the ranks of the engine agree on a key space. The key space belongs
-  to the weights that the ranks last reported.
+- `Sharing.cache` exists only while the ranks of the engine agree on a key space. The key space
+  belongs to the weights that the ranks last reported.
 - Hits and stores are off while a rank has no session, while the weights may have changed, or
   while a reset is under way.
 
 Scheduler thread only. Waits for the server only at the start and after the weights have changed.
 
-`Sharing` decides. It uses the parts above it: `WorkerLinks` (which workers have a session),
-`Joining` (a start whose handshakes come late), `agree` (the ranks' agreement) and
-`Assembly` (the parts that work over one key space).
+`Sharing` is the entry point. It uses the classes above it: `WorkerLinks` (which workers have a
+session), `Joining` (delays requests if handshakes come late), `agree` (compares the ranks'
+handshakes) and `Assembly` (the scheduler side's objects for one key space).
 """
 
 import logging
@@ -53,29 +53,32 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
 NO_NEWS = (-1, 0.0)
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning. Sessions reconnect by themselves, in
-sequence."""
+"""How long a worker may be without a session before a warning is logged. The sessions of an engine
+reconnect by themselves, one after the other."""
 
 
 class WorkerLinks:
-    """Tracks which of the engine's workers have a session with the server, as they report it.
+    """Tracks which of the engine's workers have a session with the server, from their reports.
     Scheduler thread only.
 
     Always true: while a worker has no session, hits and stores are off, because that worker could
-    neither load nor store. Workers report when their state changes, and in each step that asks for
-    it. Steps ask while a worker is absent. Registering a worker's memory takes seconds, and an idle
-    engine has no steps. So the warning about a worker is logged when its report arrives, if the
-    worker has reported for a while, to the same connection of the scheduler, that it has no
-    session. Another log line revokes the warning when the worker reports a session.
+    neither load nor store. A worker reports when its state changes. While a worker has no session,
+    each step also asks all workers to report.
 
-    are_complete: True if every worker has a session, as far as it has reported.
+    The warning about a worker is logged when the worker reports that it still has no session, at
+    least ABSENCE_PATIENCE_S after its first such report during the scheduler's present connection.
+    It is not logged earlier, because registering a worker's memory takes seconds, and because an
+    idle engine has no steps and so no reports. Another log line revokes the warning when the worker
+    reports a session.
+
+    are_complete: True if every worker has a session, according to the last reports.
     """
 
     def __init__(self) -> None:
         self.are_complete = True
         self._absent: dict[int, str] = {}
-        # For each absent worker the scheduler's connection in which it last reported that, and the
-        # time of its first report there.
+        # For each worker without a session: the number of the scheduler's connection during which
+        # it last reported this, and the time of its first such report during that connection.
         self._news: dict[int, tuple[int, float]] = {}
         self._said: set[int] = set()
 
@@ -83,12 +86,15 @@ class WorkerLinks:
         return f"WorkerLinks(absent: {self._absent})"
 
     def will_say(self, stream: int) -> bool:
-        """Returns True if a worker that had no session has not reported since the scheduler's
-        present connection (number `stream`) began. The worker may have a session by now."""
+        """Returns True if a worker without a session has not reported since the scheduler's present
+        connection began. That worker may have a session by now and is about to report it.
+
+        stream: number of the scheduler's present connection.
+        """
         return any(self._news.get(rank, NO_NEWS)[0] != stream for rank in self._absent)
 
     def told(self, links: Mapping[int, str], now_s: float, stream: int) -> None:
-        """Processes the reports of workers.
+        """Processes the workers' reports about their sessions.
 
         links: by rank, why the rank has no session; empty if the rank has a session.
         stream: number of the scheduler's own connection, from 1; 0 while the scheduler has no
@@ -99,7 +105,7 @@ class WorkerLinks:
                 self._absent[rank] = why
                 if self._news.get(rank, NO_NEWS)[0] != stream:
                     self._news[rank] = (stream, now_s)
-                # Without a server the scheduler's own session logs that.
+                # If there is no server, the scheduler's own session logs that.
                 if stream and now_s >= self._news[rank][1] + ABSENCE_PATIENCE_S:
                     self._warn(rank)
                 continue
@@ -115,7 +121,8 @@ class WorkerLinks:
         self.are_complete = not self._absent
 
     def check_start(self) -> None:
-        """Warns of each worker that the server has refused by the time the scheduler connected."""
+        """Logs a warning for each worker that has reported a reason for having no session. Called
+        when the scheduler's session has connected at the engine's start."""
         for rank, why in self._absent.items():
             if why != STILL_CONNECTING:
                 self._warn(rank)
@@ -140,14 +147,15 @@ JOINING_PATIENCE_S = 5.0
 
 
 class Joining:
-    """Delays the first requests until all ranks have sent their handshakes. Used if vLLM does not
-    forward the ranks' handshakes (MultiConnector); the handshakes then arrive with the worker
-    report of a step.
+    """Delays the engine's first requests until all ranks have sent their handshakes. Used if vLLM
+    does not forward the handshakes (MultiConnector); they then arrive with the workers' report of a
+    step.
 
-    Until all handshakes have arrived, the scheduler side neither loads nor stores, so there are no
-    stores to revoke. The scheduler side answers "ask again" for requests, so vLLM runs a step
-    without these requests, and that step returns the reports within milliseconds. A rank that never
-    answers delays the first requests once, by at most `JOINING_PATIENCE_S`.
+    Until then the scheduler side neither loads nor stores. It answers "ask again" for each request,
+    so vLLM runs a step without requests, which returns the reports within milliseconds. A rank that
+    never answers delays the first requests once, by at most `JOINING_PATIENCE_S`.
+
+    was_late: True once this time is over.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -163,7 +171,7 @@ class Joining:
         )
 
     def arrived(self, request: Any) -> None:
-        """Keeps a request until hotkv can look it up."""
+        """Remembers a request that arrived before hotkv can look it up."""
         self._requests[request.request_id] = request
 
     def ended(self, request_id: str) -> None:
@@ -171,9 +179,9 @@ class Joining:
         self._requests.pop(request_id, None)
 
     def asks_again(self, now_s: float) -> bool:
-        """Returns True while vLLM's requests are to be answered "ask again", because ranks may
-        still tell what they store. The time limit runs from the first call. After the limit returns
-        False and warns once."""
+        """Returns True while requests must be answered "ask again", because handshakes may still
+        arrive. Returns False, and logs a warning once, when JOINING_PATIENCE_S has passed since the
+        first call."""
         if self._until_s is None:
             self._until_s = now_s + JOINING_PATIENCE_S
         was_late, self.was_late = self.was_late, now_s >= self._until_s
@@ -185,7 +193,8 @@ class Joining:
         return not self.was_late
 
     def handshakes(self, report: HotKVWorkerMetadata) -> list[HotKVHandshake]:
-        """Returns the handshakes of all ranks; empty while a handshake is missing."""
+        """Returns the handshakes of all ranks from the workers' joined report; empty if a handshake
+        is missing."""
         return list(report.handshakes) if len(report.handshakes) >= self._num_ranks else []
 
     def take_requests(self) -> list[Any]:
@@ -201,10 +210,11 @@ class Joining:
 class Agreement:
     """The key space and settings on which all ranks agree.
 
-    kinds: the kinds of representation (compact forms of blocks' keys, for sparse attention).
-    sparse_layers: (layer, vLLM's group) of each sparse layer.
+    kinds: the kinds of representation (compact forms of keys, for sparse attention) that the ranks
+        store; empty if the ranks differ in them.
+    sparse_layers: each layer with sparse attention, as (layer number, number of its vLLM group).
     revocations: the ranks' fences (shared pages in which the scheduler revokes stores); None if
-        workers revoke their stores.
+        only workers revoke stores.
     """
 
     space: KeySpace
@@ -217,17 +227,16 @@ def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
     """Checks that the ranks' handshakes agree, and returns the key space and settings in them. If
-    the scheduler must be able to revoke stores, also maps each rank's fence: a page of shared
-    memory in which stores are revoked.
+    the scheduler must be able to revoke stores, also maps each rank's fence (the shared page in
+    which the scheduler revokes stores).
 
-    An engine shares KV only if every rank has reported, all ranks are on the scheduler's machine,
-    and all ranks have the same key space. Raises Unsupported otherwise, with the reason for the
-    engine's log.
+    Raises Unsupported, with the reason for the engine's log, unless every rank has reported, all
+    ranks are on the scheduler's machine, and all ranks have the same key space.
     """
     num_ranks = vllm_config.parallel_config.world_size
     space = _key_space(handshakes, num_ranks)
     revocations = None
-    # Ranks that have named a fence accept no store without a word.
+    # A rank with a fence accepts only stores that have a word of the fence.
     if checks.writes_before_it_tells(vllm_config, kv_cache_config) or any(
         h.fence is not None for h in handshakes
     ):
@@ -247,7 +256,8 @@ def agree(
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
-    """Returns the key space that all ranks have. Raises Unsupported."""
+    """Returns the key space that all ranks have. Raises Unsupported if the engine can't share KV
+    (see `agree`)."""
     spaces = [h.key_space for h in handshakes if h.key_space is not None]
     if len(spaces) < len(handshakes):
         why_off = next(h.why_off for h in handshakes if h.key_space is None)
@@ -266,8 +276,8 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
 
 
 def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revocations:
-    """Returns the mapped fences (pages by which stores are revoked) of all ranks. Raises OSError or
-    ValueError."""
+    """Maps the fences (shared pages in which the scheduler revokes stores) of all ranks. Raises
+    ValueError if a rank has no fence, and OSError or ValueError if a fence can't be mapped."""
     places = [h.fence for h in handshakes if h.fence is not None]
     if len(places) != num_ranks:
         raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
@@ -279,12 +289,13 @@ def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revoca
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts that live as long as the engine, across key spaces.
+    """The scheduler side's objects that live as long as the engine, whatever the key space.
 
     counts_media: True if block hashes do not cover the content of images and other media.
-    pool: the device's blocks, as residency (contexts beyond device memory) sees them.
-    learnt_prefill: measured prefill speed, with which a hit's load time is compared. None if every
-        hit is to be loaded, as with contexts in host memory.
+    pool: the device's blocks, as residency (contexts beyond device memory) needs them.
+    prefill: measures the engine's prefill speed.
+    learnt_prefill: `prefill` if hits are loaded only when loading is faster than computing. None if
+        every hit is loaded: with `load = "always"`, and with residency.
     failed_loads: requests whose load failed.
     traces: the traces of requests; None if the setting `tracing` is empty.
     """
@@ -313,14 +324,14 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts that work over a key space on the scheduler side. Created when the ranks agree, and
-    again for another key space.
+    """The scheduler side's objects for one key space, and their session. Created when the ranks
+    agree on a key space, and again when the key space changes.
 
-    cache_groups: the groups, as vLLM numbers them.
+    cache_groups: the groups of the key space, each with its number in vLLM.
     state_log: logs changes of the session's state.
     streams: counts the session's connections.
-    memory: the sequences of sparse decode; None without sparse decode.
-    residencies: the resident requests; None if whole contexts stay on the device.
+    memory: reports the sequences of sparse decode to the server; None without sparse decode.
+    residencies: the resident requests; None if the engine has no residency.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
@@ -336,7 +347,7 @@ class Assembly:
 
 
 def assemble(engine: Engine, agreement: Agreement) -> Assembly:
-    """Opens the scheduler's session and makes the parts that work over it. If this function raises,
+    """Opens the scheduler's session, and creates the objects that use it. If this function raises,
     it has closed the session."""
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
@@ -448,7 +459,7 @@ def _over(
 def _sparse_groups(
     agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
 ) -> list[SparseGroup]:
-    """Returns the groups with layers that decode sparsely."""
+    """Returns the groups that have layers with sparse attention."""
     sparse = {number for _, number in agreement.sparse_layers}
     return [
         SparseGroup(index, group.block_tokens)
@@ -460,14 +471,18 @@ def _sparse_groups(
 # ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
-"""How long a request may wait for the workers to report a session with a server that has come
-back."""
+"""How long a request may wait, from its arrival, for the workers to report their sessions after the
+server has come back."""
 
 
 class Sharing:
-    """Decides whether there is a cache, and opens and closes it.
+    """Decides whether this engine shares KV. Opens and closes the session of its key space.
 
-    joining: the wait for handshakes that vLLM does not forward; None without such a wait.
+    cache: the objects for the present key space; None while the engine runs without hotkv.
+    joining: delays the first requests until the handshakes arrive; None once they have, or if vLLM
+        forwards them.
+    links: which workers have a session.
+    weights: checks whether the engine's weights have changed, and names the present weights.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -490,13 +505,14 @@ class Sharing:
 
     @property
     def stream(self) -> int:
-        """Returns the number of the scheduler's connection, from 1; 0 while the scheduler has no
-        connection."""
+        """Returns the number of the scheduler's present connection, from 1; 0 while the scheduler
+        is not connected."""
         return self.cache.streams.number if self.cache is not None and self.is_connected else 0
 
     @property
     def may_offer(self) -> bool:
-        """Returns True if hits may be offered at this moment."""
+        """Returns True if hits may be offered to requests now: all workers have a session, and no
+        reset and no check of the weights is in progress."""
         cache = self.cache
         return (
             cache is not None
@@ -506,10 +522,13 @@ class Sharing:
         )
 
     def makes_wait(self, arrived_s: float, now_s: float) -> bool:
-        """Returns True if a request should ask again, because workers are about to report their
-        session or their weights."""
+        """Returns True if a request must be answered "ask again", because workers are about to
+        report their sessions or their weights.
+
+        arrived_s: time at which the request arrived.
+        """
         if not self.is_connected:
-            # A request for a hit makes the ranks check weights that are in doubt.
+            # Called for its effect: it makes the ranks check weights that may have changed.
             self.weights.waits(now_s)
             return False
         if self.links.will_say(self.stream) and now_s < arrived_s + LINKS_PATIENCE_S:
@@ -519,8 +538,8 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- start
 
     def replaces(self, handshakes: list[HotKVHandshake]) -> bool:
-        """Returns True if these handshakes replace a session whose ranks reported something
-        else."""
+        """Returns True if there is a cache, and its ranks had sent other handshakes than these.
+        `connect` will then replace the cache."""
         return (
             bool(handshakes)
             and self.cache is not None
@@ -528,12 +547,13 @@ class Sharing:
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session for the key space that all ranks agree on, and waits a moment for the
-        server. May load numba's kernels.
+        """Opens the session for the key space on which all ranks agree, and waits for the server
+        (up to `startup_wait_s`, or OPENING_S longer for a server that has answered). Loads numba's
+        kernels. Logs a warning, and leaves hotkv off, if the ranks do not agree.
 
-        Without handshakes, the workers are asked for their handshakes with the first steps
-        (`joining`). vLLM 0.33 also calls this after each wake-up: a session goes on if its ranks
-        report the same as before.
+        If `handshakes` is empty, the first steps ask the workers for them (`joining`). vLLM 0.33
+        also calls this method after each wake-up: the session then continues if the handshakes are
+        the same as before.
         """
         if not handshakes:
             if self.cache is None:
@@ -541,7 +561,7 @@ class Sharing:
                 self.joining = Joining(self._num_ranks)
             return
         self.joining = None
-        # Handshakes were made before the scheduler had a session.
+        # Stream 0, because handshakes are made before the scheduler has a session.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
             if not self.replaces(handshakes):
@@ -562,7 +582,7 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Makes the parts that work over this key space, and waits for the server
+        """Creates the objects for this key space, and waits for the server
         (`link.await_server`)."""
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
@@ -587,21 +607,24 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs once that hotkv is on, as soon as all sessions are open. Logs the line again after a
-        session was lost."""
+        """Logs that hotkv is on, when the scheduler and all workers have a session. Logs it once,
+        and again each time after a session was lost."""
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             link.say_on(self.cache.session, self._engine.config.target)
         self._has_said_on = is_on
 
     def is_other(self, identity: str) -> bool:
-        """Returns True if weights with this identity need another key space; `adopt` would then
-        change to that key space."""
+        """Returns True if weights with this identity differ from the present weights, so that
+        `adopt` would change to another key space."""
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:
-        """Adopts the weights that all ranks have reported. If the weights differ from the present
-        weights, makes all parts anew for the key space of the new weights."""
+        """Adopts the weights that all ranks have reported. If they differ from the present weights,
+        opens a session of their key space in place of the present session.
+
+        identity: identifies the weights by their content.
+        """
         is_other, agreement = self.is_other(identity), self._agreement
         self.weights.adopt(identity)
         if not is_other or agreement is None or self.cache is None:
@@ -622,8 +645,8 @@ class Sharing:
         self._start(replace(agreement, space=space), wait_s)
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
-        """Connects once all ranks have reported their handshakes. Returns the requests that arrived
-        before."""
+        """Calls `connect` if this report completes the handshakes. Returns the requests that
+        arrived before; otherwise an empty list."""
         joining = self.joining
         handshakes = joining.handshakes(report) if joining is not None else []
         if joining is None or not handshakes:
@@ -634,7 +657,7 @@ class Sharing:
     # ------------------------------------------------------------------------------------------ end
 
     def turn_off(self) -> None:
-        """Turns hotkv off for this engine and closes the session."""
+        """Closes the session. The engine runs without hotkv from here on."""
         cache, self.cache, self._agreement = self.cache, None, None
         if cache is not None:
             cache.session.close()
@@ -643,5 +666,6 @@ class Sharing:
 
 
 def _without_links(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
-    """Returns the handshakes without the state of the ranks' sessions."""
+    """Returns the handshakes without the field `absent`, which says whether the rank has a session
+    and so may differ each time."""
     return [replace(h, absent="") for h in handshakes]

@@ -1,14 +1,15 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
-Holds the parts that live as long as the engine:
-- `sharing` decides whether there is a cache, and its key space.
+`HotKVScheduler` holds the parts that live as long as the engine:
+- `sharing` decides whether the engine uses the shared cache, and in which key space.
 - `requests` holds the state of each request.
-- `steps` plans the work of the workers.
-- `events` publishes the shared cache's blocks as this engine's.
+- `steps` plans the workers' part of each step.
+- `events` publishes the blocks of the shared cache as KV events of this engine.
 - `residents` manages requests that outgrow the device.
 
-Runs in the scheduler's thread. After the start only two calls block: a reset, and a hit for as long
-as `hits.Patience` allows. Without a cache every hook returns after one test.
+Runs in the scheduler's thread. After the start three calls may block: a reset, a question for a hit
+(as long as `hits.Patience` allows), and a step after the engine's weights have changed. While the
+engine does not share, hooks return almost at once.
 """
 
 import time
@@ -32,8 +33,12 @@ from hotkv_vllm.stats import HotKVStats
 
 
 class HotKVScheduler:
-    """The connector's scheduler side. Does nothing until `connect` receives the workers' key space.
-    The methods `*_broke` are the fallbacks of hooks that raised."""
+    """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
+    workers' handshakes. The methods `*_broke` are the fallbacks for hooks that raised.
+
+    stats: the counters' growth since vLLM last collected it.
+    totals: the counters' growth that vLLM has collected.
+    """
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
@@ -71,7 +76,7 @@ class HotKVScheduler:
 
     @property
     def cache(self) -> Assembly | None:
-        """Returns the parts that work over the key space; None while the engine runs without
+        """Returns the objects for the present key space; None while the engine runs without
         hotkv."""
         return self.sharing.cache
 
@@ -80,7 +85,8 @@ class HotKVScheduler:
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats | None:
-        """Returns the counters' growth since the last call; None if no counter grew."""
+        """Returns by how much the counters have grown since the last call; None if no counter has
+        grown."""
         if self.stats.is_empty():
             return None
         taken = HotKVStats(data=self.stats.data)
@@ -89,41 +95,50 @@ class HotKVScheduler:
         return taken
 
     def take_events(self) -> list[object]:
-        """Returns the events of the shared cache that vLLM is to publish as this engine's."""
+        """Returns the events about blocks of the shared cache that vLLM is to publish as events of
+        this engine."""
         cache = self.sharing.cache
         if cache is None:
             return self.events.take(None, (), time.monotonic())
         return self.events.take(cache.session, cache.cache_groups, time.monotonic())
 
     def connect(self, found: Iterable[Any]) -> None:
-        """Receives the handshakes of the ranks. Ignores handshakes of other connectors."""
+        """Receives the ranks' handshakes and opens the session of their key space. If the
+        handshakes differ from earlier handshakes, running requests continue without hotkv.
+
+        found: handshakes from vLLM; handshakes of other connectors are ignored.
+        """
         handshakes = [one for one in found if isinstance(one, HotKVHandshake)]
         if self.sharing.replaces(handshakes):
-            # Requests that are already running go on without hotkv.
+            # The running requests continue without hotkv.
             self.requests.cancel_loads()
             self._leave()
             self.requests.states.clear()
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
-        """Turns hotkv off for this engine."""
+        """Closes the session. The engine runs without hotkv from here on."""
         self._leave()
         self.sharing.turn_off()
 
     def _leave(self) -> None:
-        """Makes all current requests go on without hotkv."""
+        """Ends the traces of all current requests, because they continue without hotkv."""
         for state in self.requests.states.values():
             state.leave()
 
     def bind_manager(self, manager: Any) -> None:
-        """Passes vLLM's block manager, and its pool, to the parts that use it."""
+        """Passes vLLM's block manager to the parts that use it or its block pool."""
         self.requests.loads.quarantine.pool = manager.block_pool
         self.steps.manager = manager
         self.residents.bind(manager)
         self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
-        """Receives a step's results, joined over all ranks."""
+        """Processes the results of a step: the workers' reports (joined over all ranks) and the
+        ends of loads.
+
+        output: vLLM's `KVConnectorOutput`.
+        """
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, HotKVWorkerMetadata) else HotKVWorkerMetadata()
@@ -138,7 +153,7 @@ class HotKVScheduler:
             self.requests.cancel_loads()
         if output.invalid_block_ids:
             self.residents.lost(output.invalid_block_ids)
-        # Must run before vLLM frees blocks of the requests that this step reports.
+        # Must run before vLLM frees the blocks of requests whose load this step reports as failed.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
             self.stats.add("hung_loads", num_hung)
@@ -166,7 +181,7 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # Cancels loads and stores that were planned with the adapter's old bytes.
+                # These loads and tails were planned for the adapter's old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:
@@ -175,15 +190,15 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines, and discards this side's
-        knowledge of the cache.
+        """Empties the shared cache of this key space, for all engines. Also discards what the
+        scheduler side knows about the cache.
 
-        Returns False only if a connected server did not flush. Blocks `hotkv.reset_timeout_s` at
-        most.
+        Returns False only if a connected server did not flush. Blocks for at most
+        `hotkv.reset_timeout_s`.
 
-        vLLM also calls this method when the engine pauses or sleeps. Then the shared cache stays.
-        Of the blocks that were computed before the pause, only blocks whose store has begun are
-        stored, because vLLM may discard the KV memory.
+        vLLM also calls this method when the engine pauses or sleeps. The shared cache then keeps
+        its contents. But vLLM may discard the KV memory, so no further blocks from before the pause
+        are stored; stores that have begun continue.
         """
         cache = self.sharing.cache
         if cache is None:
@@ -206,8 +221,9 @@ class HotKVScheduler:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def update_broke(self, output: Any) -> None:
-        """Counts the loads of a step as failed and its stores as ended, if `update` raised before
-        it handled them. Shares no code with `update`, because the same fault could raise again."""
+        """Handles the results of a step if `update` raised: loads that `update` has not handled
+        count as failed, and stores that the report lists as ended. Shares no code with `update`,
+        because the same fault could raise again."""
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
@@ -222,9 +238,12 @@ class HotKVScheduler:
                 cache.finder.give_up(state)
 
     def reset_broke(self) -> bool:
-        """Stops all loads and stores until a flush is accepted. Running requests do not store their
-        blocks. Returns True if the engine pauses: a pause needs no server, and would fail
-        otherwise."""
+        """Handles a reset if `reset_cache` raised: stops all loads and stores until the server has
+        confirmed a flush, and never stores the blocks of running requests.
+
+        Returns True if the engine pauses, because vLLM's pause would fail otherwise; False for a
+        reset.
+        """
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
         for state in self.requests.states.values():

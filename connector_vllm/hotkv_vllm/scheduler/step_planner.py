@@ -1,9 +1,12 @@
-"""Plans a step's work for the workers: which loads to begin or end, which blocks to store, and
-which stores the step has to wait for.
+"""Plans the workers' part of a step: which loads to begin or cancel, which blocks to store, and
+which stores must end before the step writes. The result is the message `HotKVMetadata`.
 
-Always true: an order about a load is sent in one step only; each step lists the blocks that it is
-about to write, or says that they are not known. Scheduler thread only. Never blocks, except for a
-moment after the engine's weights have changed.
+Always true:
+- An order about a load is sent in one step only.
+- Each step lists the stores whose blocks it is about to write. If it is not known which blocks it
+  writes, all stores are revoked.
+
+Scheduler thread only. Never blocks, except for a moment after the engine's weights have changed.
 """
 
 import time
@@ -19,8 +22,11 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    """Plans each step's work for the workers. `manager` is vLLM's block manager; None until vLLM
-    has bound it."""
+    """Assembles the message of each step for the workers.
+
+    prefill: measures the engine's prefill speed from the steps.
+    manager: vLLM's block manager; None until vLLM has bound it.
+    """
 
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
@@ -42,8 +48,8 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns this step's work for the workers. Includes the rows that attend sparsely and the
-        places of blocks that are not on the device."""
+        """Returns this step's message for the workers: loads, stores, rows (requests) that attend
+        sparsely, and the arena slots of blocks that are not on the device."""
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
@@ -54,8 +60,8 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
-        # Last come the orders that are sent once and must reach the workers. If anything above
-        # raises, `plan_broke` still finds all of them.
+        # Orders that are sent once are taken last: if anything above raises, `plan_broke` still
+        # finds all of them.
         requests = self._requests
         meta.adapters = self._adapters.take_work(time.monotonic())
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
@@ -63,8 +69,8 @@ class StepPlanner:
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns the step's work without rows (which requests attend sparsely), and without the
-        orders that are sent once."""
+        """Returns the step's message without the sparse rows, and without the orders that are sent
+        once."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -102,8 +108,8 @@ class StepPlanner:
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """Advances the work that spans steps: a check of the weights, the workers' sessions,
-        reports, a reset."""
+        """Advances everything that spans several steps: a check of the weights, reports about
+        requests, a reset. Runs before the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
         if identity is not None and not cache.planner.in_flight:
@@ -116,24 +122,27 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Adopts the weights that the ranks have reported. If the weights changed, forgets all that
-        is known of the old key space, and distrusts KV that was computed while the weights may have
-        been changing."""
+        """Adopts the weights that the ranks have reported. If the weights differ, or a rank noticed
+        a write to them, also marks all KV on the device as inexact, and looks all requests up
+        anew.
+
+        identity: identifies the weights by their content.
+        """
         is_other = self._sharing.is_other(identity)
         if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
             if cache.residencies is not None and not is_other:
                 cache.residencies.distrust()
             for state in self._requests.states.values():
-                # Loads of the old weights' KV were made to fail.
+                # Loads were made to fail because of the weights, so these failures do not count.
                 cache.finder.forget(state, failed_too=True)
         self._sharing.adopt(identity)
 
     def _plan_stores(
         self, cache: Assembly, scheduler_output: Any
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns the stores of blocks that this step completes, and the ids of stores for which
-        the step has to wait."""
+        """Returns the stores of blocks that this step completes, and the ids of stores that must
+        end before the step writes blocks."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads if block_state is not None else {}
         scheduled = []
@@ -155,8 +164,8 @@ class StepPlanner:
         return stores, flush
 
     def _state(self) -> HotKVMetadata:
-        """Returns the state that each step repeats and, for sparse decode, the blocks that are
-        about to be written."""
+        """Returns a message with the state that every step repeats. With sparse decode, also lists
+        the blocks that the step is about to write."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(
@@ -171,20 +180,20 @@ class StepPlanner:
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Reports to the server the sequences of the step's sparse rows (requests). Adds to the
-        step the ended requests for whose last selections (blocks attended to) the scheduler
-        waits."""
+        """Reports the sequences of the step's sparse rows (requests) to the server. Also asks the
+        workers, in the step's message, for the last selections (blocks attended to) of ended
+        requests."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()
             )
 
     def plan_broke(self) -> HotKVMetadata:
-        """Returns the work of a step whose planning raised.
+        """Returns the workers' message for a step if `plan` raised.
 
-        The blocks that the step reallocates are not known. So all stores are revoked, also those
-        that no worker has received. Loads that were to begin count as failed, and the blocks that
-        the step computes are not stored.
+        The blocks that the step reallocates are not known. So all stores are revoked, including
+        stores that were not sent to the workers yet. Loads that were to begin are reported as
+        failed, and the blocks that the step computes are not stored.
         """
         self._exactness.step_was_lost()
         self._requests.others.lost()
@@ -200,7 +209,7 @@ class StepPlanner:
             lost_track=True,
             weights=self._sharing.weights.order(),
         )
-        # Cleared last, so that they are not lost if this method raises too.
+        # Cleared last, so that the orders are not lost if this method raises too.
         loads.jobs = {}
         loads.abandoned = []
         loads.cancelled = []

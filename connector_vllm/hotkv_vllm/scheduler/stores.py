@@ -1,16 +1,16 @@
-"""Plans which blocks to store after a step, and which stores a step has to wait for. Scheduler
-thread only; never blocks.
+"""Plans which blocks to store after a step, and which stores must end before the step writes.
+Scheduler thread only; never blocks.
 
 Always true:
-- A block being stored is not written before its store has ended or is revoked
-  (`stores_in_flight.StoreFence`). For this, every step that may write blocks for the first time
-  lists the stores that read any of them.
+- Before a block that a store reads is written, the store has ended or is revoked
+  (`stores_in_flight.StoreFence`). For this, each step lists the stores whose blocks it is about to
+  write.
 - Block tables are read from vLLM at each step and never kept.
 - A block has at most one store in flight (`stores_in_flight`).
 
-`StorePlanner` plans a step. It uses the parts above it: `StorableBlocks` (which blocks a hit can
-use), `MissingBlocks` (which of a request's blocks the server lacks) and `Tails` (blocks of ended
-requests).
+`StorePlanner` plans a step. It uses the classes above it: `StorableBlocks` (which blocks a hit can
+use), `MissingBlocks` (which of a request's blocks the server lacks) and `Tails` (last blocks of
+ended requests).
 """
 
 import math
@@ -39,18 +39,19 @@ from hotkv_vllm.tracing.requests import RequestTrace
 
 
 class StorableBlocks:
-    """The blocks of a group that a hit could ever use. Only these are worth storing.
+    """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
 
-    Hits end at multiples of the hit alignment. A block is reachable if such a boundary at or behind
-    the block's end needs it. A later boundary never reaches further back than an earlier boundary,
-    so the first boundary behind the block decides. Reachability repeats along the prompt, so each
-    group has a pattern of one period.
+    A hit ends at a multiple of the alignment. It needs the group's blocks from some first block up
+    to its end; with a sliding window, for example, only the last blocks. The first block of a
+    longer hit is never earlier than the first block of a shorter hit. So of all hits that end at or
+    after a block, the shortest decides: if it does not need the block, no hit does. The answer
+    repeats along the prompt, so it is computed once, for one period.
 
     alignment_tokens: alignment of hits, a multiple of the group's block size.
     state_interval_tokens: for recurrent states only. States at multiples of this number, rounded up
         to whole alignments, are stored; 0 stores all states.
-    is_draft: True if a hit also needs the hash of the block after it
-        (`hotkv_proto.groups.longest_hit`).
+    is_draft: True if a hit also needs the block after its end (`hotkv_proto.groups.longest_hit`).
+    is_everything: True if a hit could use every block of the group.
     """
 
     def __init__(
@@ -93,8 +94,11 @@ class StorableBlocks:
         return self._spec.first_needed_block(boundary) <= block
 
     def mask(self, first: int, stop: int, kept_boundaries: tuple[int, ...] = ()) -> BoolMask:
-        """Returns which of the blocks [first, stop) to store. `kept_boundaries`: positions in
-        tokens at which a state is stored whatever the interval."""
+        """Returns a mask of the blocks from `first` to `stop` (exclusive) that are worth storing.
+
+        kept_boundaries: positions in tokens at which a recurrent state is stored although it is not
+            at a multiple of the interval.
+        """
         mask = np.take(self._pattern, np.arange(first, stop) % len(self._pattern))
         if self._interval:
             for boundary in kept_boundaries:
@@ -107,9 +111,13 @@ class StorableBlocks:
 def prompt_boundaries(
     prompt_tokens: int, alignment_tokens: int, drops_last_block: bool
 ) -> tuple[int, ...]:
-    """Returns the boundaries at which a later request that repeats or extends this prompt can
-    continue. Includes the boundary one alignment earlier if a drafter recomputes the last block of
-    a hit."""
+    """Returns the positions, in tokens, at which the hit of a later request can end if the request
+    repeats or extends this prompt.
+
+    alignment_tokens: hits end at multiples of this.
+    drops_last_block: True if a drafter recomputes the last block of a hit. Then the result includes
+        the positions one alignment earlier.
+    """
     ends = {(prompt_tokens - 1) // alignment_tokens, prompt_tokens // alignment_tokens}
     if drops_last_block:
         ends |= {end - 1 for end in ends}
@@ -119,25 +127,25 @@ def prompt_boundaries(
 # -------------------------------------------------------------------- which blocks the server lacks
 
 STORE_BLOCKS = 1 << 13
-"""Most blocks of one store. The server accepts at most 2^16 in a call, and a shorter store makes
-its blocks visible sooner."""
+"""Most blocks of one store. The server accepts at most 2^16 blocks in a call, and the blocks of a
+shorter store become visible sooner."""
 Handoff = tuple[int, int, int]
-"""A recurrent state that vLLM itself hands over for storing (Mamba "align" mode): vLLM's group,
-block id, and the boundary, in tokens, at which the state holds."""
+"""A recurrent state that vLLM offers for storing in this step (Mamba "align" mode): number of its
+vLLM group, id of its block, and the number of tokens that the state covers."""
 Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
-"""Returns a request's block ids per vLLM group, as of this step; None if vLLM does not know the
-request."""
+"""A function that returns the block ids of a request (given by its id) per vLLM group, as of this
+step; None if vLLM does not know the request."""
 Handoffs = Mapping[str, Sequence[Handoff]]
-"""By request: the states that vLLM hands over."""
+"""By request id: the recurrent states that vLLM offers for storing in this step."""
 
 
 class MissingBlocks:
     """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
     group).
 
-    Always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact blocks
-    (`exactness`), and no block twice at a time. The same holds for a block whose representation (a
-    compact form of its keys, for sparse attention) is stored.
+    Always true: a returned block can be used by a hit (`StorableBlocks`), and no store in flight
+    reads it. The same holds for a block whose representation (a compact form of its keys, for
+    sparse attention) is to be stored.
     """
 
     def __init__(
@@ -178,14 +186,17 @@ class MissingBlocks:
         ids: Int32s,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the blocks of one group that are to be stored, as runs (consecutive blocks). A
-        representation (compact form of a block's keys) is stored with its block, or after the block
-        if the server lacks the representation.
+        """Returns the blocks among `ids` that are to be stored, as runs (consecutive blocks). Also
+        returns runs for the representations (compact forms of keys) that the server lacks, even if
+        it has their blocks.
 
-        hashes: the hashes of all blocks of the group.
-        begin: position of the first block of `ids`.
-        ids: block ids, int32.
-        planned: blocks that are about to be stored. Adds the blocks of the returned runs.
+        state: the request that holds the blocks.
+        index: index of the group.
+        hashes: the hashes of all the request's blocks in the group.
+        begin: position of the first block of `ids` in the request.
+        ids: ids of consecutive device blocks, int32.
+        planned: ids of blocks that this step already stores; the method adds the blocks of the
+            returned runs.
         """
         if not len(ids):
             return []
@@ -224,9 +235,14 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the recurrent states among `entries` that are to be stored, as runs (consecutive
-        blocks). Skips states behind the request's `exact_tokens`. `planned`: blocks that are about
-        to be stored. Adds the blocks of the returned runs."""
+        """Returns the recurrent states among `entries` that are to be stored, as runs.
+
+        entries: the states of the request that vLLM offers for storing in this step.
+        exact_tokens: number of the request's leading tokens whose KV is exact. States after them
+            are skipped.
+        planned: ids of blocks that this step already stores; the method adds the blocks of the
+            returned runs.
+        """
         found: list[BlockRun] = []
         groups = self._cache_groups
         for vllm_group, block, boundary in entries:
@@ -241,7 +257,8 @@ class MissingBlocks:
         return found
 
     def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
-        """Returns which of a group's blocks [begin, end) a hit could use."""
+        """Returns a mask of the blocks in a group, from `begin` to `end` (exclusive), that a hit
+        could use."""
         ends = prompt_boundaries(
             state.request.num_prompt_tokens,
             self._groups.alignment_tokens,
@@ -259,8 +276,8 @@ class MissingBlocks:
         ids: Int32s,
         wanted: BoolMask,
     ) -> list[BlockRun]:
-        """Returns the wanted blocks of `ids` as chains of neighbours, each at most as long as a
-        store."""
+        """Returns the blocks of `ids` that are `wanted` as runs of consecutive blocks, each of at
+        most STORE_BLOCKS blocks."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [
@@ -275,8 +292,11 @@ class MissingBlocks:
     def _run(
         self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
     ) -> BlockRun:
-        """Returns the run to store for a chain of neighbours that begins with the group's block
-        `first`."""
+        """Returns the run for consecutive blocks, with the hash of the block before them.
+
+        first: position of the first block in the request.
+        ids: ids of the device blocks.
+        """
         stop, tokens = first + len(ids), self._groups.specs[index].block_tokens
         parent = hashes[first - 1] if first else b""
         if not self._session.wants_token_ids:
@@ -289,8 +309,8 @@ class MissingBlocks:
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
-    """Groups runs (consecutive blocks of a group), in their order, into stores of at most
-    STORE_BLOCKS blocks. Each run must fit into a store."""
+    """Distributes runs (consecutive blocks of a group), in their order, over stores of at most
+    STORE_BLOCKS blocks. A run must not be longer than that."""
     stores: list[list[BlockRun]] = []
     room = 0
     for run in runs:
@@ -308,13 +328,14 @@ Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 
 
 class Tails:
-    """Blocks of ended requests that wait for the next step's stores, because their hash became
-    known after the request's last step.
+    """Holds the tails of ended requests until the next step stores them. A tail is the last blocks
+    of a request: their hashes became known only after the request's last step.
 
-    Always true: a tail ends before its first block that is about to be written, because no lookup
-    finds blocks behind a gap. A tail of several runs is dropped as a whole. Scheduler thread only.
+    Always true: no block of a tail is about to be written. If a step writes a block of a tail, the
+    tail is cut before this block, because a lookup finds no block after a missing block. A tail of
+    several runs is then dropped as a whole. Scheduler thread only.
 
-    waiting: the tails that wait.
+    waiting: the tails that wait to be stored.
     blocks: ids of all blocks in waiting tails.
     """
 
@@ -333,8 +354,7 @@ class Tails:
             self.waiting.append((retention, trace, tuple(runs)))
 
     def cut_before(self, written: Collection[int]) -> None:
-        """Removes from each tail (last blocks of an ended request) the first of these blocks and
-        all blocks behind it."""
+        """Cuts each tail (last blocks of an ended request) before its first block in `written`."""
         cut = ((by, trace, _before(tail, written)) for by, trace, tail in self.waiting)
         self.waiting = [one for one in cut if one[2]]
 
@@ -350,7 +370,9 @@ class Tails:
 
 
 def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
-    """Returns the part of a tail that lies before the first of the `written` blocks."""
+    """Returns the part of a tail (last blocks of an ended request) before its first block in
+    `written`. Returns the whole tail if it has no such block. Otherwise returns nothing if the tail
+    has several runs."""
     kept = [
         next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
         for run in tail
@@ -375,16 +397,22 @@ def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[Block
 # ----------------------------------------------------------------------------- the stores of a step
 
 ANSWER_BLOCKS = 8
-"""Number of blocks that a decoding request stores at a time; it stores the rest at its end. Fewer,
-longer stores cost the server less. The prompt's blocks do not wait."""
+"""A decoding request stores this many blocks of its answer at a time, and the remaining blocks at
+its end, because few long stores cost the server less than many short stores. Blocks of the prompt
+are stored at once, and so are all blocks of models with sliding windows or recurrent states."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
-"""Properties that the blocks of a store share: retention, resident request (or empty), trace."""
+"""Properties that all blocks of a store share: retention, id of the resident request (or empty),
+and trace of the request (or None)."""
 
 
 class StorePlanner:
-    """Plans each step's stores, and the revocation of stores whose blocks the step writes. Owns the
-    `StoreState` of requests."""
+    """Plans the stores of each step, and revokes stores whose blocks the step is about to write.
+    Owns the `StoreState` of each request.
+
+    in_flight: the stores on which ranks are working.
+    tails: the last blocks of ended requests, to be stored with the next step.
+    """
 
     def __init__(
         self,
@@ -406,7 +434,8 @@ class StorePlanner:
         self._representations = finder.representations
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
-        # Windows and recurrent states lose their blocks while a request decodes.
+        # In groups of sliding windows and recurrent states vLLM frees blocks of a request while it
+        # decodes. So the blocks of an answer can't wait to be stored.
         keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
@@ -426,10 +455,11 @@ class StorePlanner:
         )
         self.tails = Tails()
         self.is_held = False
-        """True while no new store may begin and every step must wait for the stores in flight."""
+        """True during a reset of the cache: each step then revokes the stores in flight and plans
+        no stores."""
         self.is_rekeying = False
-        """True while no new store may begin and every step must wait for the stores in flight,
-        because it is not known which key space belongs to the engine's weights."""
+        """True while it is not known which key space belongs to the engine's weights: each step
+        then revokes the stores in flight and plans no stores."""
 
     def __repr__(self) -> str:
         return f"StorePlanner({self.in_flight}, {self.tails})"
@@ -437,21 +467,27 @@ class StorePlanner:
     # ------------------------------------------------------------------------------------- requests
 
     def new_state(self) -> StoreState:
-        """Returns the state of a request before its first store."""
+        """Returns the `StoreState` of a new request."""
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def loaded(self, state: RequestState, stored_blocks: Sequence[int]) -> None:
-        """Records a successful load: per group, the server has this many leading blocks."""
+        """Records a successful load, so that the loaded blocks are not stored again.
+
+        stored_blocks: per group, how many leading blocks of the request the server has.
+        """
         for index, num_blocks in enumerate(stored_blocks):
             mine = state.store.stored_blocks
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """Voids the record of the request's stores. The request stores anew, unless it holds blocks
-        that were computed before the reset. A resident request (with old blocks in the server only)
-        always stores
-        anew: no other request finds its blocks.
+        """Handles a reset of the cache for a request. If the request has computed tokens already,
+        its blocks are not stored any more, because they depend on KV from before the reset. If it
+        has not, all its blocks are stored, as for a new request.
+
+        A resident request (with old blocks in the server only) continues to store blocks. All
+        blocks that the server has not pinned yet are stored under hashes that no other request can
+        have.
         """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
@@ -463,9 +499,13 @@ class StorePlanner:
     def finish(
         self, state: RequestState, block_ids: Sequence[Sequence[int]], known_tokens: int
     ) -> None:
-        """Plans the stores of a request that ends: blocks whose hash became known after the
-        request's last step. These blocks are stored with the engine's next step, up to the first
-        block that the next step overwrites."""
+        """Queues the last blocks of a request that has ended. The hashes of these blocks became
+        known after the request's last step. They are stored with the engine's next step, up to the
+        first block that this step overwrites.
+
+        block_ids: the request's block ids, per vLLM group.
+        known_tokens: number of the request's leading tokens whose KV may be stored.
+        """
         if self._is_closed or not self._session.connected:
             return
 
@@ -485,7 +525,9 @@ class StorePlanner:
         """Returns the requests with blocks to store after this step, each with its number of
         computed tokens after the step.
 
-        held: requests whose blocks may not be stored now.
+        num_scheduled_tokens: number of tokens that the step computes, by request id.
+        held: ids of requests whose blocks may not be stored now.
+        handoffs: the recurrent states that vLLM offers for storing in this step.
         """
         found = []
         for request_id, num_tokens in num_scheduled_tokens.items():
@@ -504,11 +546,14 @@ class StorePlanner:
         handoffs: Handoffs,
         written_blocks: Callable[[], Collection[int]],
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns this step's stores, and the stores in flight for which the step has to wait.
+        """Returns this step's stores, and the ids of stores in flight that must end before the step
+        writes blocks.
 
-        scheduled: the requests, as `due` returns them.
-        written_blocks: returns the blocks that are about to be written for the first time. Called
-            only if a store or a tail reads blocks.
+        scheduled: the requests with blocks to store, as `due` returns them.
+        tables: returns the block table of a request.
+        handoffs: the recurrent states that vLLM offers for storing in this step.
+        written_blocks: returns the ids of the blocks that the step is about to write. Called only
+            if there are stores in flight or tails, because it costs time.
         """
         lost = self.in_flight.step()
         if lost:
@@ -535,20 +580,19 @@ class StorePlanner:
         return tuple(job for job in jobs if job is not None), flush
 
     def reported(self, report: HotKVWorkerMetadata) -> None:
-        """Handles the stores that ranks report as ended."""
+        """Removes the stores that all ranks have reported as ended, and counts their results."""
         for store in self.in_flight.account(report):
             settle(store, self._stats, self._finder.hidden)
 
     def plan_broke(self) -> None:
         """Handles a step whose planning raised: drops the tails (last blocks of ended requests) and
-        the stores that no worker has received, and revokes all other stores by their words in the
-        fence (shared page)."""
+        the stores that were not sent to the workers, and revokes all other stores."""
         self.tails.forget()
         self.in_flight.plan_broke()
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores and drops the tails (last blocks of ended requests), for a step that
-        may reallocate any block. Returns the stores that the step has to wait for."""
+        """Revokes all stores and drops the tails (last blocks of ended requests). Used if a step
+        may reallocate any block. Returns the ids of the revoked stores, for the step to list."""
         taken_back = self.in_flight.take_all_back()
         self.tails.forget()
         return taken_back
@@ -558,8 +602,11 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes stores that read blocks which are about to be written, and removes such blocks
-        and all later blocks from the tails (last blocks of ended requests)."""
+        """Revokes the stores whose blocks are about to be written, and cuts the tails (last blocks
+        of ended requests) before such blocks. Returns the ids of the revoked stores.
+
+        written_blocks: returns the ids of the blocks that are about to be written.
+        """
         if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()
@@ -574,8 +621,15 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """Returns a request's full blocks that are not stored yet, as chains of neighbours. Adds
-        them to `planned` and records in the request's state how far the request is stored."""
+        """Returns a request's full blocks that are not stored yet, as runs. Records in
+        `state.store` up to which block the request was considered.
+
+        computed_tokens: number of the request's tokens that are computed after this step.
+        tables_of: returns the block table of a request.
+        planned: ids of blocks that this step already stores; the method adds the blocks of the
+            returned runs.
+        last: True if the request has ended, so that blocks left out now are never stored.
+        """
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
         exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
@@ -606,7 +660,7 @@ class StorePlanner:
                 runs += self._missing.runs(state, index, hashes, begin, ids, planned)
             store.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
-        # Behind inexact tokens no block is ever stored.
+        # No block after an inexact token is ever stored.
         is_exact = known == min(computed_tokens, request.num_tokens)
         # Residency needs each block in the server as soon as it is full.
         if next_tokens > request.num_prompt_tokens and not is_resident:
@@ -615,13 +669,15 @@ class StorePlanner:
         return runs
 
     def _is_resident(self, state: RequestState) -> bool:
-        """Returns True if the server must hold all of the request's blocks, exact or not."""
+        """Returns True if the request is resident: the server must then hold all its blocks, exact
+        or not."""
         residencies = self._residencies
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
-        """Returns the store of these runs (consecutive blocks of a group); None if the store could
-        not be revoked later, because all words of the fence are in use."""
+        """Begins a store of these runs and returns its order for the workers. Returns None, and
+        counts the blocks as dropped, if all words of the fence are in use, so that the store could
+        not be revoked."""
         (retention, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)

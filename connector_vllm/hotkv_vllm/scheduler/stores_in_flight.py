@@ -1,6 +1,6 @@
-"""Tracks the stores on which the engine's ranks are working. `StoreFence` revokes stores,
-`StoresInFlight` knows which blocks they read, and `settle` counts their results. Scheduler thread
-only."""
+"""Tracks the stores on which the engine's ranks are working: `StoreFence` revokes stores,
+`StoresInFlight` records which blocks each store reads, and `settle` counts the results of a store.
+Scheduler thread only."""
 
 import itertools
 import time
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class StoreFence:
-    """Revokes stores whose blocks a step is about to write: the single fence of the scheduler side.
+    """Revokes stores whose blocks a step is about to write.
 
     Always true: before a block that a store reads is written, that store is revoked or has ended.
-    There are two ways to revoke a store. The first is always used; the second is added if the first
-    would come too late.
+    There are two ways to revoke a store. The first is always used. The second is used in addition
+    if the first would be too late.
 
-    - Each step lists the stores that read blocks which the step reallocates. Each worker ends those
-      stores before the step goes on (`worker.rank_stores`).
-    - If the runner writes blocks before it notifies connectors (`checks.writes_before_it_tells`),
-      each rank shares a memory page (fence) with the scheduler, in which each store has a word. The
-      scheduler sets the word before any worker gets the step. The server reads the word after its
-      copy and commits the store only if the word is not set.
+    - By the workers: each step lists the stores whose blocks it reallocates. Each worker ends these
+      stores before the step continues (`worker.rank_stores`).
+    - By the scheduler: if vLLM's runner writes blocks before it notifies connectors
+      (`checks.writes_before_it_tells`), each rank shares a memory page (fence) with the scheduler,
+      in which each store has a word. The scheduler sets the word before any worker gets the step.
+      The server reads the word after its copy and commits the store only if the word is not set.
 
-    `revocations`: the ranks' pages of the second way; None if only the first way is used.
+    revocations: the ranks' fences; None if only the workers revoke stores.
     """
 
     def __init__(self, revocations: Revocations | None = None) -> None:
@@ -49,26 +49,27 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Allocates a word of the fence (page shared with the ranks) for a new store and returns
-        the word's index; 0 if stores need no word. Returns None if all words are in use. Then the
-        store could not be revoked and must not be sent."""
+        """Allocates a word of the fence (page shared with the ranks) for a new store, and returns
+        the word's index; 0 if stores need no word. Returns None if all words are in use: the store
+        could then not be revoked, so it must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Revokes the store of this word: from here on the store can't commit."""
+        """Sets the word with this index. From here on the store of the word can't commit. Does
+        nothing if stores have no words."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
     def revoke_all(self) -> None:
-        """Revokes all stores under way."""
+        """Sets the words of all stores in flight, so that none of them can commit."""
         if self.revocations is not None:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees a word of the fence (page shared with the ranks). Also revokes the word's store,
-        because a rank may have stopped waiting for a server that is still working on the store."""
+        """Frees the word with this index. Also revokes its store, because a rank may have stopped
+        waiting for the store although the server is still working on it."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -77,11 +78,11 @@ class StoreFence:
 
 
 _store_ids = itertools.count(1)
-"""Numbers of stores, shared by all planners of this process, because workers may report stores of
-an earlier planner."""
+"""Generates the ids of stores. All planners of this process share it, because workers may still
+report stores of an earlier planner."""
 UNREPORTED_S = 60.0
-"""A store that no rank has reported for this long was lost on the way. It is revoked and
-forgotten."""
+"""If the ranks have not reported the end of a store for this long after it was planned, a message
+was lost. The store is then revoked and forgotten."""
 
 
 @dataclass(slots=True)
@@ -89,13 +90,14 @@ class StoreInFlight:
     """A store that ranks are working on.
 
     read: ids of all blocks that the store reads.
+    num_bytes: size of the store in all ranks together.
     ranks_left: number of ranks that have not reported the store's end.
-    results: the ranks' results: an array of `BlockResult` bytes per rank.
-    fence_index: index of the store's word in the fence page, by which the store is revoked; 0
-        without a word.
-    planned_s: time of the plan, monotonic clock.
-    request_id: the resident request to which the store belongs, or empty.
-    span: None if the store is not traced.
+    results: the results that ranks have reported: for each rank, a `BlockResult` byte per block.
+    fence_index: index of the store's word in the fence (the shared page by which the scheduler
+        revokes stores); 0 if the store has no word.
+    planned_s: time at which the store was planned, monotonic clock.
+    request_id: id of the resident request to which the store belongs, or empty.
+    span: the store's trace span; None if the store is not traced.
     """
 
     store_id: int
@@ -117,11 +119,13 @@ class StoreInFlight:
 class StoresInFlight:
     """Holds the stores on which ranks are working, and the blocks that these stores read.
 
-    Always true: a block has at most one store in flight; the bytes in flight are the bytes of the
-    stores held here; a store leaves when all ranks have reported its end, or UNREPORTED_S after it
-    was planned.
+    Always true:
+    - A block has at most one store in flight.
+    - `num_bytes` is the sum over `stores`.
+    - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned.
 
-    reading: by block, the store that reads it and is not revoked.
+    stores: the stores in flight, by id.
+    reading: by block id, the store that reads the block. Revoked stores are left out.
     """
 
     def __init__(
@@ -132,7 +136,9 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """on_end: called for each store that leaves, whatever its result."""
+        """max_bytes: most bytes in flight (`is_full`).
+        on_end: called with each store that is removed, whatever its result.
+        """
         self.fence = fence
         self._on_end = on_end
         self.reading: dict[int, int] = {}
@@ -154,10 +160,12 @@ class StoresInFlight:
         )
 
     def step(self) -> dict[int, StoreInFlight]:
-        """Records that a step is planned: all earlier plans have reached the workers.
+        """Records that vLLM plans a new step, so the stores of all earlier steps were sent to the
+        workers.
 
-        Removes and returns the stores whose reports never came, and ended stores that were not
-        removed. A worker may still have them, so the step must list them.
+        Also removes and returns overdue stores: stores without a report for UNREPORTED_S, and
+        stores that have ended but were not removed. A worker may still hold them, so the step must
+        list them.
         """
         self._last_sent = self._last_planned
         until_s = time.monotonic() - UNREPORTED_S
@@ -171,7 +179,8 @@ class StoresInFlight:
         return lost
 
     def is_full(self, more_bytes: int) -> bool:
-        """Returns True if a store of `more_bytes` must wait. A single store may have any size."""
+        """Returns True if a store of `more_bytes` must wait for others to end. Without stores in
+        flight a store may have any size."""
         return bool(self.stores) and self.num_bytes + more_bytes >= self._max_bytes
 
     def begin(
@@ -183,11 +192,13 @@ class StoresInFlight:
         request_id: str = "",
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
-        """Begins a store of these runs (consecutive blocks of a group). Returns None if the store
-        could not be revoked later, because all words of the fence (page shared with the ranks) are
-        in use.
+        """Begins a store and returns its order for the workers. Returns None if all words of the
+        fence (page shared with the ranks) are in use, so that the store could not be revoked.
 
-        request_id: the resident request to which the store belongs, or empty.
+        blocks: the blocks to store, as runs (consecutive blocks of a group).
+        representations: runs of the representations (compact forms of keys) to store.
+        num_bytes: size of the store in all ranks together.
+        request_id: id of the resident request to which the store belongs, or empty.
         trace: the trace of the request that owns the blocks; None if the request is not traced.
         """
         fence_index = self.fence.take()
@@ -223,8 +234,8 @@ class StoresInFlight:
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
-        """Removes and returns the stores that all ranks have ended. Repeated calls with the same
-        report have no effect."""
+        """Adds the results in the workers' report. Removes and returns the stores that all ranks
+        have ended. Repeated calls with the same report have no effect."""
         ended: list[StoreInFlight] = []
         if self._accounted is report:
             return ended
@@ -242,7 +253,7 @@ class StoresInFlight:
         return ended
 
     def _drop(self, store_id: int) -> None:
-        """Forgets a store and stops waiting for it."""
+        """Removes a store: frees its word of the fence and calls `on_end`."""
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
         self.num_bytes -= store.num_bytes
@@ -257,22 +268,22 @@ class StoresInFlight:
     # ------------------------------------------------------------------------------- taking back
 
     def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
-        """Revokes the stores that read any of these blocks. Returns the ids of these stores, for
-        the step to list."""
+        """Revokes the stores that read any of these blocks. Returns the ids of the revoked stores,
+        for the step to list."""
         found = {self.reading[block] for block in blocks if block in self.reading}
         for store_id in found:
             self._take_back(store_id)
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores. Returns the stores' ids, for the step to list."""
+        """Revokes all stores in flight. Returns their ids, for the step to list."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
 
     def plan_broke(self) -> None:
-        """Handles a step whose planning raised: removes stores that no worker has received, and
-        revokes all other stores by their words in the fence (shared page)."""
+        """Handles a step whose planning raised: removes the stores that were not sent to the
+        workers, and revokes all other stores by their words in the fence (shared page)."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -296,8 +307,8 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts the results of a store. If a failed load had hidden stored keys from hits, requests
-    may hit these keys again."""
+    """Counts the results of an ended store. Also makes stored keys visible again that a failed load
+    had hidden from hits (`HiddenKeys`)."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (
@@ -315,8 +326,8 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns a mask of the blocks that count as stored, and how many of these are new to the
-    server. A block counts only if the server has the shard of every rank."""
+    """Returns a mask of the store's blocks of which the server has the shards of all ranks, and how
+    many of these blocks are new to the server."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results):

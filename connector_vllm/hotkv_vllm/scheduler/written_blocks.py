@@ -1,7 +1,6 @@
-"""Collects the blocks that are about to be written for the first time since vLLM reallocated them.
-Everything noted about such blocks is void, and stores that read them must end.
-
-Scheduler thread only.
+"""Collects the device blocks that vLLM has reallocated and that the next step, or a load, is about
+to write. Before they are written, stores that read them must end, and everything recorded about
+their contents becomes void. Scheduler thread only.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,16 +10,16 @@ from hotkv_vllm.compat import NULL_BLOCK, steps
 
 
 class WrittenBlocks:
-    """Collects the blocks from one step to the next.
+    """Collects reallocated blocks from one step to the next.
 
-    There are three sources. A step's prefill and decode appear in its schedule, and loads of this
-    connector in its plan. Loads of another connector beside this one only appear when vLLM says
-    that a request has its blocks.
+    `step` adds the blocks that a step's prefill and decode write. `allocated` adds the blocks that
+    loads write, of this connector and of other connectors in a MultiConnector.
     """
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
-        """tokens_per_block: tokens of a block, per vLLM group. 0: all blocks of the group count as
-        written."""
+        """tokens_per_block: tokens of a block, per vLLM group. 0: the group's blocks do not follow
+        token order, so all blocks of a request in this group count as written.
+        """
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
         self._blocks: set[int] = set()
@@ -30,12 +29,16 @@ class WrittenBlocks:
         return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
-        """Records that vLLM's own prefix cache holds the first `num_tokens` of the request."""
+        """Records the length of the request's hit in vLLM's own prefix cache. These tokens' blocks
+        are not written."""
         self._matched_tokens[request_id] = num_tokens
 
     def allocated(self, request: Any, blocks: Any) -> None:
-        """Adds the blocks that vLLM has newly allocated to the request: those after its hit in
-        vLLM's own prefix cache, or, when its load has ended, those after the loaded blocks."""
+        """Adds the blocks that vLLM has newly allocated to the request: the blocks after its hit in
+        vLLM's own prefix cache or, once its load has ended, after the loaded tokens.
+
+        blocks: vLLM's `KVCacheBlocks` of the request.
+        """
         valid_tokens = max(
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )
@@ -43,7 +46,7 @@ class WrittenBlocks:
             self._blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
 
     def add(self, blocks: Collection[int]) -> None:
-        """Adds further reallocated blocks."""
+        """Adds further reallocated blocks, such as hot slots."""
         self._blocks.update(blocks)
 
     def ended(self, request_id: str) -> None:
@@ -51,12 +54,13 @@ class WrittenBlocks:
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Records the schedule of a step. The blocks that the step writes are computed only if
-        `of_step` is called."""
+        """Records the schedule of a step (vLLM's `SchedulerOutput`). Its blocks are determined only
+        if `of_step` is called."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
-        """Returns blocks reallocated since the step before, and blocks that this step writes."""
+        """Returns the ids of the blocks collected since the last `take`, including the reallocated
+        blocks that the recorded step writes."""
         if self._scheduler_output is not None:
             self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
@@ -64,8 +68,8 @@ class WrittenBlocks:
         return self._blocks
 
     def take(self) -> set[int]:
-        """Returns the blocks collected for the step and starts over: the step's workers receive
-        them."""
+        """Returns the ids of the collected blocks, for the step's message, and forgets them. Leaves
+        out the step's blocks unless `of_step` was called."""
         taken, self._blocks, self._scheduler_output = self._blocks, set(), None
         taken.discard(NULL_BLOCK)
         return taken

@@ -1,9 +1,9 @@
-"""Sparse decode in CPU engines: attention to a hot set of blocks, chosen with each step's own
-query.
+"""Sparse decode in CPU engines: a decode step attends only to some blocks of a long context (the
+hot set), which each layer chooses with the step's query.
 
-vLLM calls `backend` for every layer. There `worker` decides which blocks each row of the batch
-attends to. It uses `sequence` (hot sets of a sequence) and `pool` (representations: compact forms
-of the blocks' keys, by which blocks are scored). `rows` decides in the scheduler which rows attend
-sparsely, and tells the worker the request of each. `offloading` offers the same parts under the
-names of vLLM's RFC #37263. The arithmetic is in `hotkv_sparse`.
+In the scheduler, `rows` decides which rows (requests) of a step attend sparsely. In a worker, vLLM
+calls `backend` for every layer, and `worker` decides which blocks each row attends to. It uses
+`sequence` (the hot sets of a request) and `pool` (representations: compact forms of the blocks'
+keys, by which blocks are scored). `offloading` offers the same functions under the names of vLLM's
+RFC #37263. The arithmetic is in `hotkv_sparse`.
 """

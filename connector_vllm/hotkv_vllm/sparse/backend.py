@@ -1,9 +1,9 @@
-"""vLLM's CPU attention with sparse decode: `CPU_ATTN` of its backend registry if `hotkv.sparse` is
-configured.
+"""vLLM's attention backend for CPU with sparse decode. hotkv's plugin registers it in place of
+`CPU_ATTN`.
 
-The only module of this package that knows vLLM's attention classes. If anything in hotkv raises,
-the layer attends to everything in that step. The backend does exactly what vLLM's own does until
-the connector attaches a `SparseWorker`, and in layers to which it attaches none. Source:
+This is the only module of the package that uses vLLM's attention classes. A layer attends sparsely
+only after the connector has attached a `SparseWorker` to it; until then the layer does exactly what
+vLLM's own does. If hotkv's code raises, the layer attends to everything in that step. Source:
 `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
@@ -29,8 +29,8 @@ from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):
-    """Registered in place of vLLM's CPU attention backend; keeps that backend's name, page packing
-    and metadata."""
+    """Replaces vLLM's CPU attention backend in vLLM's registry. Has the same name, page packing and
+    metadata."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -46,8 +46,8 @@ class HotAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Returns the spec of layers whose old blocks live in host memory, if the engine whose
-        model was built last asks for residency."""
+        """Returns a layer's KV cache spec. With residency (old blocks only in host memory) this is
+        a `ResidentSpec`; the engine whose model was built last decides."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -57,7 +57,8 @@ class HotAttentionBackend(CPUAttentionBackend):
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
-    """A layer's attention. `attach` lets it attend sparsely."""
+    """The attention of one layer. Until `attach` is called, it is vLLM's own. Afterwards the
+    attached worker decides which blocks its decode rows attend to."""
 
     _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
 
@@ -76,8 +77,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention as vLLM does, but decode rows with a long context attend only to their
-        hot set (the blocks on the device)."""
+        """Computes attention with vLLM's kernel. Decode rows that the scheduler has chosen attend
+        only to their hot set (the blocks that the worker has selected)."""
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
@@ -119,8 +120,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> None:
-        """Passes the step's keys and queries to the calibration of a layer that is not calibrated
-        yet."""
+        """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the layer
+        from them."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (
@@ -137,8 +138,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
-        """Returns the metadata to use in place of vLLM's, and the pages to use in place of the
-        layer's. None stands for vLLM's metadata or the layer's pages."""
+        """Returns vLLM's metadata with the worker's block tables, and the pages to which the tables
+        refer (None: the layer's own pages). Returns None if all rows attend to everything, so that
+        vLLM's own metadata is right."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal
@@ -158,10 +160,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
     def _with(
         self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata
     ) -> CPUAttentionMetadata:
-        """Returns the metadata with other tables and lengths, and with the plan of work that vLLM's
-        kernel makes of them.
-
-        Layers with equal lengths share that plan, as all of vLLM's layers do.
+        """Returns vLLM's metadata with the tables and lengths of `rewrite`, and with the schedule
+        that vLLM's kernel needs for these lengths. Consecutive layers with equal lengths and shapes
+        share the schedule.
         """
         made = rewrite.made
         if not isinstance(made, _Made):
@@ -205,10 +206,10 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """vLLM's metadata, made over the block tables and lengths of a `Rewrite` (those that sparse
-    decode uses).
+    """vLLM's metadata with the block tables and lengths of a `Rewrite`.
 
-    key: the state for which vLLM's schedule (plan of work) in the metadata was made.
+    key: the lengths and shapes for which the schedule in the metadata was made; None before the
+        first schedule.
     """
 
     metadata: CPUAttentionMetadata

@@ -1,7 +1,7 @@
-"""A step's batch as sparse decode sees it: its layers, its rows (requests), and the block tables
-that sparse decode returns.
+"""Data of a step's batch for sparse decode: the layers, the rows (requests) of the batch, and the
+block tables with which sparse decode replaces vLLM's.
 
-Always true: arrays of vLLM are views and are not written; a `Rewrite` has its own arrays.
+Always true: vLLM's arrays are used as views and never written; a `Rewrite` has its own arrays.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -24,9 +24,13 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SparseLayer:
-    """A layer that may be sparse. `index` counts the model's layers; `group` is its KV cache group.
+    """A layer that may attend sparsely.
 
-    `sink_logits` float32 [Q]: learned sinks of the softmax, if any.
+    index: number of the layer in the model.
+    group: number of its KV cache group in vLLM.
+    scale: the factor of its attention scores.
+    pages: reads the keys in the layer's pages.
+    sink_logits: the learned sinks of its softmax, float32 [Q]; None without sinks.
     """
 
     name: str
@@ -38,18 +42,19 @@ class SparseLayer:
     sink_logits: F32 | None = None
 
     def keys_of(self, blocks: I32) -> F32:
-        """Returns the unpacked keys float32 [B, T, H, D] of blocks int32 [B]."""
+        """Returns the keys of `blocks` (ids, int32 [B]), unpacked, float32 [B, T, H, D]."""
         return self.pages.keys_of(blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's rows from vLLM's metadata, as numpy views.
+    """A step's batch from vLLM's metadata, as numpy views.
 
-    starts: [R + 1], first query of each row.
-    seq_lens: [R].
-    tables: [R, ≥ C].
-    written_slots: slots that the step has written; negative slots are padding.
+    starts: index of each row's first token in the batch, [R + 1].
+    seq_lens: length of each row's context, [R].
+    tables: block table of each row, [R, ≥ C].
+    written_slots: vLLM's slot (block id * T + place in the block) of each token that the step has
+        written; negative slots are padding.
     """
 
     starts: I32
@@ -60,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The length of a row's context, and the limits of the choice among its blocks."""
+    """A row's context: its length, and the settings that limit the choice among its blocks."""
 
     config: SparseConfig
     num_tokens: int
@@ -69,13 +74,18 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SparseRow:
-    """A row that may be sparse; its query is token `token` of the batch.
+    """A row (request of a batch) that may attend sparsely.
 
-    where, budget_blocks: the context's blocks that can be chosen (candidates), and the most blocks
-        of a selection.
-    always_blocks: int32, the blocks that are always attended (sinks, recent window, partial block).
-        Of all their tokens the first `always_tokens` exist; the last block may be partial.
-    attends_to_all: True if the hot set (the blocks on the device) would hold the whole context.
+    row: index of the row in the batch.
+    token: index of the row's only token in the batch.
+    blocks_C: for each block of the context, the row of its representation (compact form of keys).
+    where: which blocks of the context can be chosen, and which are always attended.
+    budget_blocks: the most blocks that a step may choose.
+    always_blocks: ids of the blocks that are always attended (sinks, recent window, partial block),
+        int32.
+    always_tokens: number of tokens in these blocks; the last block may be partial.
+    attends_to_all: True if the hot set (the blocks that a layer attends to) would hold the whole
+        context.
     """
 
     row: int
@@ -98,11 +108,10 @@ class SparseRow:
     def of(
         row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
     ) -> "SparseRow":
-        """Returns the row.
+        """Returns the row of a request, with the limits that follow from the length of its context.
 
         table_C: the row's block table.
-        rows_C: for each block, the row of its representation (compact form of its keys) in the
-            pool.
+        rows_C: for each block, the row of its representation (compact form of keys).
         """
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)
@@ -119,11 +128,13 @@ class SparseRow:
 
 @dataclass(slots=True)
 class Rewrite:
-    """Block tables int32 [R, width] and lengths int32 [R] of the whole batch. The group's next
-    layer overwrites these arrays.
+    """Block tables and lengths that replace vLLM's for the whole batch in a layer. The next layer
+    of the group overwrites these arrays.
 
-    made: data that the engine's side builds around the arrays, once per step.
-    pages: a tensor to which the tables point in place of the layer's pages.
+    tables: int32 [R, width].
+    seq_lens: int32 [R].
+    made: vLLM's metadata that the backend has built with these arrays; None before that.
+    pages: the tensor to whose pages the tables refer; None for the layer's own pages.
     """
 
     tables: I32
@@ -134,18 +145,19 @@ class Rewrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The data that sparse decode needs about a step's batch, computed once and shared by all
-    layers of a KV cache group.
+    """What sparse decode knows about a step's batch. Computed once per step and KV cache group, and
+    shared by the layers of the group.
 
     key: vLLM's metadata object of the step, from which the plan was made.
-    complete: the complete blocks of the contexts, an array for each row. These blocks need
-        representations (compact forms of keys, by which blocks are selected).
-    lacking: layers without representations of some of these blocks.
-    num_forgets: the pool's `num_forgets` (how often it has dropped representations) when `lacking`
-        was computed; if it has changed since, `lacking` is computed again.
-    rewrite: the batch's block tables as the last layer that left blocks out used them; None before
-        such a layer.
-    written: by row, the block tables in `rewrite` that differ from the batch's.
+    rows: the rows that attend sparsely.
+    complete: for each row with a long context, its complete blocks. They need representations
+        (compact forms of keys, by which blocks are selected).
+    lacking: indices of the layers that lack representations of some of these blocks.
+    num_forgets: the pool's `num_forgets` when `lacking` was computed. If the pool's number has
+        changed since, `lacking` is computed again.
+    rewrite: the block tables that the last layer with sparse rows has used; None before such a
+        layer.
+    written: by row, the block tables in `rewrite` that differ from vLLM's.
     """
 
     key: object
@@ -158,10 +170,11 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the batch's block tables with these tables in place of some rows' tables
-        (`Rewrite`). All other rows keep the batch's tables.
+        """Returns the block tables of the whole batch, in which some rows have other tables than
+        vLLM's.
 
-        A table that is the same object as in the layer before is not written again.
+        tables: by row, the tables that replace vLLM's. A table that is the same object as in the
+            layer before is not written again.
         """
         batch = self.batch
         if self.rewrite is None:

@@ -1,10 +1,11 @@
-"""Calibrates the centres and axes of a model's keys: `python -m hotkv_vllm.sparse.calibrate --model
-MODEL --output centres.npz`.
+"""Measures the centres (mean keys) and principal axes of a model's keys, and writes them to a file
+for `hotkv.sparse_centre`: `python -m hotkv_vllm.sparse.calibrate --model MODEL --output
+centres.npz`.
 
-Runs the model over ordinary text in a vLLM engine in this process. Records every layer's keys and
-some queries at the input of attention: after RoPE, in the model's dtype. So it works for any model
-that vLLM runs on a CPU with layers of plain full attention. The file is for `hotkv.sparse_centre`.
-Its contents depend on the model and the context length, not on the text.
+Runs the model over ordinary text in a vLLM engine in this process. Records the keys and some
+queries of every layer at the input of attention: after RoPE, in the model's dtype. So it works for
+any model that vLLM runs on a CPU and that has layers of plain full attention. The result depends on
+the model and the context length, hardly on the text.
 
 Shapes: S tokens of a context, N sampled tokens, Q query heads, H KV heads, D channels.
 """
@@ -35,12 +36,17 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query is recorded for this many tokens. The queries serve to measure biases."""
+"""One query is recorded per this many tokens. Biases are measured with these queries."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Wraps a layer's attention and records its keys and queries, for one context at a time."""
+    """Wraps the `forward` method of a layer's attention, and records the layer's keys and some
+    queries, for one context at a time.
+
+    moments: the moments of keys and queries over all recorded contexts, from which the axes are
+        computed.
+    """
 
     forward: Any
     kv_heads: int
@@ -52,7 +58,6 @@ class Recorder:
     queries: list[torch.Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     moments: AxesEstimate = field(init=False)
-    """The moments of keys and queries over all recorded contexts."""
 
     def __post_init__(self) -> None:
         self.moments = AxesEstimate(self.kv_heads, self.head_size)
@@ -68,8 +73,8 @@ class Recorder:
         *more: Any,
         **named: Any,
     ) -> Any:
-        """Records, then calls the attention's `forward`. A call without metadata (vLLM's memory
-        profiling) is not recorded."""
+        """Records keys and queries, then calls the wrapped `forward`. Does not record a call
+        without metadata (vLLM's memory profiling)."""
         if metadata is not None:
             self._keep(query, key, metadata.num_actual_tokens)
         return self.forward(layer, query, key, value, kv_cache, metadata, *more, **named)
@@ -89,8 +94,8 @@ class Recorder:
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Returns the context's keys float32 [S, H, D], its queries float32 [N, Q, D] and their
-        positions, and clears the recorder."""
+        """Returns the recorded context, and clears it: its keys, float32 [S, H, D], the recorded
+        queries, float32 [N, Q, D], and the positions of the queries."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -99,7 +104,8 @@ class Recorder:
 
 
 def recorders(worker: Any) -> dict[int, Recorder]:
-    """Puts a recorder before every layer that may be sparse. Returns the recorders by layer index.
+    """Wraps the attention of every layer of plain full attention in a `Recorder`. Returns the
+    recorders by layer index.
 
     worker: vLLM's worker.
     """
@@ -116,14 +122,14 @@ def recorders(worker: Any) -> dict[int, Recorder]:
 
 
 class ContextSums:
-    """Sums up contexts, layer by layer."""
+    """Collects the recorded contexts of each layer, and computes centres from them."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
         self._moments: dict[int, AxesEstimate] = {}
 
     def add(self, layers: Mapping[int, Recorder]) -> None:
-        """Adds the recorded keys and queries of a context."""
+        """Adds the context that the layers' recorders have recorded, and clears them."""
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
             self._moments[index] = recorder.moments
@@ -132,8 +138,11 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Returns centre and biases of every layer; each bias is the mean over contexts. Raises
-        INVALID_FIELD if there were too few tokens."""
+        """Returns the centre, axes and biases of every layer. A bias is the mean over the contexts.
+        Raises HotKVError (INVALID_FIELD) if there were too few tokens.
+
+        model: name of the model.
+        """
         layers = {}
         for index, contexts in self._contexts.items():
             calibrated = self._moments[index].axes()
@@ -169,8 +178,8 @@ def default_text() -> str:
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """Returns the first `num_tokens` tokens of every text. Raises ValueError if a text is too
-    short."""
+    """Returns the first `num_tokens` tokens of each text; of a shorter text, all. Raises ValueError
+    if a text has too few tokens to calibrate."""
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]
@@ -184,7 +193,7 @@ def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> li
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Returns the parsed command line."""
     flags = argparse.ArgumentParser(
         prog="python -m hotkv_vllm.sparse.calibrate",
         description="Calibrates centres for sparse decode.",
@@ -219,8 +228,13 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: Any) -> Centres:
-    """Returns the centres of a model, from texts by name. Blocks for minutes. Raises ValueError or
-    HotKVError (INVALID_FIELD) if the model can't be calibrated."""
+    """Runs a model over texts and returns its centres. Blocks for minutes. Raises ValueError or
+    HotKVError (INVALID_FIELD) if the model can't be calibrated.
+
+    texts: the texts, by name.
+    num_tokens: tokens of each text to use, at most.
+    engine: further arguments of vLLM's `LLM`.
+    """
     from vllm import LLM, SamplingParams
 
     settings = {

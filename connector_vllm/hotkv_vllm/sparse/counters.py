@@ -1,8 +1,8 @@
-"""Measures sparse decode: counters by layer, and samples of recall.
+"""Measures sparse decode: counts per layer (`LayerCounters`), and samples of the quality of
+selections (`measure`).
 
-Counters only grow; each `take` returns the growth since the last call. Counting costs a few
-additions of Python floats; tables are made only when counters are taken. A sample of recall reads
-every key of a context.
+Counters only increase; each `take` returns their growth since the last call. Counting a step costs
+a few additions of Python floats. A sample reads every key of a context.
 
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
 """
@@ -35,8 +35,11 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """The counters of sparse decode of the layers with these `indices`. The counters have the names
-    of `hotkv_proto.reports.SPARSE_COUNTERS`."""
+    """Counts the events of sparse decode per layer, under the names of
+    `hotkv_proto.reports.SPARSE_COUNTERS`.
+
+    indices: indices of the layers.
+    """
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._rows = {index: [0.0] * len(SPARSE_COUNTERS) for index in indices}
@@ -55,7 +58,13 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts a selection of a layer whose blocks have pages of `page_bytes`."""
+        """Counts a selection.
+
+        index: index of the layer.
+        attended: the result of the selection.
+        context_blocks: number of blocks in the context.
+        page_bytes: bytes of a block in the layer.
+        """
         row = self._rows[index]
         num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
         values = (
@@ -69,9 +78,9 @@ class LayerCounters:
             row[column] += value
 
     def take(self) -> dict[str, float]:
-        """Returns the growth over all layers, by name prefixed with `sparse_`. Counters that did
-        not grow are left out."""
-        # Once a step, so without an array.
+        """Returns the growth of each counter since the last call, summed over the layers, by its
+        name with the prefix `sparse_`. Leaves out counters that did not grow."""
+        # Called in every step; for so few numbers an array would be slower.
         totals: list[float] = [
             sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)
         ] or self._taken
@@ -84,8 +93,8 @@ class LayerCounters:
         }
 
     def take_by_layer(self) -> dict[int, dict[str, float]]:
-        """Returns the growth by layer and name. Layers and counters that did not grow are left
-        out."""
+        """Returns the growth of each counter since the last call of this method, by layer index and
+        name. Leaves out layers and counters that did not grow."""
         totals = np.array(list(self._rows.values())).reshape(self._taken_by_layer.shape)
         growth, self._taken_by_layer = totals - self._taken_by_layer, totals
         found = {
@@ -100,10 +109,11 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Quality of a selection of n blocks, measured with exact attention.
+    """The quality of a selection of n blocks, measured with exact attention. Both figures count all
+    blocks that the row attends to.
 
-    recall: share of the n blocks with the most attention mass that were selected.
-    mass: share of the attention mass that lies in the selected blocks.
+    recall: of the n blocks with the most attention mass, the share that the row attends to.
+    mass: share of the attention mass in the blocks that the row attends to.
     """
 
     recall: float
@@ -118,8 +128,12 @@ def block_mass(
     block_tokens: int,
     scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Returns each block's exact share of the attention mass, mean over query heads; float64 [C],
-    sum 1."""
+    """Returns each block's exact share of the attention mass, float64 [C]: the mean over the query
+    heads. The shares add up to 1.
+
+    keys_of: returns the unpacked keys of blocks, float32 [n, T, H, D].
+    blocks_C: ids of the context's blocks.
+    """
     log_mass = np.empty((len(query_QD), len(blocks_C)))
     for place, block in enumerate(blocks_C):
         keys = keys_of(np.array([block], np.int32))[0]
@@ -140,7 +154,11 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Compares a row's selection with its exact attention."""
+    """Returns how good a row's selection is, compared with exact attention over its whole context.
+    For the other arguments see `block_mass`.
+
+    attended: the selection, and the blocks that the row attends to.
+    """
     share = block_mass(keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale)
     best = top(share.astype(np.float32), len(attended.selection.blocks))
     return Recall(float(np.isin(best, attended.blocks).mean()), float(share[attended.blocks].sum()))

@@ -1,8 +1,9 @@
-"""A CUDA device whose memory is torch's, for kernels that take part in an engine's step.
+"""Implements `hotkv_sparse.cuda.device.Device` with torch's memory and streams, for kernels that
+are part of an engine's step.
 
 Always true: launches and copies go to torch's current stream, so a CUDA graph that vLLM captures
-includes them. `write` does not wait: values pass through pinned memory, which torch retains until
-the copy is done.
+includes them. `write` does not wait: it copies the values to pinned memory first, which torch
+retains until the device has copied them.
 """
 
 from collections.abc import Sequence
@@ -15,26 +16,28 @@ from hotkv_sparse.cuda.device import Argument, Array, CupyDevice, Host
 
 
 class TorchDevice(CupyDevice):
-    """A CUDA device. `device` is torch's name with the index, such as `cuda:0`."""
+    """A CUDA device whose arrays are torch tensors. `device` must have an index, such as
+    `cuda:0`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         super().__init__(device.index or 0, torch.cuda.current_stream(device).cuda_stream)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Implements `Device`."""
+        """Allocates a zeroed array on the device (see `Device`)."""
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return torch.zeros(tuple(shape), dtype=kind, device=self.device)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Implements `Device`. Does not wait; the caller may change `values` at once."""
+        """Copies `values` into `target`, from index `start` on (see `Device`). Does not wait; the
+        caller may change `values` after the call."""
         assert isinstance(target, torch.Tensor)
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         pinned = torch.from_numpy(np.array(values)).pin_memory()
         target[place].copy_(pinned, non_blocking=True)
 
     def read(self, source: Array) -> Host:
-        """Implements `Device`."""
+        """Returns a copy of the array in host memory (see `Device`). Waits for the device."""
         assert isinstance(source, torch.Tensor)
         found: Host = source.cpu().numpy()
         return found
@@ -47,6 +50,6 @@ class TorchDevice(CupyDevice):
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Implements `Device`."""
+        """Launches a kernel on torch's current stream (see `Device`). Does not wait."""
         self.use_stream(torch.cuda.current_stream(self.device).cuda_stream)
         super().launch(kernel, grid, threads, args, shared_bytes)

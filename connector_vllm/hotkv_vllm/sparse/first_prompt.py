@@ -1,11 +1,14 @@
-"""Calibrates a rank's layers from the first prompt that the engine computes.
+"""Calibrates the layers of a rank from the first prompt that the engine computes.
 
-Representations along principal axes (mix2) need the distribution of a layer's keys and queries. A
-layer has no such representations until it has seen `ENOUGH_TOKENS` tokens; until then its rows
-attend to everything. After that its axes are fixed. The tokens are treated as spread over the
-longest context that the engine accepts: axes of a short prompt alone would fail at later positions
-(`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed and don't count. Engines
-don't share this calibration, because they see different prompts.
+Representations along principal axes (format `mix2`) need to know the distribution of a layer's keys
+and queries. A layer records this distribution from the first `ENOUGH_TOKENS` tokens that it
+computes. Until then it has no such representations, and its rows attend to everything. Afterwards
+its axes are fixed.
+
+Axes that fit only the positions of a short prompt would fail at later positions. So the tokens are
+treated as if they were spread over the longest context that the engine accepts
+(`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed, so they don't count.
+Engines don't share this calibration, because they see different prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
@@ -22,8 +25,8 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
-"""A function that receives the calibration of a layer: its index, its centre float32 [H, D], its
-axes."""
+"""A function that receives the calibration of a layer: the layer's index, its centre (mean keys,
+float32 [H, D]), and its axes."""
 ENOUGH_TOKENS = 2048
 
 
@@ -44,12 +47,13 @@ NO_TURNING = Turning(np.empty(0), 1)
 
 
 class FirstPrompt:
-    """Records the layers in `waiting` until each layer has seen enough tokens, and then calibrates
-    the layer.
+    """Records keys and queries of layers until a layer has seen enough tokens, and then calibrates
+    it.
 
-    shapes: (H, D) by layer index.
+    waiting: by layer index, the record of a layer that is not calibrated yet.
+    shapes: (H, D) by layer index, for the layers to calibrate.
     turning: the model's RoPE.
-    then: called with each layer's result.
+    then: called with the calibration of each layer.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class FirstPrompt:
 
     @staticmethod
     def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
-        """Returns the calibration for the layers that are not calibrated yet."""
+        """Returns a `FirstPrompt` for those layers that need a calibration."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
             {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},
@@ -74,8 +78,11 @@ class FirstPrompt:
         return f"FirstPrompt({len(self.waiting)} layers wait)"
 
     def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Records the keys and queries of a waiting layer's step. Calls `then` once enough tokens
-        are recorded."""
+        """Records the keys and queries of a step in a layer that is in `waiting`. Once the layer
+        has seen enough tokens, calibrates it and calls `then`.
+
+        index: index of the layer.
+        """
         estimate = self.waiting[index]
         counts = np.maximum(np.diff(batch.starts), 0)
         first = np.repeat(batch.seq_lens - counts - batch.starts[:-1], counts)

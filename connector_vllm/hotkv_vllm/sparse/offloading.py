@@ -1,15 +1,18 @@
-"""Sparse offloading under the names of vLLM's RFC #37263: host memory holds every block, hot slots
-(blocks of device memory) hold the attended blocks.
+"""Implements sparse offloading with the classes and names of vLLM's RFC #37263: host memory holds
+every block of a context, and hot slots (blocks of device memory) hold the blocks to attend to.
 
-`SparseOffloadingManager` is the scheduler's part: it selects the relevant blocks of a prefix, pins
-them while they are loaded, and allocates new blocks of host memory. `SparseOffloadingHandler` is
-the worker's part: a layer's step and the copies that it needs. `BlockReprManager` (`pool`) holds
-representations (compact forms of keys, by which blocks are selected) by host block. All three are
-thin: selection and hot sets come from `hotkv_sparse`. Host memory is an array of this process
-(`ArrayPages`) or a residency of hotkv-server (`ResidencyPages`).
+- `SparseOffloadingManager` is for the scheduler. It selects the relevant blocks of a prefix, pins
+  them while they are loaded, and allocates blocks of host memory.
+- `SparseOffloadingHandler` is for a worker. It chooses the blocks for each layer's step, and copies
+  them between host memory and hot slots.
+- `BlockReprManager` (module `pool`) holds the representations (compact forms of keys, by which
+  blocks are selected) of host blocks.
+
+These classes contain little code: selection and hot sets are in `hotkv_sparse`. Host memory is an
+array of this process (`ArrayPages`) or a residency of hotkv-server (`ResidencyPages`).
 
 Always true:
-- A block is attended only in a hot slot that holds its bytes.
+- Attention reads a block only from a hot slot that holds its bytes.
 - A new block stays in its hot slot until its copy in host memory is complete. Only then is it
   ready.
 - A pinned host block is not allocated again.
@@ -49,14 +52,20 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Ids of the host blocks to load, int32. The blocks are pinned until the load ends."""
+    """The host blocks of a load, which are pinned until the load ends.
+
+    blocks: ids of the blocks, int32.
+    """
 
     blocks: I32
 
 
 class SparseOffloadingManager:
-    """Manages blocks of host memory by hash. `representations` holds the representation (compact
-    form of the keys) of each of these blocks. One thread."""
+    """Manages the blocks of host memory by their hash. Used by one thread.
+
+    num_blocks: number of blocks in host memory.
+    representations: the representations (compact forms of keys) of these blocks.
+    """
 
     def __init__(
         self,
@@ -83,12 +92,14 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """Returns (selected_blocks, scores) of the longest ready prefix, for a query float32 [Q,
-        D].
+        """Selects the relevant blocks of the longest ready prefix, for a query float32 [Q, D].
+        Returns (selected_blocks, scores).
 
-        `selected_blocks` int32 are host blocks in the context's order. `scores` float32 are their
-        shares of the attention mass; inf for a block that is always attended. The attention mass of
-        blocks that are always attended is estimated too, because their keys are not available here.
+        `selected_blocks` are the ids of host blocks, int32, in the order of the context. `scores`
+        are their shares of the attention mass, float32; inf for a block that is always attended.
+        All shares are estimates, because the keys are not available here.
+
+        block_hashes: the hashes of the context's blocks.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -123,7 +134,8 @@ class SparseOffloadingManager:
         return np.array(rows, np.int32)
 
     def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
-        """Pins the blocks until `complete_load`. Raises INVALID_FIELD if a block isn't ready."""
+        """Pins host blocks until `complete_load`. Raises HotKVError (INVALID_FIELD) if a block is
+        not ready."""
         if not self._is_ready[selected_blocks].all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -133,7 +145,8 @@ class SparseOffloadingManager:
         return LoadSpec(selected_blocks)
 
     def complete_load(self, selected_blocks: I32) -> None:
-        """Unpins blocks whose load has ended or will not happen."""
+        """Unpins host blocks whose load has ended or will not take place. Raises HotKVError
+        (INVALID_FIELD) if a block is not pinned."""
         if not (self._pins[selected_blocks] > 0).all():
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -145,8 +158,9 @@ class SparseOffloadingManager:
         np.subtract.at(self._pins, selected_blocks, 1)
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Allocates host blocks int32 for new blocks, which become ready in `complete_store`.
-        Raises OVERLOADED if too few blocks are free."""
+        """Allocates host blocks for those hashes that have none yet. Returns the id of each hash's
+        host block, int32. New blocks become ready with `complete_store`. Raises HotKVError
+        (OVERLOADED) if too few blocks are free."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
             raise HotKVError(
@@ -162,7 +176,8 @@ class SparseOffloadingManager:
         return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks `new_blocks` as ready; frees these blocks if the store failed."""
+        """Marks `new_blocks` as ready. If the store failed, frees those that are not ready yet.
+        Raises HotKVError (INVALID_FIELD) if a block was not allocated."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -181,27 +196,32 @@ class SparseOffloadingManager:
 
 
 class HostPages(Protocol):
-    """Pages in host memory, by layer and block. One thread at a time."""
+    """Holds pages in host memory, by layer and host block. Used by one thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns the pages uint8 [n, page bytes] of blocks that are stored."""
+        """Returns a copy of the layer's pages of stored blocks, uint8 [n, page bytes]."""
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages of blocks [n] to `hot` uint8 [slots, page bytes]."""
+        """Copies the layer's pages of `blocks` [n] from host memory to hot slots.
+
+        hot: the layer's hot slots, uint8 [slots, page bytes].
+        slots: the hot slot for each block [n].
+        """
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages of `hot` to blocks [n]. Raises an error if the pages can't be stored."""
+        """Copies pages from hot slots to `blocks` [n] in host memory. Raises HotKVError if that is
+        not possible. For the other arguments see `load`."""
         ...
 
 
 class ArrayPages:
-    """Host memory of this process.
+    """Holds pages in an array of this process.
 
     pages: uint8 [L, blocks, page bytes], contiguous.
-    copy_method: how blocks are copied. `memcpy` copies each sequence of blocks that is contiguous
-        on both sides, `batch` passes all blocks in a single call, `kernel` and `auto` run the
+    copy_method: how pages are copied. `memcpy`: one copy for each sequence of pages that is
+        contiguous on both sides. `batch`: one call of numpy for all pages. `kernel` and `auto`: the
         compiled loop of `PageCopier`.
     """
 
@@ -229,8 +249,9 @@ class ArrayPages:
         self._copy(hot, self._pages[layer_idx], slots, blocks)
 
     def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
-        """Copies rows of `source` to rows of `destination`, both contiguous uint8 [blocks, page
-        bytes]. Raises INVALID_FIELD if the rows don't fit."""
+        """Copies the rows `sources` of `source` to the rows `destinations` of `destination`. Raises
+        HotKVError (INVALID_FIELD) unless both arrays are contiguous uint8 [blocks, page bytes] and
+        have these rows."""
         size = self._pages.shape[2]
         for pages, rows in ((source, sources), (destination, destinations)):
             if (
@@ -264,21 +285,27 @@ class ArrayPages:
 
 @dataclass(slots=True)
 class _Staged:
-    """A block that waits for its store to the server: its index in the staging memory, and the
-    layers whose page is already there."""
+    """A block that waits in the staging memory to be stored in the server.
+
+    place: its index in the staging memory.
+    layers: the layers whose page of the block is already there.
+    """
 
     place: int
     layers: set[int] = field(default_factory=set)
 
 
 class ResidencyPages:
-    """A residency of hotkv-server. Pages are read from the mapped arena, without a call. A block is
-    stored once all layers have provided their page of it. After that the block is read only while
-    the server pins it.
+    """Holds pages in hotkv-server, with a residency per sequence (the server's record of its
+    reserved room and pinned blocks). A block is stored in the server once all layers have provided
+    their page of it. Pages are read from the mapped arena, without a call. A read raises HotKVError
+    if the server no longer pins the block.
 
-    memory: uint8 [L, S, page bytes], staging memory that `session` has registered. Blocks wait here
-        for their store. A slot of the server has a block's pages in the same order of layers.
-    layers: the layers' indices, in this order.
+    memory: staging memory in which blocks wait for their store, uint8 [L, S, page bytes].
+        `session` must have registered it.
+    layers: the indices of the layers, in the order of `memory`. A slot of the server has the pages
+        in the same order.
+    timeout_s: longest wait for an answer of the server.
     """
 
     def __init__(
@@ -307,7 +334,8 @@ class ResidencyPages:
     # ------------------------------------------------------------------------------------ sequences
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
-        """Reserves room for all blocks that a sequence may ever have. Raises HotKVError if the
+        """Opens a sequence's residency: reserves room in the server for `num_blocks`, the most
+        blocks that the sequence may ever have. Blocks for the answer. Raises HotKVError if the
         server has no room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
@@ -321,8 +349,11 @@ class ResidencyPages:
             self._offsets.pop(block, None)
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
-        """Assigns these host blocks to a sequence, from its block `first` on, under these
-        hashes."""
+        """Assigns host blocks to consecutive positions of a sequence, with the hashes under which
+        they will be stored.
+
+        first: position of the first of these blocks in the sequence.
+        """
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
         ):
@@ -339,7 +370,7 @@ class ResidencyPages:
         source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
         page_bytes = self._memory.shape[2]
         self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
-        # Pins are looked at behind the copies.
+        # Pins must be tested after the copies: the copied bytes are valid only if they held.
         for sequence_id in {self._names[block][0] for block in blocks.tolist()}:
             if not self._arena.holds(self._opened[sequence_id]):
                 raise HotKVError(
@@ -372,7 +403,7 @@ class ResidencyPages:
             for block in blocks.tolist()
             if len(self._staged[block].layers) == len(self._place_of)
         ]
-        # Neighbours of a sequence go together.
+        # Blocks that are neighbours in a sequence are stored together.
         for _, run in itertools.groupby(
             enumerate(sorted(complete, key=lambda block: self._names[block][:2])),
             lambda one: (self._names[one[1]][0], self._names[one[1]][1] - one[0]),
@@ -380,8 +411,8 @@ class ResidencyPages:
             self._send([block for _, block in run])
 
     def _send(self, blocks: list[int]) -> None:
-        """Stores blocks that are neighbours in a sequence into its residency, and notes where the
-        server pins them."""
+        """Stores blocks that are neighbours in a sequence, and records where the server has pinned
+        them. Blocks for the answers. Raises HotKVError if the server has not stored them."""
         sequence_id, first, _ = self._names[blocks[0]]
         names = [self._names[block][2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -408,11 +439,13 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """The copies between host memory and hot slots for a sequence in a layer. Copy i is between the
-    host block `blocks[i]`, at position `positions[i]` of the context, and the hot slot `slots[i]`
-    (int32 arrays).
+    """The copies between host memory and hot slots for a sequence in a layer. Copy i is between
+    host block `blocks[i]` and hot slot `slots[i]`.
 
-    is_load: True for copies to the hot slots, False for copies to host memory.
+    positions: position of each block in the context, int32 [n].
+    blocks: id of each host block, int32 [n].
+    slots: index of each hot slot, int32 [n].
+    is_load: True copies to the hot slots, False to host memory.
     """
 
     sequence_id: str
@@ -425,11 +458,11 @@ class SwapSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """A sequence in a layer.
+    """The blocks and the length of a sequence in a layer.
 
-    block_table: int32, the blocks to attend to, in order. The last block holds the tokens up to
-        `seq_len`. The argument of `handle_layer` names host blocks of the whole context; its result
-        names hot slots.
+    block_table: the blocks to attend to, in order, int32. As the argument of `handle_layer`: ids of
+        the host blocks of the whole context. In its result: indices of hot slots.
+    seq_len: number of tokens in these blocks; the last block may be partial.
     """
 
     sequence_id: str
@@ -439,9 +472,12 @@ class DecodeMetadata:
 
 @dataclass(slots=True)
 class _LayerState:
-    """A sequence in a layer.
+    """The state of a sequence in a layer.
 
-    pending: int32, positions of complete blocks whose swap-out has not been requested yet.
+    hot: its hot set (the blocks in hot slots).
+    has_begun: True after the first step.
+    pending: positions of complete blocks that must be copied to host memory and for which no copy
+        was requested yet, int32.
     """
 
     hot: HotSet
@@ -450,16 +486,17 @@ class _LayerState:
 
 
 class SparseOffloadingHandler:
-    """The hot slots (device blocks for attended blocks) of every layer, cut into one region per
-    sequence, and the copies between them and host memory.
+    """Manages the hot slots (device blocks to attend to) of every layer, and the copies between
+    them and host memory. Each sequence has its own region of hot slots.
 
-    host: pages of all blocks.
-    hot: uint8 [layers, slots, page bytes].
-    keys_of: returns unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
-    slots_per_sequence: most blocks of a hot set (the blocks of a sequence and layer on the device).
+    Decisions are made in the caller's thread. Copies run in a thread of the handler, in the order
+    in which they were submitted.
 
-    Decides in the caller's thread. Copies run in a thread of the handler, in the order in which
-    they were submitted.
+    slots_per_sequence: number of hot slots in a region, so the most blocks of a hot set (the blocks
+        of a sequence that are in hot slots of a layer).
+    host: the pages of all blocks, in host memory.
+    hot: the hot slots, uint8 [layers, slots, page bytes].
+    keys_of: returns the unpacked keys, float32 [n, T, H, D], in pages, uint8 [n, page bytes].
     """
 
     def __init__(
@@ -502,9 +539,8 @@ class SparseOffloadingHandler:
     # ------------------------------------------------------------------------------------ sequences
 
     def begin(self, sequence_id: str) -> None:
-        """Begins a sequence whose complete blocks are all in host memory.
-
-        Raises OVERLOADED if all regions are in use."""
+        """Begins a sequence whose complete blocks are all in host memory. Raises HotKVError
+        (OVERLOADED) if all regions of hot slots are in use."""
         if not self._regions:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -513,19 +549,20 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """Ends a sequence. The sequence's jobs must have ended before."""
+        """Ends a sequence and frees its region of hot slots. Its copies must have ended before."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
-        """Extends the context to `seq_len` tokens. Returns the hot slot of the last token's block.
-        Call before the step's keys are written."""
+        """Extends a sequence's context in a layer to `seq_len` tokens. Returns the index of the hot
+        slot of its last block, into which the step writes. Must be called before the step writes
+        its keys."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
-        # The last block counts as incomplete even when this step fills it: its keys are about to be
-        # written.
+        # The last block counts as incomplete even if this step fills it, because its keys are not
+        # written yet.
         num_complete = where.count - 1
         num_host = 0
         if state is None:
@@ -538,7 +575,10 @@ class SparseOffloadingHandler:
         return int(self._slots_of(sequence_id, state.hot, np.array([num_complete], np.int32))[0])
 
     def _slots_of(self, sequence_id: str, hot: HotSet, positions: I32) -> I32:
-        """Returns the hot slots int32 of resident blocks."""
+        """Returns the indices of the hot slots of blocks in the hot set, int32.
+
+        positions: positions of the blocks in the context.
+        """
         present = hot.map()
         slots: I32 = present.slots[np.searchsorted(present.blocks, positions)] + np.int32(
             self._region_of[sequence_id] * self._slots
@@ -550,11 +590,11 @@ class SparseOffloadingHandler:
     def handle_layer(
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
     ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """Returns (new_attn_metadata, swap_in_spec, swap_out_spec) of a layer's step with a query
-        float32 [Q, D].
+        """Chooses the blocks that a step attends to in a layer, with a query float32 [Q, D].
+        Returns (new_attn_metadata, swap_in_spec, swap_out_spec).
 
-        Carry out the swap-in, attend with the new metadata, then carry out the swap-out. A
-        sequence's first step loads its whole selection, every later step at most
+        The caller must carry out the swap-in, then attend with the new metadata, then carry out the
+        swap-out. The first step of a sequence loads its whole selection, every later step at most
         `max_correction_blocks`.
         """
         sequence_id, table, seq_len = (
@@ -600,8 +640,9 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Returns the exact log mass float32 [Q] of the blocks that are always attended, read from
-        hot slots where possible, else from host memory."""
+        """Returns the exact log of the attention mass, float32 [Q], of the blocks that are always
+        attended. Reads their keys from hot slots, or from host memory if they are not in a hot
+        slot."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -619,7 +660,8 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the keys of host blocks. Waits for copies that write them."""
+        """Returns the unpacked keys of host blocks in a layer, after waiting for copies that write
+        these blocks."""
         wait_futures(
             [
                 job
@@ -632,7 +674,8 @@ class SparseOffloadingHandler:
     # --------------------------------------------------------------------------------------- copies
 
     def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
-        """Begins the copies in the handler's thread. Raises INVALID_FIELD if the id is in use."""
+        """Begins the copies of `spec` in the handler's thread. Raises HotKVError (INVALID_FIELD) if
+        `job_id` is in use."""
         if job_id in self._jobs:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"
@@ -644,9 +687,8 @@ class SparseOffloadingHandler:
         copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until these jobs have ended. Raises the error of a failed job.
-
-        Afterwards, blocks that were swapped out may leave their hot slots.
+        """Waits until the jobs have ended, and raises the error of a failed job. Afterwards blocks
+        that were copied to host memory may leave their hot slots.
         """
         jobs = [self._jobs.pop(job_id) for job_id in job_ids]
         wait_futures([job for _, job in jobs])
@@ -660,5 +702,5 @@ class SparseOffloadingHandler:
             job.result()
 
     def close(self) -> None:
-        """Waits for all copies."""
+        """Waits for all copies and ends the handler's thread."""
         self._copier.shutdown()

@@ -1,7 +1,6 @@
-"""Reads a layer's pages as vLLM's CPU kernels write them: keys, and the attention mass of some of
-them. Does not call vLLM's kernels.
-
-Never writes. Block numbers are the engine's; a number outside the layer raises IndexError.
+"""Reads a layer's pages as vLLM's CPU kernels write them: returns keys, or the attention mass of
+tokens. Does not call vLLM's kernels, and never writes to the pages. A block id outside the layer
+raises IndexError.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, n blocks to read.
 """
@@ -24,8 +23,13 @@ _LANES = 16
 
 
 class KeyPages:
-    """Reads the pages of a layer. `pages` [B, H, T, 2 * D] has for each head first the keys, in the
-    arrangement `packing`, then the values."""
+    """Reads the pages of a layer.
+
+    The pages are a tensor [B, H, T, 2 * D]. A page has, for each head, first the keys in the
+    arrangement `packing`, then the values.
+
+    page_bytes: bytes of a page: keys and values of all heads.
+    """
 
     def __init__(self, pages: torch.Tensor, packing: KeyPacking) -> None:
         self._pages = pages
@@ -37,28 +41,31 @@ class KeyPages:
         self._numbers = (pages.shape[2], packing.run, packing.pair, self._kind or 0)
         self._nothing = np.empty(0, np.float32)
         self.page_bytes = pages[0].numel() * pages.element_size()
-        """Bytes of a block: keys and values of all heads."""
 
     def __repr__(self) -> str:
         return f"KeyPages({list(self._pages.shape)}, {self._pages.dtype}, {self._packing})"
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Returns the layer's pages."""
+        """Returns the tensor with the layer's pages."""
         return self._pages
 
     def over(self, pages: torch.Tensor) -> "KeyPages":
-        """Returns a reader of other pages of the same layer."""
+        """Returns a reader of other pages of the same layer, for example in a staging area."""
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:
-        """Returns unpacked keys float32 [n, T, H, D]."""
+        """Returns the unpacked keys of `blocks` (ids, int32 [n]), float32 [n, T, H, D]."""
         keys: F32 = unpacked_keys(self._pages, torch.from_numpy(blocks), self._packing).numpy()
         return keys
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
-        """Returns logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of
-        `blocks` int32, in their order; -inf without tokens."""
+        """Returns the log of the attention mass of tokens, float32 [Q]: the logsumexp of q · k *
+        scale over these tokens; -inf without tokens.
+
+        blocks: ids of the blocks with the tokens, int32, in order.
+        num_tokens: number of tokens, from the first token of the first block on.
+        """
         if not num_tokens or not self._is_plain:
             keys = self.keys_of(blocks)
             return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)
@@ -76,8 +83,13 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """Describes the always-attended tokens to the compiled decode step: the first `num_tokens`
-        tokens of `blocks` int32, and the layer's learned sinks float32 [Q], if any."""
+        """Returns the description of the tokens that are always attended, for the compiled decode
+        step.
+
+        blocks: ids of the blocks with these tokens, int32, in order.
+        num_tokens: number of tokens, from the first token of the first block on.
+        sink_logits: the layer's learned sinks, float32 [Q]; None without sinks.
+        """
         log_mass = sink_logits
         if log_mass is None:
             if len(self._nothing) != len(query_QD):
@@ -90,8 +102,8 @@ class KeyPages:
         )
 
     def _view(self) -> U8:
-        """Returns the pages as uint8 [B, H, bytes]. The view is made anew if the tensor's memory
-        has moved."""
+        """Returns a view of the pages as uint8 [B, H, bytes]. Makes the view anew if the tensor's
+        memory has moved."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
             self._bytes = (
@@ -101,7 +113,11 @@ class KeyPages:
 
 
 def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
-    """Returns True if sixteen tokens lie side by side, by channel or by pairs of channels."""
+    """Returns True if the compiled kernel can read pages of this arrangement and dtype: sixteen
+    tokens must lie side by side, by channel or by pairs of channels.
+
+    kind: number of the dtype in `_KINDS`; None for another dtype.
+    """
     pairs = (1,) if kind == _KINDS[torch.float32] else (1, 2)
     return (
         kind is not None

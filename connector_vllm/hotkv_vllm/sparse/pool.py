@@ -1,15 +1,16 @@
-"""Representations (compact forms of keys, by which sparse attention selects blocks) of the engine's
-blocks, by layer and block id, in memory that the server may map.
+"""Holds the representations (compact forms of keys, by which sparse attention selects blocks) of
+the engine's device blocks, by layer and block id, in memory that the server can map.
+
+Each block has a row in the pool. For each layer, a mark says whether the row of a block is built.
+`update` builds missing representations from the keys in the pages. `mark_built` marks rows that a
+load has written. `forget` clears marks; it must be called before a block's page is written.
 
 Always true:
-- Each block has a row in the pool, which has room for the block's representation. If a block is
-  marked as built, its row holds the representation of the keys in the block's page. Before a page
-  is written, `forget` must be called. `update` builds missing representations from the pages;
-  `mark_built` says that another writer has written the rows. So the source of the keys does not
-  matter: prefill, decode, a local prefix hit, or a load.
+- If a block is marked as built, its row holds the representation of the keys in the block's page,
+  wherever these keys came from: prefill, decode, vLLM's own prefix cache, or a load.
 - A row is written only while its block is not marked as built. The mark is cleared only when the
-  block's page is written anew. A step that writes a page waits for the stores that read the block,
-  so a row never changes while a store reads it.
+  page is written anew, and before that the stores that read the block have ended. So a row never
+  changes while a store reads it.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -34,22 +35,22 @@ F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 KeysOf = Callable[[I32], F32]
-"""Unpacked keys float32 [B, T, H, D] of the blocks int32 [B]."""
+"""A function that returns the unpacked keys, float32 [B, T, H, D], of blocks (ids, int32 [B])."""
 
 BUILD_BLOCKS = 64
-"""Number of blocks for which representations (compact forms of keys) are built at a time. It bounds
-the memory of unpacked keys."""
+"""Number of blocks for which representations (compact forms of keys) are built at a time. This
+limits the memory for their unpacked keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape and formats of a layer's representations (compact forms of blocks' keys).
+    """Shape and formats of a layer's representations (compact forms of keys).
 
     formats: names of the formats in which each block is represented.
-    mu: float32 [H, D], the mean key of each head (the centre), which the token formats subtract
-        from keys before they code them. None means zero.
-    biases: by format name, by how much the format overestimates a block's log mass with this
-        centre. A format that is not listed has its default bias.
+    mu: float32 [H, D], the mean key of each head (the centre). Formats that code each token
+        subtract it from the keys first. None means zero.
+    biases: by format name, how much the format overestimates the log of a block's attention mass
+        with this centre. A format that is not listed has its default bias.
     axes: the principal axes of keys that some formats (`mix2`) need; None until the engine has
         calibrated them.
     """
@@ -65,23 +66,30 @@ class LayerShape:
 
     @property
     def is_calibrated(self) -> bool:
-        """Returns True if representations (compact forms of keys) of all formats can be built."""
+        """Returns True if representations (compact forms of keys) can be built in all formats, so
+        that no format lacks its axes."""
         return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
-        """Returns the bytes of a block's representation (compact form of its keys) in a format."""
+        """Returns the bytes of a block's representation (compact form of keys) in a format.
+
+        name: name of the format.
+        """
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
-        """Returns `mu` for a format that codes each token; None for a format that summarizes
-        blocks, which uses no centre."""
+        """Returns `mu` for a format that codes each token. Returns None for a format that
+        summarizes blocks, because it uses no centre.
+
+        name: name of the format.
+        """
         return self.mu if token_scorer(name) else None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """The place, in the pool, of a layer's representations (compact forms of blocks' keys) in one
-    format: block b is at byte `offset` + b * `row_bytes`."""
+    """Where a layer's representations (compact forms of keys) in one format are in the pool: the
+    row of block b begins at byte `offset` + b * `row_bytes`."""
 
     layer: int
     name: str
@@ -90,13 +98,14 @@ class PoolRows:
 
 
 class BlockReprManager:
-    """Owns the representations (compact forms of blocks' keys) of all sparse layers, in one pool.
-    One thread. Memory is allocated as blocks are built.
+    """Owns the representations (compact forms of keys) of all sparse layers, in one pool. Used by
+    one thread.
 
-    fd: the pool as a file that another process can map, open as long as this object lives; None
-        without such a file.
-    rows: the pool's parts, layers ascending, each layer's formats in their order.
-    num_forgets: how many times blocks that were marked as built have lost the mark.
+    fd: the pool's file, which another process can map; open as long as this object lives. None if
+        the system provides no such file.
+    num_bytes: size of the pool.
+    rows: the parts of the pool: layers ascending, and for each layer its formats in their order.
+    num_forgets: grows each time that marks of built representations are cleared.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
@@ -129,22 +138,26 @@ class BlockReprManager:
         )
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns a layer's representations (compact forms of keys) by format; row b belongs to
+        """Returns a layer's representations (compact forms of keys) by format. Row b belongs to
         block b."""
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """Returns a layer's shape, with the axes that it has by now."""
+        """Returns a layer's shape. Includes centre and axes if the layer was calibrated."""
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
-        """Returns True if the layer's representations (compact forms of keys) can be built and
-        scored."""
+        """Returns True if the layer's representations (compact forms of keys) can be built: no
+        format still lacks its axes."""
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Sets a layer's centre and axes, and forgets the representations (compact forms of keys)
-        that were built without them."""
+        """Sets a layer's centre and axes. Marks its representations (compact forms of keys) as not
+        built, because they were built without these.
+
+        mu: the mean key of each head, float32 [H, D].
+        axes: the principal axes of the layer's keys.
+        """
         shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)
         self._layers[layer_idx] = shape
         self._uncalibrated.discard(layer_idx)
@@ -154,40 +167,41 @@ class BlockReprManager:
         self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Returns for which of a layer's blocks the representation (compact form of the keys) is
-        built, bool by block id. The array is a copy."""
+        """Returns, by block id, whether the block's representation (compact form of keys) is built
+        in the layer. The array is a copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
-        """Marks the representations (compact forms of keys) of these blocks as not built, because
-        the blocks' pages are about to change, or have changed.
+        """Marks the representations (compact forms of keys) of `blocks` as not built, because the
+        blocks' pages are about to change, or have changed.
 
-        layers: None for all layers.
+        layers: indices of the layers; None for all layers.
         """
         self.num_forgets += 1
         for index in self._built if layers is None else layers:
             self._built[index][blocks] = False
 
     def forget_all(self) -> None:
-        """Marks all representations (compact forms of keys) as not built. Call this method if it is
-        not known which pages change."""
+        """Marks all representations (compact forms of keys) as not built. Used if it is not known
+        which pages change."""
         self.num_forgets += 1
         self._marks[:] = False
 
     def lacking(self, blocks: I32) -> set[int]:
-        """Returns the layers that lack a representation (compact form of the keys) of any of
-        `blocks`."""
+        """Returns the indices of the layers in which the representation (compact form of keys) of
+        at least one of `blocks` is not built."""
         is_built: npt.NDArray[np.bool_] = np.logical_and.reduce(self._marks[:, blocks], axis=1)
         return {index for index, has_all in zip(self._built, is_built, strict=True) if not has_all}
 
     def mark_built(self, layer_idx: int, blocks: I32) -> None:
-        """Marks the representations (compact forms of keys) of blocks as built: another writer has
-        written both the blocks' pages and the rows with their representations."""
+        """Marks the representations (compact forms of keys) of `blocks` as built in a layer. Called
+        after a load that has written both the blocks' pages and their rows."""
         self._built[layer_idx][blocks] = True
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:
-        """Builds the missing representations (compact forms of keys) of `new_blocks`, which must be
-        complete. Returns the number of blocks built; 0 before the layer is calibrated."""
+        """Builds the missing representations (compact forms of keys) of `new_blocks` in a layer.
+        The blocks must be complete. Returns the number of blocks whose representation was built; 0
+        if the layer is not calibrated yet."""
         built = self._built[layer_idx]
         if not self.is_calibrated(layer_idx):
             return 0
@@ -207,7 +221,8 @@ def _source(shape: LayerShape, name: str, pool: U8) -> Source:
 
 
 def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int]:
-    """Returns the size of a pool and its parts. Each part begins on a new memory page."""
+    """Returns the parts of a pool for these layers, and the pool's size in bytes. Each part begins
+    on a new memory page."""
     rows, at = [], 0
     for index in sorted(layers):
         for name in layers[index].formats:
@@ -217,10 +232,11 @@ def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int
 
 
 def _zeros(num_bytes: int) -> tuple[int | None, U8]:
-    """Returns zeroed memory, and the file behind it; None if the system provides no such file.
+    """Allocates zeroed memory that another process can map. Returns the descriptor of its file and
+    the memory. The descriptor is None if the system provides no such file.
 
-    The whole file is allocated here, for two reasons: memory that the server touches first would be
-    charged to the server, and the server rejects a file with holes.
+    The whole file is allocated here, for two reasons. Pages that the server touched first would be
+    charged to the server. And the server rejects a file with holes.
     """
     try:
         fd = os.memfd_create("hotkv-representations")

@@ -1,9 +1,10 @@
-"""Sparse decode of a rank, as the connector's worker side drives it from step to step.
+"""Connects the connector's worker side to sparse decode in a rank: installs it in the engine's
+layers, and passes each step's messages to it.
 
-Always true: attention never uses a representation (compact form of a block's keys, by which blocks
-are selected) that is older than the block's keys. If it is not known which blocks a step writes,
-all representations are forgotten; if that fails, sparse decode is turned off. After a fault here
-rows attend to everything, or blocks have no representations.
+Always true: attention never uses a representation (compact form of keys, by which blocks are
+selected) that is older than the block's keys. If it is not known which blocks a step writes, all
+representations are discarded. If that fails, sparse decode is turned off. If other code here
+raises, rows attend to everything, or blocks are stored without representations.
 """
 
 import time
@@ -33,8 +34,15 @@ logger = link.logger
 
 
 class SparseRank:
-    """Drives a rank's sparse worker. Does nothing without `hotkv.sparse`, and before `install` has
-    found layers."""
+    """Passes the steps of a rank to its sparse worker, and collects its reports. Does nothing
+    without the setting `hotkv.sparse`, and until `install_sparse` has found layers.
+
+    centres: the model's mean keys; None without them.
+    worker: the sparse worker of a CPU engine; None without sparse decode or before
+        `install_sparse`.
+    cuda: the worker of a CUDA engine with residency; None in other engines.
+    reporter: collects selections and counters for the scheduler; None without `worker`.
+    """
 
     def __init__(
         self,
@@ -45,7 +53,7 @@ class SparseRank:
         edge: HookEdge,
         arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
-        """arena_of: returns the server's arena, as this process maps it now."""
+        """arena_of: returns the server's arena that this process maps; None without an arena."""
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -62,13 +70,18 @@ class SparseRank:
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """Returns (layer, vLLM's group) of the layers that decode sparsely."""
+        """Returns the layers that may attend sparsely, each as (layer number, number of its vLLM
+        group). Empty on CUDA."""
         layers = self.worker.layers.values() if self.worker is not None else ()
         return tuple((layer.index, layer.group) for layer in layers)
 
     @hook(nothing, is_part=True)
     def install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
-        """Puts sparse attention into the engine's layers."""
+        """Installs sparse attention in the engine's layers, if the settings ask for it. If the
+        engine does not support it, logs a warning and leaves the layers unchanged.
+
+        kv_caches: the tensor of each layer, by layer name.
+        """
         if self._config.sparse is None:
             return
         try:
@@ -92,12 +105,12 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Returns True if the configuration asks for residency, but no layer supports it. Then the
-        scheduler must not free blocks early."""
+        """Returns True if the settings ask for residency, but it could not be installed. The
+        scheduler must then not free blocks early."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
-        # Imports CUDA's backend of vLLM.
+        # Imported here, because the module imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
         self.cuda = cuda_setup.install(
@@ -112,8 +125,8 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """Handles the opened session. On CUDA, makes the server's arena readable for the device
-        now, before graphs are captured."""
+        """Called when the rank's session was opened. On CUDA, makes the server's arena readable for
+        the device, because that must happen before vLLM captures graphs."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -123,18 +136,19 @@ class SparseRank:
     # ---------------------------------------------------------------------------------------- steps
 
     def will_write(self, blocks: Int32s) -> None:
-        """Forgets the representations (compact forms of keys) of blocks that are about to be
-        written."""
+        """Discards the representations (compact forms of keys) of `blocks`, because these blocks
+        are about to be written."""
         if self.worker is not None:
             self.worker.will_write(blocks)
 
     def will_write_all(self) -> None:
-        """Forgets all representations (compact forms of keys), because the whole KV memory is about
-        to be discarded."""
+        """Discards all representations (compact forms of keys), because vLLM is about to discard
+        the KV memory."""
         self.will_write(np.arange(self._kv_cache_config.num_blocks, dtype=np.int32))
 
     def begin_step(self, meta: HotKVMetadata) -> None:
-        """Receives the scheduler's data about a step's rows and blocks."""
+        """Passes the scheduler's message about a step to the sparse worker, before the step writes
+        blocks."""
         rows = meta.sparse_rows or SparseRows()
         if self.cuda is not None:
             self.cuda.begin_resident(meta.resident or ResidentStep(), rows)
@@ -146,8 +160,9 @@ class SparseRank:
             self.worker.begin_step(rows)
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
-        """Returns the requests among `request_ids` whose bytes in host memory were lost before this
-        step, or before an earlier step, read them. Call this method after the step's last layer."""
+        """Returns the requests among `request_ids` whose KV may be wrong, because this step or an
+        earlier step has read blocks that the server no longer held. Called after a step's last
+        layer. Empty without residency."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
@@ -158,16 +173,16 @@ class SparseRank:
         return set()
 
     def take_lost(self) -> set[int]:
-        """Returns the block id of the first block of each request whose bytes in host memory were
-        lost."""
+        """Returns the id of the first block of each request that has lost blocks in host memory
+        since the last call. Empty without residency."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
         return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
-        """Returns the block id of the first block of each request that has blocks in host memory
-        only, because it is not known which bytes were lost."""
+        """Returns the id of the first block of each request that has blocks only in host memory.
+        Used if `take_lost` raised: all these requests then count as lost."""
         if self.cuda is not None:
             return self.cuda.all_away()
         worker = self.worker
@@ -179,11 +194,9 @@ class SparseRank:
             self.reporter.before_step(meta.last_reports_of)
 
     def distrust(self) -> bool:
-        """Forgets all representations (compact forms of keys), because it is not known which blocks
-        a step overwrites.
-
-        Returns False if the representations could not be forgotten; then sparse decode is off from
-        now on."""
+        """Discards all representations (compact forms of keys), because it is not known which
+        blocks a step overwrites. Returns False if that raised; sparse decode is then turned off for
+        good."""
         if self.cuda is not None:
             self.cuda.start_over()
         if self.worker is None:
@@ -198,7 +211,7 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def sparse_report(self, report: HotKVWorkerMetadata) -> None:
-        """Adds the counts and selections since the last report."""
+        """Adds to `report` the growth of counters and the selections since the last report."""
         worker = self.cuda if self.worker is None else self.worker
         if worker is not None:
             for name, value in worker.take_counters().items():
@@ -215,10 +228,14 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds, for a store, the representations (compact forms of keys) of the blocks in `runs`
-        (consecutive blocks of a group). Returns the runs; None if the representations can't be
-        built: the blocks are then stored without them. `group_of`: returns vLLM's group of a
-        run."""
+        """Builds the missing representations (compact forms of keys) that a store is to contain.
+        Returns `runs`, or None if building raised: the blocks are then stored without
+        representations.
+
+        shared: the sparse worker whose representations are stored.
+        runs: the representations' runs in the store.
+        group_of: returns the number of the vLLM group for a run's group index.
+        """
         try:
             for run in runs:
                 shared.build(group_of(run.group_index), run.block_ids)

@@ -1,9 +1,12 @@
-"""The worker's reports to the server about sparse decode. A report is sent after a step.
+"""Collects a worker's reports about sparse decode. A report goes to the scheduler side, which sends
+it to the server.
 
-Always true: the reports of a worker that goes on stepping include every selection and count. A
-report is sent once in `REPORT_INTERVAL_S`, and with every step that names ended requests, whose
-last selections it then holds. So most steps only read the clock. The server counts a use of a block
-at most once a second, so more reports would add no information.
+A report is made after a step, once in `REPORT_INTERVAL_S`. It is also made after each step for
+which the scheduler asks for the last selections (blocks attended to) of ended requests. So most
+steps only read the clock. The server counts a use of a block at most once a second, so more reports
+would add no information.
+
+Always true: the reports together include every selection and count.
 """
 
 from collections.abc import Sequence
@@ -18,17 +21,17 @@ I32 = npt.NDArray[np.int32]
 REPORT_INTERVAL_S = 1.0
 
 Positions = dict[str, I32]
-"""By request: positions of blocks in its context, ascending."""
+"""By request id: positions of blocks in the request's context, ascending."""
 
 
 @dataclass(slots=True)
 class SparseReport:
-    """The activity of sparse decode since the last report.
+    """A worker's report about sparse decode since the last report.
 
     positions: by request, the positions of the blocks that any layer has selected.
-    layers: growth of counters by layer index and the names of `SPARSE_COUNTERS`.
-    ended: requests that have ended and for which the scheduler has asked; their last selections
-        (blocks attended to) are in this report or an earlier one.
+    layers: growth of counters, by layer index and by names of `SPARSE_COUNTERS`.
+    ended: ended requests for which the scheduler has asked. This report or an earlier report has
+        their last selections (blocks attended to).
     """
 
     positions: Positions = field(default_factory=dict)
@@ -39,8 +42,8 @@ class SparseReport:
         return not (self.positions or self.layers or self.ended)
 
     def join(self, other: "SparseReport") -> "SparseReport":
-        """Joins two reports, of different ranks or of the same rank: all positions and ended
-        requests, sums of counters."""
+        """Returns the report that joins two reports, of different ranks or of the same rank. It has
+        the positions and ended requests of both, and the sums of their counters."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -54,8 +57,7 @@ class SparseReport:
 
 
 class SparseReporter:
-    """Collects a rank's selections and counters of sparse decode, and makes the reports that go
-    with its steps."""
+    """Collects the selections and counters of a rank's sparse worker, and makes its reports."""
 
     def __init__(self, worker: SparseWorker) -> None:
         self._worker = worker
@@ -66,18 +68,18 @@ class SparseReporter:
         return f"SparseReporter({len(self._report.ended)} ended)"
 
     def before_step(self, last_reports_of: Sequence[str]) -> None:
-        """Moves the selections that the worker has not reported yet into the next report, if the
-        scheduler waits for the last selections of ended requests (`last_reports_of`). That report
-        then names these requests.
+        """Prepares a report if the scheduler asks for the last selections (blocks attended to) of
+        ended requests: takes all selections from the worker, and names these requests as ended.
+        Must be called before the worker's `begin_step`, which forgets ended requests.
 
-        Call this method before the worker's own `begin_step`, which drops ended requests. A
-        selection: the blocks to which a step attended."""
+        last_reports_of: the ended requests.
+        """
         if last_reports_of:
             last = SparseReport(self._worker.take_steps(), {}, frozenset(last_reports_of))
             self._report = self._report.join(last)
 
     def after_step(self, now_s: float) -> SparseReport | None:
-        """Returns the report about sparse decode if it is due; None otherwise."""
+        """Returns a report if one is due after this step; None otherwise."""
         if now_s < self._due_s and not self._report.ended:
             return None
         self._due_s = now_s + REPORT_INTERVAL_S

@@ -1,15 +1,15 @@
-"""Decides which rows (requests) of a step attend sparsely, and names these rows to the workers.
+"""Decides which rows (requests) of a step attend sparsely, and lists them for the workers.
 
-Always true: the scheduler side decides alone, once per step (`RowNames.of_step`). Attention, the
-kernels on CUDA and `identity.exactness` read that decision and never decide themselves. A row that
-is not named attends to its whole context. A named row may do so too, for instance after a fault,
-and its KV counts as inexact all the same.
+Always true: the scheduler side alone decides, once per step (`RowNames.of_step`). Attention, the
+kernels on CUDA and `identity.exactness` read that decision. A row that is not listed attends to its
+whole context. A listed row may do so too, for instance after a fault; its KV counts as inexact
+nevertheless.
 
-A row's name is the pair (id of the block that the row writes, request id). A worker's attention
-sees the rows' block tables, not their requests, so it finds a row by the block. The block
-identifies the row: a decode step writes only to an incomplete block, and requests share only
-complete blocks. So the order in which the runner passes rows does not matter. The request id tells
-the worker to which request the row belongs, also after a preemption, which changes all block ids.
+A row is listed by two ids: of the block that it writes in this step, and of its request. Attention
+in a worker gets the rows' block tables but not their requests, so it finds a row by the block. The
+block is unique: a decode step writes only to an incomplete block, and requests share only complete
+blocks. So the order of rows in vLLM's batch does not matter. The request id lets the worker keep a
+request's state after a preemption, which changes all its block ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ from hotkv_sparse import SparseConfig
 @dataclass(frozen=True, slots=True)
 class SparseRows:
     """The rows (requests) of a step that attend sparsely: request `request_ids[i]` writes block
-    `block_ids[i]`, one pair per group.
+    `block_ids[i]`. Each row has one such pair per KV cache group.
 
-    ended: requests that have ended.
+    ended: ids of requests that have ended since the last step.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -35,12 +35,13 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """Limits the decision on CUDA, where only requests that outgrow the device (`outgrows`) have
-    kernels that attend sparsely.
+    """Limits which rows may attend sparsely on CUDA: there only resident requests can.
 
-    replays_decode: True if steps in which every row has one token may be replayed from CUDA graphs.
-        A graph can't copy a context to a staging area. So in such a step a row with blocks in host
-        memory only (`has_away`) must attend sparsely, even if it is still in its prompt.
+    outgrows: returns True if a request is resident.
+    has_away: returns True if some blocks of a request are only in host memory.
+    replays_decode: True if vLLM may replay a CUDA graph for steps in which every row has one token.
+        A graph can't copy a context to a staging area. So in such a step a row with blocks only in
+        host memory must attend sparsely, even if it still computes its prompt.
     """
 
     outgrows: Callable[[str], bool]
@@ -49,8 +50,8 @@ class ResidentOnly:
 
 
 class RowNames:
-    """Decides, on the scheduler's side, which rows of each step attend sparsely. Knows the requests
-    that have arrived and not ended."""
+    """Decides, on the scheduler side, which rows of each step attend sparsely. Holds vLLM's objects
+    of all running requests."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class RowNames:
         groups: Sequence[tuple[int, int]],
         limits: ResidentOnly | None = None,
     ) -> None:
-        """groups: (vLLM's group, its block tokens) of each full attention group.
-        limits: None in a CPU engine, where every row can attend sparsely or to its whole context.
+        """groups: number in vLLM and tokens of a block, for each group of full attention.
+        limits: limits on CUDA; None in a CPU engine, where every row can attend sparsely.
         """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
@@ -79,14 +80,17 @@ class RowNames:
             self._ended.append(request_id)
 
     def request(self, request_id: str) -> Any:
-        """Returns vLLM's request of this id; None if it is not known."""
+        """Returns vLLM's object of the request; None if it is not known."""
         return self._requests.get(request_id)
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
-        """Returns the rows of this step that attend sparsely, and the requests that have ended
-        since the step before. Decides at the first call for a step, which must come before vLLM
-        advances its requests; later calls for the same step, or for a copy of it, return the
-        same."""
+        """Returns the rows of a step that attend sparsely, and the requests that have ended since
+        the step before. The first call for a step decides; later calls for the same step, or for a
+        copy of it, return the same result. The first call must come before vLLM adds the step's
+        tokens to the requests' `num_computed_tokens`.
+
+        scheduler_output: vLLM's `SchedulerOutput` of the step.
+        """
         if self._decided[0] is not scheduler_output.num_scheduled_tokens:
             self._decided = scheduler_output.num_scheduled_tokens, self._decide(scheduler_output)
         return self._decided[1]
@@ -118,8 +122,11 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True for a decode row with a long context, if the device can attend sparsely, and
-        for a row that a replayed graph could not attend to otherwise."""
+        """Returns True if a row with a single token attends sparsely: it decodes and has a long
+        context, or a replayed CUDA graph could not serve it otherwise (see `ResidentOnly`).
+
+        is_replayed: True if vLLM may replay a CUDA graph for the step.
+        """
         position, limits = request.num_computed_tokens, self._limits
         decodes = position >= request.num_prompt_tokens and position + 1 >= self._min_tokens
         if limits is None:
@@ -133,13 +140,13 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Registers that this engine decodes sparsely, so that hotkv's code in other connectors of the
-    engine (in vLLM's MultiConnector) can ask for its sparse rows."""
+    """Registers an engine's `RowNames` in this process. So `sparse_rows` also finds it from another
+    hotkv connector of the same engine (in vLLM's MultiConnector)."""
     _NAMES_OF[engine_id] = names
 
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
-    """Returns the rows of this step that attend sparsely, whichever connector of the engine asked
-    for sparse decode; None in an engine that never decodes sparsely."""
+    """Returns the rows of a step that attend sparsely, whichever of the engine's connectors has
+    sparse decode configured; None if none has."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

@@ -1,13 +1,15 @@
-"""Decides, step by step, which blocks a sequence attends to in a layer.
+"""Decides, step by step, which blocks a sequence attends to in a layer: the layer's *hot set*.
 
-Always true: sinks, recent window and the partial block are attended. The hot set has the blocks of
-the sequence that are on the device for the layer. After the first step, at most
-`max_correction_blocks` other blocks join the hot set within a step. Further wanted blocks join in
-the next step, through spare slots.
+With residency the hot set's blocks are on the device and all others are in host memory. Adding a
+block to the hot set then costs a copy, so a step adds only a few. Without residency no block moves,
+but hot sets follow the same rules.
 
-The first step fills the whole hot set, which is twice the budget, with the best blocks. It may,
-because prefill has just had all blocks on the device. In an engine without residency all blocks
-stay in the engine's memory; there every complete block is treated like a block in host memory.
+Always true: the hot set has the sinks, the recent window and the partial block. A step after the
+first adds at most `max_correction_blocks` other blocks. Further blocks that the step's query wants
+are copied into spare slots, and join the hot set in the next step.
+
+The first step fills the whole hot set, which is twice the budget, with the best blocks. It may do
+so, because prefill has just had all blocks on the device.
 """
 
 from collections.abc import Mapping
@@ -28,15 +30,18 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The result of a layer's step. The caller must attend to `blocks`: int32, ascending positions
-    in the context.
+    """The result of a step in a layer.
 
-    Numbers of blocks:
-    num_seeded: blocks that the first step added to the hot set.
-    num_corrected: blocks that this step's query selected and that were added to the hot set now.
-    num_prefetched: blocks that the previous step selected and that were added to the hot set now.
-    num_wanted: blocks that this step's query selected, without the blocks that are always attended.
-    num_hits: the wanted blocks that were in the hot set before this step.
+    blocks: the blocks to attend to: positions in the context, ascending, int32.
+    selection: the blocks that the step's query has selected.
+    num_seeded: number of blocks that the first step added to the hot set.
+    num_corrected: number of blocks that this step's query selected and that this step added to the
+        hot set.
+    num_prefetched: number of blocks that the previous step selected and that joined the hot set
+        now.
+    num_wanted: number of blocks that this step's query selected, without the blocks that are always
+        attended.
+    num_hits: number of these wanted blocks that were in the hot set before this step.
     """
 
     blocks: I32
@@ -49,8 +54,8 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set (the blocks on the device) of a sequence and layer, shared by the layer's KV
-    heads."""
+    """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer share
+    it."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -65,8 +70,11 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Returns the hot slots (places on the device) of blocks to which the last step
-        attended."""
+        """Returns the index of the hot slot of each block. All these blocks must be in the hot set
+        of the last step.
+
+        positions: positions of the blocks in the context, int32.
+        """
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
 
@@ -79,8 +87,8 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """Selects blocks with the step's query and brings the hot set (the blocks on the device) up
-        to date. The arguments are those of `hotkv_sparse.selection.select_layer`."""
+        """Selects blocks with the step's query and updates the hot set, in numpy code that supports
+        all settings. For the arguments see `hotkv_sparse.selection.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)
@@ -125,11 +133,12 @@ class LayerSequence:
         budget_blocks: int,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects blocks with the step's query and brings the hot set (the blocks on the device) up
-        to date, in one compiled call. Supports neither fusion nor `adaptive_p`.
+        """Selects blocks with the step's query and updates the hot set, in one compiled call. Does
+        not support fusion and `adaptive_p`.
 
-        where, budget_blocks: of the context, the same in all layers.
-        The other arguments are those of `hotkv_sparse.decode.decode`.
+        where: which blocks of the context can be chosen, and which are always attended.
+        budget_blocks: the most blocks that the step may select.
+        For the other arguments see `hotkv_sparse.decode.decode`.
         """
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget_blocks)
@@ -159,7 +168,8 @@ class LayerSequence:
         )
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
-        """Returns the hot set (the blocks on the device), extended to the present context."""
+        """Returns the hot set, extended to the present length of the context. Creates it in the
+        first step."""
         capacity = USUAL_SETS * max(budget_blocks, where.num_always)
         hot = self._hot
         if hot is None:
@@ -180,8 +190,8 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """Adds the blocks to the hot set that the previous step selected but could not add within
-        the step's limit. Returns the number of added blocks."""
+        """Adds to the hot set the blocks that the previous step selected but could not add within
+        its limit. Returns the number of added blocks."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving, True)
@@ -190,16 +200,15 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set (the blocks on the device) can hold the whole context, so that no
-    choice is needed."""
+    """Returns True if a hot set can hold the whole context, so that nothing must be chosen."""
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
     return sets * max(budget_blocks, where.num_always) >= where.count
 
 
 def _filling(config: SparseConfig) -> SparseConfig:
-    """Returns a configuration whose selections are as large as a hot set (the blocks on the
-    device)."""
+    """Returns the configuration for a sequence's first step: its selection is as large as the hot
+    set."""
     topk = config.sparse_topk
     return replace(
         config,

@@ -1,13 +1,14 @@
-"""The scheduler's reports to the server about sparse decode: sequences on the server, one per
-request and group.
+"""Reports the requests that decode sparsely to the server, so that it knows which blocks they use.
 
-A sequence begins when a request with a long prompt arrives, or when a request has grown long. It
-grows as blocks complete. It ends with the step after the request's end, once the workers have
-reported the request's last selections. The reports of all workers go out in one message.
+The server represents such a request as a *sequence* per group with sparse layers. A sequence begins
+when a request with a long prompt arrives, or when a request has grown long. It grows as blocks
+complete. It ends after the request's end, once the workers have reported the request's last
+selections (the blocks attended to). The selections that the workers report in a step are sent to
+the server in one message.
 
-Always true: nothing here waits, and no request depends on it. After a restart the server learns
-again of the requests that still run. No further message is sent to a server until it answers.
-Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
+Always true: nothing here waits, and no request depends on it. After a reconnect the sequences of
+running requests are created again. At most `MAX_FOLLOWED` requests have sequences. If
+`MAX_UNANSWERED` calls are unanswered, nothing more is sent until the server answers.
 """
 
 import itertools
@@ -24,21 +25,26 @@ from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
 MAX_FOLLOWED = 1024
-"""Most requests with sequences at a time. The server accepts 4096 sequences per session."""
+"""Most requests with sequences at a time. The server accepts 4096 sequences in a session."""
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""How long a sequence waits for the last selections (blocks attended to) of its request."""
+"""How long after its request's end a sequence still waits for the request's last selections (blocks
+attended to)."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
-"""Hashes of a request's complete blocks in a group."""
+"""A function that returns the hashes of a request's complete blocks in a group, given vLLM's object
+of the request and the index of the group."""
 
 
 class StreamCount:
-    """Counts how often the session has found a server. All sequences end with the stream in which
-    they were created.
+    """Counts the connections (streams) of a session. Server state such as sequences lives only as
+    long as the stream in which it was created.
 
-    The session's thread calls this object, which then calls `then`.
+    The session's thread calls this object when the session's state changes.
+
+    number: number of the present or last stream, from 1; 0 before the first.
+    then: also called with each state, for example to log it.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -52,7 +58,11 @@ class StreamCount:
 
 @dataclass(frozen=True, slots=True)
 class SparseGroup:
-    """A group with sparse layers: its index in the session, and tokens of its blocks."""
+    """A KV cache group with sparse layers.
+
+    index: its index in the session's key space.
+    block_tokens: tokens of its blocks.
+    """
 
     index: int
     block_tokens: int
@@ -60,15 +70,16 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request that the server follows.
+    """A request with sequences on the server.
 
-    ids: ids of the request's sequences, one per group, created in stream `stream` (connection of
-        the session); empty before the creation.
-    num_sent: number of blocks that were sent to the server, per group. The next block is complete
-        at `next_tokens`.
-    answers: futures of the calls whose answers were not read yet.
-    has_decoded: True once the request's first sparse step has been planned.
-    end_by_s: after the request's end, the time at which its sequences are deleted even if its last
+    request: vLLM's object for the request.
+    ids: ids of its sequences, one per group; empty before they are created.
+    stream: number of the connection in which they were created.
+    num_sent: number of blocks that were sent to the server, per group.
+    next_tokens: number of tokens at which the request has another complete block to send.
+    answers: futures of the calls that create the sequences, until their answers are read.
+    has_decoded: True once the request's first sparse step was planned.
+    end_by_s: after the request's end: the time at which its sequences are deleted even if its last
         selections have not arrived.
     """
 
@@ -83,7 +94,8 @@ class _Followed:
 
 
 class SparseSequences:
-    """Reports sequences to the server; see the module. Scheduler thread only."""
+    """Creates, extends and deletes the sequences of requests on the server, and sends the workers'
+    selections to it. Scheduler thread only."""
 
     def __init__(
         self,
@@ -97,8 +109,8 @@ class SparseSequences:
         self._session = session
         self._streams = streams
         self._groups = tuple(groups)
-        # A worker reports the positions of all its layers together. They name the same blocks only
-        # if all blocks have the same size.
+        # A worker reports positions for all its layers together. A position means the same block in
+        # all groups only if their blocks have the same size.
         self._is_even = len({group.block_tokens for group in groups}) == 1
         self._hashes_of = hashes_of
         self._min_tokens = min_context_tokens
@@ -106,8 +118,9 @@ class SparseSequences:
         self._stream = 0
         self._followed: dict[str, _Followed] = {}
         self._ending: dict[str, _Followed] = {}
-        # Ordered sets of request ids: whose sequences are to be created, whose answers are awaited,
-        # whose last selections workers are to give.
+        # Ordered sets of request ids: requests whose sequences must be created, requests whose
+        # sequences were created but not confirmed, and ended requests for whose last selections the
+        # workers must be asked.
         self._to_create: dict[str, None] = {}
         self._awaited: dict[str, None] = {}
         self._to_name: dict[str, None] = {}
@@ -123,15 +136,15 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report a new request to the server, if the request's first decode step has a
-        context of at least `min_context_tokens` (shorter contexts are decoded dense). The request's
-        KV must be allowed to be shared."""
+        """Begins to report a new request, if its first decode step will have a context of at least
+        `min_context_tokens`. Must be called only for a request whose KV may be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Records that a request has ended or was aborted."""
+        """Handles the end of a request. Its sequences are deleted at once if it has never decoded
+        sparsely. Otherwise they wait for its last selections (blocks attended to)."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -145,7 +158,7 @@ class SparseSequences:
         self._to_name[request_id] = None
 
     def _follow(self, request: Any) -> _Followed | None:
-        """Begins to follow a request; None if too many are followed."""
+        """Begins to report a request. Returns None if too many requests have sequences."""
         if len(self._followed) + len(self._ending) >= MAX_FOLLOWED:
             return None
         one = self._followed[request.request_id] = _Followed(request)
@@ -157,11 +170,12 @@ class SparseSequences:
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
-        """Processes the planned step. Returns the ended requests for which the workers must report
-        the last selections (blocks attended to).
+        """Processes a planned step: creates sequences, and sends blocks that have become complete.
+        Returns the ended requests whose last selections (blocks attended to) the workers must
+        report.
 
-        rows: the step's sparse rows.
-        requests: requests whose KV may be shared.
+        rows: the step's sparse rows (requests).
+        requests: the running requests whose KV may be shared.
         """
         self._notice_stream()
         can_send = self._can_send()
@@ -183,7 +197,8 @@ class SparseSequences:
         return named
 
     def reported(self, report: SparseReport) -> None:
-        """Processes the workers' report of a step, joined over all ranks."""
+        """Processes the workers' report about sparse decode, joined over all ranks: sends
+        selections and counters to the server, and deletes sequences of ended requests."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():
@@ -208,7 +223,8 @@ class SparseSequences:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """Starts over after a reconnect, because the server then knows no sequence."""
+        """After a reconnect, makes all sequences due for creation again, because the server has
+        ended them."""
         if self._stream == self._streams.number:
             return
         self._stream = self._streams.number
@@ -219,7 +235,8 @@ class SparseSequences:
         self._to_create = dict.fromkeys(self._followed)
 
     def _can_send(self) -> bool:
-        """Returns True if there is a server and it answers."""
+        """Returns True if the session is connected, and fewer than MAX_UNANSWERED calls are
+        unanswered."""
         while self._unanswered and self._unanswered[0].done():
             self._unanswered.popleft()
         return self._session.connected and len(self._unanswered) < MAX_UNANSWERED
@@ -242,7 +259,8 @@ class SparseSequences:
             self._awaited[request_id] = None
 
     def _append(self, one: _Followed) -> None:
-        """Sends the blocks that have become complete."""
+        """Sends to the server the blocks of a request that have become complete since the last
+        call."""
         if not one.ids:
             return
         hashes = [self._hashes_of(one.request, group.index) for group in self._groups]
@@ -259,8 +277,8 @@ class SparseSequences:
         )
 
     def _notice_refusals(self) -> None:
-        """Stops reporting requests whose sequences the server refused, until the next
-        connection."""
+        """Reads the server's answers to created sequences. If the server refused a sequence, stops
+        reporting its request until the next connection."""
         for request_id in list(self._awaited):
             one = self._followed[request_id]
             if not all(answer.done() for answer in one.answers):
@@ -272,7 +290,8 @@ class SparseSequences:
                 one.ids = ()
 
     def _delete(self, one: _Followed) -> None:
-        """Ends a request's sequences. Does nothing if their stream has ended."""
+        """Deletes a request's sequences on the server, after sending its last blocks. Does nothing
+        if the stream in which they were created has ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)
@@ -280,8 +299,8 @@ class SparseSequences:
             self._unanswered.append(self._session.delete_sequence(sequence_id))
 
     def _end_overdue(self, now_s: float) -> None:
-        """Ends the sequences for which the last selections (blocks attended to) did not come in
-        time, oldest first."""
+        """Deletes the sequences of ended requests whose last selections (blocks attended to) have
+        not arrived within ENDING_S."""
         while self._ending:
             request_id, one = next(iter(self._ending.items()))
             if now_s < one.end_by_s:

@@ -1,4 +1,5 @@
-"""Puts sparse attention into an engine's layers, once, when vLLM registers its KV caches."""
+"""Installs sparse attention in the layers of a CPU engine, once, when vLLM registers its KV
+caches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +35,13 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Attaches a worker to all layers that may be sparse. Raises Unsupported if there is no such
-    layer, or the CPU has no kernels."""
+    """Creates the sparse worker and attaches it to all layers that may attend sparsely. Raises
+    Unsupported if there is no such layer, or if this CPU lacks the compiled kernels.
+
+    recall_steps: recall is measured every so many steps; 0 for never.
+    kv_caches: the tensor of each layer, by layer name.
+    centres: the model's mean keys; None without them.
+    """
     if not native.available():
         raise Unsupported(native.why_unavailable())
     from hotkv_vllm.sparse.backend import HotAttentionImpl
@@ -85,8 +91,8 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """Returns the key rotation, which layers need to calibrate themselves. Raises Unsupported if
-    the rotation is not known."""
+    """Returns how positions rotate the model's keys, which layers need to calibrate themselves from
+    a prompt. Raises Unsupported if layers need it but it is not known."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING
@@ -134,8 +140,13 @@ def _sparse_layer(
 def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """Returns the part of a layer's centre (the mean key of each head) for a rank's heads, and the
-    biases that were measured with it. Returns None and no biases if the layer has no centre."""
+    """Returns a layer's centre (the mean key of each head) for a rank's heads, and the biases that
+    were measured with it, by format. Returns None and no biases if the layer has no centre.
+
+    names: the names of the layer's formats.
+    first_head: the rank's first KV head in the model.
+    heads: number of the rank's KV heads.
+    """
     mu_HD = centres.mu(layer) if centres is not None else None
     if centres is None or mu_HD is None:
         return None, {}

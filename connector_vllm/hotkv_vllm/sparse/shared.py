@@ -1,11 +1,12 @@
-"""Describes a rank's representations (compact forms of blocks' keys, for sparse attention) to the
-server: their kinds, and the place of their bytes.
+"""Describes a rank's representations (compact forms of keys, for sparse attention) to the server:
+their kinds, and where their bytes are.
 
-There is one kind of representation for each KV cache group that has sparse layers. A server's slot
-holds, per rank, all sparse layers of the group in the model's order, and for each layer its formats
-in the order of the configuration. The kind's version is a hash of everything that gives the bytes
-their meaning. So engines with different scorers, dense layers, centres or axes never share
-representations. Engines that calibrate themselves from their first prompt share no representations.
+There is one kind of representation for each KV cache group that has sparse layers. A slot in the
+server holds the representations of one block: for each rank, all sparse layers of the group in the
+model's order, and for each layer its formats in the order of the configuration. The kind's version
+is a hash of everything that determines the meaning of the bytes. So engines with different scorers,
+dense layers, centres or axes never share representations. Engines that calibrate themselves from
+their first prompt share none.
 """
 
 import hashlib
@@ -29,11 +30,14 @@ HANDLE = "representations"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The pool of a rank's representations (compact forms of blocks' keys), in a form that the
-    server may map.
+    """The description of a rank's pool of representations (compact forms of keys) for the server.
 
-    kinds: one per group with sparse layers, in the order of the groups. `tensors` refers to a kind
-        by its index in this order.
+    kinds: the kinds of representations, one per group with sparse layers, in the order of the
+        groups.
+    tensors: where the bytes are in the pool. `group_index` of a tensor is the index of its kind in
+        `kinds`.
+    num_bytes: size of the pool.
+    fd: descriptor of the pool's file.
     """
 
     kinds: tuple[Representation, ...]
@@ -42,8 +46,11 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """Returns the engine's memory together with the pool. The pool's kinds are numbered after
-        `num_groups` groups. Takes ownership of the descriptors of `memory`."""
+        """Returns a description of the engine's memory and the pool together. The result owns the
+        descriptors of `memory`.
+
+        num_groups: number of the key space's groups. The kinds are numbered after them.
+        """
         tensors = tuple(
             replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors
         )
@@ -62,8 +69,13 @@ def shared_pool(
     num_shards: int,
     centres: Centres | None,
 ) -> SharedPool:
-    """Describes to the server the pool of representations (compact forms of blocks' keys) of the
-    sparse `layers`. Raises Unsupported if the pool can't be shared."""
+    """Returns the description of a rank's pool of representations (compact forms of keys) for the
+    server. Raises Unsupported if the pool can't be shared.
+
+    layers: the layers whose representations are in the pool.
+    groups: the groups of the key space.
+    num_shards: number of ranks that each hold a shard of a block.
+    """
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
     if not all(layer.shape.is_calibrated for layer in layers):
@@ -104,13 +116,14 @@ def shared_pool(
 
 
 def _name(layers: Sequence[SparseLayer]) -> str:
-    """Returns the formats of all layers, each once."""
+    """Returns the names of all formats of the layers, each once, joined with `+`."""
     return "+".join(dict.fromkeys(name for layer in layers for name in layer.shape.formats))
 
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
-    """Returns 63 bits over number, format and meaning of each layer's bytes. The result is the same
-    in all ranks, so the hash covers the centres of all layers."""
+    """Returns a hash of 63 bits over the layers' numbers, their formats, and the centres and axes
+    that determine the meaning of their bytes. All ranks get the same result, because the hash
+    covers the centres of all heads."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

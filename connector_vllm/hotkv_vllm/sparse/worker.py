@@ -1,15 +1,15 @@
-"""Decides, for every layer of a step, which blocks each row of the batch attends to.
+"""Decides, for every layer of a step, which blocks each row (request) of the batch attends to. The
+set of these blocks is the row's *hot set* in this layer.
 
 Always true:
-- Only rows that the scheduler has named (`rows`) may be sparse; all other rows retain their block
-  table and length.
-- A sparse row retains the order of its blocks and ends with its last block, so its length tells how
-  many tokens of the last block count.
-- If the hot set (the blocks on the device) is the whole context, the row is unchanged: a budget
-  that covers the context is exact.
+- Only rows that the scheduler lists (`rows`) may be sparse; all other rows retain their block table
+  and length.
+- The hot set of a sparse row is in the order of the context and includes its last block. So the
+  row's length still tells how many tokens of the last block exist.
+- If the hot set is the whole context, the row is unchanged, so its attention is exact.
 
-Attention is dense in rows without a name, in layers that were not attached, in layers whose
-representations are not calibrated yet, and for a while in layers that keep failing.
+Attention is dense in rows that are not listed, in layers to which no worker is attached, in layers
+whose representations can't be built yet, and for a while in layers that keep failing.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -53,13 +53,13 @@ class _Trouble:
 
 
 class LayerFaults:
-    """Turns sparse attention off for a layer that keeps failing: an exception in every step would
-    cost more than dense attention. The caller counts the steps.
+    """Turns sparse attention off for a layer that keeps failing, because an exception in every step
+    would cost more than dense attention. The caller passes the number of the step.
 
-    A layer that has failed `MAX_IN_A_ROW` times without a good step between is turned off for
-    `FIRST_REST_STEPS` steps, then for twice as many with each further fault, up to
-    `LONGEST_REST_STEPS`. A good step resets both numbers. The first fault and the first rest of a
-    layer are logged, once each.
+    A layer that has failed `MAX_IN_A_ROW` times in a row is turned off for `FIRST_REST_STEPS`
+    steps. Each further fault doubles this number, up to `LONGEST_REST_STEPS`. A step without a
+    fault resets both counts. The first fault of a layer, and the first time that it is turned off,
+    are logged.
     """
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class LayerFaults:
         return f"LayerFaults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
-        """Returns True if sparse attention is off for the layer in this step, so that the layer
-        attends to everything."""
+        """Returns True if sparse attention is turned off for the layer in this step, so that the
+        layer attends to everything."""
         trouble = self._troubles.get(layer_name)
         return trouble is not None and step < trouble.until_step
 
@@ -81,8 +81,8 @@ class LayerFaults:
             self._troubles.pop(layer_name, None)
 
     def broke(self, layer_name: str, step: int) -> None:
-        """Counts a fault of the layer, and turns it off if it has failed too often in a row. Called
-        while the exception is handled."""
+        """Counts a fault of the layer, and turns sparse attention off for it if it has failed too
+        often in a row. Must be called while the exception is handled, because it is logged."""
         trouble = self._troubles.setdefault(layer_name, _Trouble())
         trouble.in_a_row += 1
         if self._is_new(layer_name, "fault"):
@@ -112,25 +112,30 @@ class LayerFaults:
 
 @dataclass(slots=True)
 class _Sequence:
-    """The state of a request's sequence.
+    """The state of a request that decodes sparsely.
 
-    layers: the sequence's state in each layer, by the layer's name.
-    selected: bool, positions that were selected since the last report.
+    layers: its hot set in each layer, by the layer's name.
+    selected: bool by position in the context: True if a layer has selected the block since the last
+        report.
     """
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def selected_of(self, num_blocks: int) -> npt.NDArray[np.bool_]:
-        """Returns `selected`, long enough for a context of `num_blocks`."""
+        """Returns `selected`, after enlarging it for a context of `num_blocks` if necessary."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
         return self.selected
 
 
 class SparseWorker:
-    """Owns the representations (compact forms of blocks' keys), the hot sets (blocks on the device)
-    of all sequences and the counters of this rank. One thread."""
+    """Decides which blocks the rows of a batch attend to, in one rank. Owns the representations
+    (compact forms of keys), the hot sets of all requests, and the counters. Used by one thread.
+
+    layers: the layers that may attend sparsely, by name.
+    first_prompt: calibrates layers from the first prompt.
+    """
 
     def __init__(
         self,
@@ -156,7 +161,7 @@ class SparseWorker:
         self._scorers: dict[int, Scorer] = {}
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
-        """True once sparse decode is off for good: all layers attend to everything."""
+        """True once sparse decode is turned off for good: all layers then attend to everything."""
 
     def __repr__(self) -> str:
         return (
@@ -167,7 +172,7 @@ class SparseWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin_step(self, rows: SparseRows) -> None:
-        """Receives the scheduler's data about the coming step."""
+        """Processes the scheduler's list of sparse rows for the coming step."""
         for request_id in rows.ended:
             self._sequences.pop(request_id, None)
         self._request_of = dict(zip(rows.block_ids, rows.request_ids, strict=True))
@@ -175,28 +180,32 @@ class SparseWorker:
         self._num_steps += bool(rows.request_ids)
 
     def start_over(self) -> None:
-        """Makes the step attend to everything, and makes hot sets (blocks on the device) and
-        representations (compact forms of keys) anew.
-
-        For a step whose rows and written blocks are not known.
+        """Handles a step whose rows and written blocks are not known. The step attends to
+        everything. All hot sets and representations (compact forms of keys) are discarded.
         """
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.representations.forget_all()
 
     def will_write(self, blocks: I32) -> None:
-        """Forgets the representations (compact forms of keys) of blocks that another writer, such
-        as a load, is about to write."""
+        """Marks the representations (compact forms of keys) of `blocks` as not built, because these
+        blocks are about to be written, for example by a load."""
         self.representations.forget(blocks)
 
     def build(self, group: int, blocks: I32) -> None:
-        """Builds the missing representations (compact forms of keys) of these complete blocks of a
-        KV cache group."""
+        """Builds the missing representations (compact forms of keys) of complete blocks, in all
+        layers of a KV cache group.
+
+        group: number of the group in vLLM.
+        """
         for index in self._layers_of(group):
             self._update(index, [blocks])
 
     def loaded(self, group: int, blocks: I32) -> None:
-        """Marks the representations (compact forms of keys) of these blocks as built in all layers
-        of the group, because the blocks were loaded with them."""
+        """Marks the representations (compact forms of keys) of `blocks` as built in all layers of a
+        group, because they were loaded with their blocks.
+
+        group: number of the group in vLLM.
+        """
         for index in self._layers_of(group):
             self.representations.mark_built(index, blocks)
             self._counters.add(index, "loaded_blocks", len(blocks))
@@ -205,18 +214,18 @@ class SparseWorker:
         return [layer.index for layer in self.layers.values() if layer.group == group]
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the counts since the last call, over all layers, by the names of
+        """Returns the growth of counters since the last call, summed over all layers, by names of
         `counter_help.COUNTERS`."""
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
-        """Returns the counts since its last call, by layer index and the names of
-        `hotkv_proto.reports.SPARSE_COUNTERS`."""
+        """Returns the growth of counters since the last call of this method, by layer index and by
+        names of `hotkv_proto.reports.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:
         """Returns by request the positions of the blocks that any layer has selected since the last
-        call, ascending, including the blocks that are always attended."""
+        call, ascending. Includes blocks that are always attended."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -226,10 +235,9 @@ class SparseWorker:
         return taken
 
     def fault(self, layer_name: str) -> None:
-        """Counts a layer's exception and starts the layer's sequences anew; turns sparse attention
-        off for a while if the layer keeps failing.
-
-        Called while the exception is handled."""
+        """Handles an exception in a layer: counts it, discards all hot sets of the layer, and turns
+        sparse attention off for a while if the layer keeps failing. Must be called while the
+        exception is handled."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)
@@ -242,9 +250,8 @@ class SparseWorker:
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """Records that the layer attends to everything in this step, because its block tables could
-        not be rewritten. If an exception is being handled, the exception counts as the layer's
-        fault."""
+        """Handles a layer that attends to everything in this step because its block tables were not
+        rewritten. If an exception is being handled, it counts as the layer's fault."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -257,14 +264,14 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Returns the blocks that `layer` attends to in the present step; None for all blocks.
+        """Chooses the blocks that the rows attend to in `layer`, and returns their block tables.
+        Returns None if all rows attend to everything. The step's keys must be in the pages already.
+        The result is valid until the group's next layer.
 
-        key: stands for the step's metadata: layers of a group that pass the same object share a
-            plan.
-        query_of: returns the query float32 [Q, D] of a token of the batch.
-
-        The step's keys must be in the pages already. The result is valid until the group's next
-        layer.
+        key: vLLM's metadata object of the step. Layers of a group that pass the same object share
+            the step's plan.
+        batch: returns the step's batch; called when the plan is made.
+        query_of: returns the query, float32 [Q, D], of a token of the batch.
         """
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return None
@@ -290,13 +297,17 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Returns True if `blocks` are not the row's whole context, so that the row's block table
-        must be rewritten."""
+        """Returns True if `blocks` (positions) are not the row's whole context, so that the row's
+        block table must be rewritten."""
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
-        """Builds the representations (compact forms of keys) of complete blocks that are new to a
-        layer, or were overwritten."""
+        """Builds the missing representations (compact forms of keys) of complete blocks in a layer,
+        and counts them.
+
+        index: index of the layer.
+        blocks: arrays of block ids.
+        """
         began_s = time.perf_counter()
         num_built = sum(self.representations.update(index, part) for part in blocks)
         if num_built:
@@ -304,22 +315,23 @@ class SparseWorker:
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
     def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
-        """Forgets, in all layers of the group, the representations (compact forms of keys) of
-        blocks that the step has overwritten."""
+        """Marks the representations (compact forms of keys) of the blocks that the step writes as
+        not built, in all layers of the group."""
         written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
         indices = self._layers_of(layer.group)
         self.representations.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
-        """Forgets the representations (compact forms of keys) of the blocks that the step has
-        overwritten, and finds the rows that can be sparse."""
+        """Plans a step for a group: finds the rows that attend sparsely, and the complete blocks
+        that need representations (compact forms of keys). Also marks representations of blocks that
+        the step writes as not built."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
         last = np.maximum(lengths - 1, 0) // block_tokens
         written = batch.tables[np.arange(len(lengths)), last]
         is_named = np.isin(written, list(self._request_of))
-        # Representations of a long context are built before any of its rows is named.
+        # Representations of a long context are also built before its row becomes sparse.
         matters = is_named | (lengths >= self._config.min_context_tokens)
         for row in np.flatnonzero(matters & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])
@@ -333,16 +345,20 @@ class SparseWorker:
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
-        """Returns the request of a row that attends sparsely; None for any other row."""
+        """Returns the id of the request of a row that attends sparsely; None for other rows.
+
+        written_block: id of the row's last block, which the step writes.
+        num_queries: number of tokens that the step computes for the row.
+        """
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the budget covers the row's whole context, so that no choice is
-        needed."""
+        """Returns True if the budget covers the row's whole context, so that nothing is chosen."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
-        """Returns the blocks of the row's context to attend to, ascending positions."""
+        """Selects the blocks that the row attends to in the layer. Returns their positions in the
+        context, ascending."""
         if self._attends_to_all(row):
             return row.positions_C
         sequence = self._sequences.get(row.request_id)
@@ -368,8 +384,11 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects blocks for a sequence in a layer and updates the sequence's hot set (the blocks
-        on the device). Sets `selected` (bool by position) for the selected blocks."""
+        """Selects blocks with the row's query and updates its hot set in the layer.
+
+        own: the row's hot set in the layer.
+        selected: bool by position; the method sets it for the selected blocks.
+        """
         sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
         scorer = self._scorer(layer, sources, query_QD.shape)
         if scorer is not None:
@@ -395,8 +414,8 @@ class SparseWorker:
     def _scorer(
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
-        """Returns the layer's scorer for a step in one compiled call; None if the choice is made
-        in numpy."""
+        """Returns the layer's scorer for a decode step in one compiled call. Returns None if the
+        settings need the slower code in numpy (fusion or `adaptive_p`)."""
         if self._config.fusion or self._config.adaptive_p is not None:
             return None
         known, source = self._scorers.get(layer.index), sources[self._config.scorer]
@@ -406,13 +425,15 @@ class SparseWorker:
         return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """Returns the layer's representations, whose rows `SparseRow.blocks_C` names."""
+        """Returns the layer's representations by format. `SparseRow.blocks_C` has indices of their
+        rows."""
         return self.representations.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns True for a single layer in every `recall_steps` steps; the layers take turns."""
+        """Returns True if recall is to be measured in this layer and step: in one layer every
+        `recall_steps` steps, each time in the next layer."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

@@ -1,1 +1,2 @@
-"""Replacements for device code, for tests and benchmarks without a GPU. Not for production."""
+"""Replaces code for GPUs, so that tests and benchmarks can run without a GPU. Not for
+production."""

@@ -1,8 +1,10 @@
-"""Replaces the copy between device and host memory, so that vLLM's offloading runs in CPU engines.
+"""Makes vLLM's offloading run in CPU engines, for tests: replaces its copies between device and
+host memory.
 
-`HostTieringSpec` is vLLM's TieringOffloadingSpec. Only the copy between the engine's KV and the
-primary tier is replaced; hotkv's compiled memcpy does it here. Name the class in
-`kv_connector_extra_config`: `spec_name` HostTieringSpec, `spec_module_path` this module.
+`HostTieringSpec` is vLLM's TieringOffloadingSpec with one change: hotkv's compiled memcpy copies
+between the engine's KV memory and the primary tier (the CPU memory of vLLM's offloading). To use
+it, set in `kv_connector_extra_config` `spec_name` to HostTieringSpec and `spec_module_path` to this
+module.
 """
 
 from typing import Any
@@ -24,11 +26,12 @@ from hotkv_proto import native
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Fragments = list[tuple[int, int, int]]
-"""Parts of a page: (offset in the engine's page, offset in the row's page, bytes)."""
+"""The parts in which a page is copied, each as (offset in the engine's page, offset in the page of
+the row, bytes)."""
 
 
 class HostTieringSpec(TieringOffloadingSpec):
-    """vLLM's tiering with a worker that copies in host memory."""
+    """vLLM's TieringOffloadingSpec with `HostCopies` as its worker."""
 
     _worker: OffloadingWorker | None
 
@@ -50,8 +53,8 @@ class HostTieringSpec(TieringOffloadingSpec):
 
 
 class HostCopies(OffloadingWorker):
-    """Copies at once. The place of each page in a row is the place that vLLM's CPUOffloadingWorker
-    gives it."""
+    """Copies blocks between the engine's KV memory and rows of the primary tier, during the call
+    that submits them. Places each page in a row as vLLM's CPUOffloadingWorker does."""
 
     def __init__(
         self,
@@ -65,8 +68,8 @@ class HostCopies(OffloadingWorker):
         self._per_chunk = blocks_per_chunk
         self._refs = kv_caches.group_data_refs
         self._pages: list[torch.Tensor] = []
+        # For each tensor: int8 [rows, blocks of a chunk, bytes of a page in a row].
         self._rows: list[torch.Tensor] = []
-        """Per tensor, int8 [rows, blocks of a chunk, bytes of a page in a row]."""
         self._is_canonical = is_canonical
         for number, tensor in enumerate(kv_caches.tensors):
             page_bytes = tensor.page_size_bytes
@@ -85,7 +88,10 @@ class HostCopies(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def _row_bytes(self, tensor: int) -> int:
-        """Returns the bytes of a tensor's canonical page."""
+        """Returns the bytes of a tensor's page in vLLM's canonical layout.
+
+        tensor: index of the tensor.
+        """
         return max(
             ref.mapping.canonical_page_size_bytes
             for refs in self._refs
@@ -133,7 +139,7 @@ class HostCopies(OffloadingWorker):
         page, row = self._pages[ref.tensor_idx], self._rows[ref.tensor_idx]
         mapping = ref.mapping
         if self._is_canonical and to_row and mapping is not None and mapping.num_writers > 1:
-            # Ranks that hold the same bytes take turns.
+            # Ranks that hold the same bytes share the pages among them.
             pages = rows * self._per_chunk + inside
             mine = pages % mapping.num_writers == mapping.writer_index
             ids, rows, inside = ids[mine], rows[mine], inside[mine]
@@ -167,7 +173,7 @@ class HostCopies(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Does nothing: every copy has ended when it was submitted."""
+        """Does nothing, because every copy has ended when its submission returns."""
 
     def shutdown(self) -> None:
         self._pages, self._rows = [], []

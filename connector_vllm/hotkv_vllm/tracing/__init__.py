@@ -1,1 +1,1 @@
-"""Makes trace spans of an engine's requests, if tracing is configured."""
+"""Records trace spans (OpenTelemetry) for an engine's requests, if tracing is configured."""

@@ -1,10 +1,12 @@
-"""Spans of an engine's requests: the work of hotkv for each, and its duration.
+"""Records trace spans that show what hotkv does for each request, and how long it takes.
 
-Always true: without tracing these objects don't exist, and OpenTelemetry is not imported. The
-methods do not wait: a thread exports spans. When a request has ended, vLLM makes its own span of
-it, `llm_request`, below the span that the client named. `hotkv.request` has the same parent. Calls,
-loads and stores are below `hotkv.request`, and the server's spans are below these. Scheduler
-thread, except for the ends of calls.
+The span `hotkv.request` covers a request. Its parent is the span that the client has named, which
+is also the parent of vLLM's own span `llm_request`. Calls, loads and stores are children of
+`hotkv.request`, and the server's spans are children of these.
+
+Always true: without tracing these objects are not created, and OpenTelemetry is not imported. The
+methods do not wait, because a thread exports the spans. Scheduler thread only, except for the ends
+of calls.
 """
 
 import atexit
@@ -27,12 +29,16 @@ if TYPE_CHECKING:
 SERVICE = "hotkv-connector"
 TRACEPARENT = "traceparent"
 VLLM_PROTOCOL = "grpc"
-"""The protocol by which vLLM exports its own spans, unless the environment names another."""
+"""The protocol with which spans are exported unless the environment names another. vLLM exports its
+own spans with it."""
 
 
 @final
 class RequestTrace:
-    """The spans of a request."""
+    """Records the spans of one request.
+
+    root: the span `hotkv.request`.
+    """
 
     def __init__(self, root: "Span") -> None:
         self._root = root
@@ -43,12 +49,12 @@ class RequestTrace:
         return f"RequestTrace({self._root.traceparent})"
 
     def lookup(self, groups: Sequence[GroupHashes]) -> "Span":
-        """Begins the span of a lookup that asks the server."""
+        """Begins the span of a lookup call to the server. The caller ends it with the answer."""
         self._num_lookups += 1
         return self._call("hotkv.lookup", groups)
 
     def lease(self, groups: Sequence[GroupHashes]) -> "Span":
-        """Begins the span of a lease."""
+        """Begins the span of a call that acquires a lease. The caller ends it with the answer."""
         return self._call("hotkv.lease", groups)
 
     def _call(self, name: str, groups: Sequence[GroupHashes]) -> "Span":
@@ -57,20 +63,21 @@ class RequestTrace:
         return span
 
     def load(self, job: LoadJob, num_tokens: int) -> str:
-        """Begins the span of a load; returns its name for the server."""
+        """Begins the span of a load. Returns its traceparent, which names the span to the
+        server."""
         span = self._loading = self._root.child("hotkv.load", is_call=True)
         span.attributes["hotkv.tokens"] = num_tokens
         span.attributes["hotkv.blocks"] = sum(len(run.block_ids) for run in job.runs)
         return span.traceparent
 
     def load_ended(self, failed: bool) -> None:
-        """Ends the load's span: the load has ended in all ranks."""
+        """Ends the span of the load, because the load has ended in all ranks."""
         if self._loading is not None:
             self._loading.end("FAILED" if failed else "")
             self._loading = None
 
     def store(self, num_blocks: int, num_bytes: int) -> "Span":
-        """Begins the span of a store."""
+        """Begins the span of a store. `end_store` ends it."""
         span = self._root.child("hotkv.store", is_call=True)
         span.attributes["hotkv.blocks"] = num_blocks
         span.attributes["hotkv.bytes"] = num_bytes
@@ -79,11 +86,12 @@ class RequestTrace:
     def ended(
         self, prompt_tokens: int, device_hit_tokens: int, hit_tokens: int, miss: Miss, wait_s: float
     ) -> None:
-        """Ends the request's span.
+        """Ends the request's span, with figures about its hit.
 
-        hit_tokens: tokens that were to come from hotkv.
+        device_hit_tokens: length of the hit in vLLM's own prefix cache.
+        hit_tokens: number of tokens to load from hotkv.
         miss: why the hit was not longer.
-        wait_s: how long the request waited for answers.
+        wait_s: how long the request waited for answers about its hit.
         """
         if self._loading is not None:
             self._loading.end("CANCELLED")
@@ -106,7 +114,7 @@ class RequestTrace:
 
 @final
 class RequestTraces:
-    """Begins the traces of requests."""
+    """Decides which requests are traced, and begins their traces."""
 
     def __init__(self, traces: "Traces") -> None:
         self._traces = traces
@@ -115,25 +123,30 @@ class RequestTraces:
         return f"RequestTraces({self._traces})"
 
     def begin(self, request: Any) -> RequestTrace | None:
-        """Begins the trace of a request if its client traces it. Of the requests without a trace
-        context a sampled share is traced. Returns None for a request that is not traced."""
+        """Begins the trace of a request; returns None if the request is not traced. A request with
+        a trace context is traced if its client traces it. Of the other requests, a random share is
+        traced (`tracing_sample_ratio`).
+
+        request: vLLM's object of the request.
+        """
         headers: Mapping[str, str] = request.trace_headers or {}
         root = self._traces.begin("hotkv.request", headers.get(TRACEPARENT, ""))
         return None if root is None else RequestTrace(root)
 
     def flush(self) -> None:
-        """Exports the waiting spans, for a bounded time."""
+        """Exports the spans that wait. Blocks for a bounded time."""
         self._traces.flush()
 
     def close(self) -> None:
-        """Exports the waiting spans, and stops recording."""
+        """Exports the spans that wait, and stops recording."""
         atexit.unregister(self.close)
         self._traces.close()
 
 
 def open_traces(config: ConnectorConfig) -> RequestTraces | None:
-    """Begins to export spans; None if the settings don't ask for it. Raises ConfigError if this
-    environment can't export spans."""
+    """Begins to export spans, and returns the object that begins traces. Returns None if the
+    setting `tracing` is empty. Raises ConfigError if spans can't be exported, for example because
+    OpenTelemetry is not installed."""
     if not config.tracing:
         return None
     try:
@@ -157,8 +170,10 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
 
 
 def end_store(span: "Span", results: Sequence[bytes]) -> None:
-    """Ends the span of a store. `results`: BlockResult bytes of its blocks by rank, empty for a
-    rank that failed."""
+    """Ends the span of a store, and records in it how many blocks had which result.
+
+    results: for each rank, a `BlockResult` byte per block; empty for a rank whose transfer failed.
+    """
     for value, count in Counter(b"".join(results)).items():
         span.attributes[f"hotkv.{BlockResult(value).name.lower()}_blocks"] = count
     span.end("" if results and all(results) else "FAILED")

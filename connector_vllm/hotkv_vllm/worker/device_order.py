@@ -1,17 +1,19 @@
-"""Makes marks in the queue of the engine's device. A transfer begins only after the device has
-passed its mark (`hotkv_proto.order`). A mark is an interprocess CUDA event, or a value that the
-device writes to a word in its memory.
+"""Makes marks in the queue of the engine's device. A mark is a point in that queue: the device
+passes the mark when it has done all work that was queued before. Each transfer names a mark, and
+begins only after the device has passed it (`hotkv_proto.order`).
+
+The server can test two kinds of marks: an interprocess CUDA event, and a value that the device
+writes to a word in its memory. If the device or the server supports neither kind, or if all events
+and words are in use, only this process can test the mark. The worker then sends the transfer after
+the device has passed the mark.
 
 Always true:
 
-- A mark is on the stream that is current in the hook. So it comes after all work that vLLM queued
-  before, whether that work writes the blocks or reads them.
+- A mark is made on the stream that is current in the hook. So the device passes it after all work
+  that vLLM queued before, whether that work writes the blocks or reads them.
 - An interprocess event is recorded again only after every transfer that names it has ended.
-- A word only counts up, and belongs to one stream.
+- The values of a word only increase, and a word belongs to one stream.
 - No method that runs in a step waits for the device.
-
-If the device or the server supports neither events nor words, or if all are in use, a mark serves
-this process alone: the worker sends the transfer when the mark has passed.
 
 Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both run after all
 earlier work on the stream, and the server reads the word before it copies. The kernel needs no
@@ -35,34 +37,40 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Most marks (points in the device's queue) in use at a time. A step makes at most two, and only if
-it loads or stores."""
+"""Number of interprocess events, so the most marks of that kind in use at a time. A step makes at
+most two marks: one if it loads, one if it stores."""
 NUM_WORDS = 4
-"""Most streams on which hooks may run. vLLM 0.32 uses one."""
+"""Number of words, so the most streams for which marks of that kind can be made. vLLM 0.32 runs the
+hooks on one stream."""
 WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """An event that marks a point in a stream: the used part of `torch.cuda.Event`."""
+    """The part of `torch.cuda.Event` that marks use."""
 
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...
 
 
 class Words(Protocol):
-    """uint32 words that the device writes and the server reads. The words begin as zero."""
+    """uint32 words in device memory. The device writes them and the server reads them. They are
+    zero at first.
+
+    handle: names the words' memory to the server.
+    fds: file descriptors to send with the handle, by name.
+    """
 
     @property
     def handle(self) -> MemoryHandle: ...
     @property
     def fds(self) -> Mapping[str, int]: ...
     def write(self, index: int, value: int) -> None:
-        """Queues the write at the end of the current stream."""
+        """Queues a write of `value` to the word at `index`, at the end of the current stream."""
 
 
 class MarkedDevice(Protocol):
-    """The calls that `Marks` (the maker of marks, points in the device's queue) makes to the
-    engine's device."""
+    """The calls that `Marks` makes to the engine's device. `CudaDevice` implements them; tests use
+    a simulated device."""
 
     @property
     def uuid(self) -> bytes: ...
@@ -79,12 +87,15 @@ class MarkedDevice(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the device's queue.
+    """A point in the device's queue. The device passes the mark when it has done all work that was
+    queued before.
 
-    event: None if all queued work is already done.
-    after: how the server can test that the device has passed the mark; None if only this process
-        can test it.
-    uses: number of transfers that wait for the mark, plus 1 while the mark's maker holds it.
+    event: by which this process tests the mark; None if the device has always passed it (on a CPU).
+    after: names the event or word by which the server tests the mark; None if only this process can
+        test it.
+    uses: number of transfers that name the mark, plus 1 until the caller of `Marks.make` has called
+        `Marks.done`.
+    has_passed: True once the device was seen to have passed the mark.
     """
 
     event: MarkEvent | None = None
@@ -93,27 +104,30 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Returns True if the device has passed the mark (has done all work queued before it). Does
-        not wait."""
+        """Tests whether the device has passed the mark (has done all work queued before it),
+        without waiting. Returns True if it has."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed
 
     def lets_send(self) -> bool:
-        """Returns True if a transfer that waits for the mark may be sent now."""
+        """Returns True if a transfer that names the mark may be sent to the server now: the server
+        can test the mark, or the device has passed it."""
         return self.after is not None or self.passed()
 
 
 class Marks:
     """Makes marks (points in the device's queue for which transfers wait) and reuses their events.
-    On a CPU (`device` None) all marks have passed.
+    On a CPU (`device` is None) every mark counts as passed.
 
-    order: the kinds of marks (events, words) that this rank offers to the server.
+    order: describes to the server the events and words that this rank uses for marks.
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
-        """wanted: the kinds of marks to offer: `auto`, `events`, `flags` or `host`. A kind that the
-        device does not support is not offered, and the log says why; nothing is raised."""
+        """wanted: the setting `device_order`. `auto` offers events and words to the server,
+        `events` only events, `flags` only words, `host` neither. If the device does not support a
+        kind, it is not offered, and the log says why.
+        """
         self.order = NO_ORDER
         self._device = device
         self._ring: list[MarkEvent] = []
@@ -152,18 +166,19 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """Returns `memory` with the memory of the words added: the server must map both."""
+        """Returns `memory` with the memory of the words added, because the server must map it
+        too."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Returns a mark at the end of the current stream. The caller holds one use of the mark,
-        and must end this use with `done`.
+        """Makes a mark at the end of the current stream. The caller must end its use of the mark
+        with `done`.
 
-        kind: the kind of mark that the session uses. If no event or word is free, only this process
-            can test the mark.
+        kind: the kind of mark that the session has chosen. If no event or word of that kind is
+            free, only this process can test the mark.
         """
         if self._device is None:
             return Mark()
@@ -186,12 +201,12 @@ class Marks:
         return After(OrderKind.FLAGS, DeviceMark(index, value))
 
     def use(self, mark: Mark) -> Mark:
-        """Counts one more use of the mark: a transfer that waits for it."""
+        """Counts one more use of the mark, for a transfer that names it. Returns the mark."""
         mark.uses += 1
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends a use of the mark. After the last use, the mark's event may be recorded again."""
+        """Ends one use of the mark. After the last use, its event is free for another mark."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return
@@ -202,7 +217,7 @@ class Marks:
 
 
 class CudaDevice:
-    """A CUDA device, through torch."""
+    """Implements `MarkedDevice` for a CUDA device, with torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -228,8 +243,8 @@ class CudaDevice:
 
 @dataclass(slots=True, init=False)
 class CudaWords:
-    """Words in device memory that torch allocated. Raises Unsupported if the memory can't be
-    shared."""
+    """`Words` in a tensor of torch on a CUDA device. The constructor raises Unsupported if the
+    tensor's memory can't be shared with the server."""
 
     handle: MemoryHandle
     fds: Mapping[str, int] = field(default_factory=dict)
@@ -248,8 +263,11 @@ class CudaWords:
 
 
 def marks_for(device: torch.device, wanted: str) -> Marks:
-    """Returns the maker of marks for the device that holds the engine's KV cache. Raises
-    Unsupported."""
+    """Returns the `Marks` for the device that holds the engine's KV cache. Raises Unsupported if
+    torch lacks functions that marks need.
+
+    wanted: the setting `device_order`.
+    """
     if device.type != "cuda":
         return Marks()
     try:

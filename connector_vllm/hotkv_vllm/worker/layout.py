@@ -1,10 +1,10 @@
-"""Reads from the tensors that vLLM registered where the engine's KV pages are, and exports their
-memory to the server.
+"""Finds the engine's KV pages in the tensors that vLLM registered, and exports their memory to the
+server.
 
-The order of a slot's pages is canonical: layers in the order in which the group names them, and
-inside a page the engine's inner axes in their physical order (the key space contains that order).
-Strides are read from the tensors. So one code path serves all layouts of vLLM (LBHNC, LBNHC, LHBNC,
-BLHNC, BLNHC, BHLNC) and packed groups over one buffer.
+In a slot of the server the pages of a block are in a fixed order: layers in the order in which
+their group lists them. Inside a page the engine's axes stay in their physical order, which is part
+of the key space. All strides are read from the tensors. So the same code serves all layouts of vLLM
+(LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) and packed groups over one buffer.
 """
 
 import contextlib
@@ -31,8 +31,12 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 
 @dataclass(slots=True)
 class ExportedMemory:
-    """The layout of the engine's memory for the server, and the descriptors of the files in it. The
-    owner of this object closes the descriptors."""
+    """The description of the engine's memory for the server. The owner of this object must close
+    it.
+
+    layout: where the pages of each block are.
+    fds: the open file descriptors of shared files in the layout, by handle id.
+    """
 
     layout: Layout
     fds: dict[str, int]
@@ -44,8 +48,8 @@ class ExportedMemory:
 
 
 def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
-    """Returns the IPC handle of the storage's allocation, and the offset of the storage in it.
-    Raises Unsupported with the reason.
+    """Returns the CUDA IPC handle of the allocation that contains the storage, and the storage's
+    offset in it. Raises Unsupported, with the reason, if CUDA does not share the memory.
 
     Source: `_share_cuda_` of torch 2.x gives (device, handle, bytes, offset, counter file, counter
     offset, event, event is needed).
@@ -58,8 +62,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
             f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
         ) from error
     if len(counter) >= 2 and counter[0]:
-        # torch counts the receivers, to keep the memory alive for them after its tensor is gone. It
-        # does not know the server.
+        # torch counts the receivers of a handle, to keep the memory alive for them. The server is
+        # not such a receiver, so its count is released.
         torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
     return MemoryHandle(
         handle_id,
@@ -71,9 +75,9 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 
 
 def _plain_handle(handle: bytes) -> bytes:
-    """Extracts CUDA's 64 bytes from torch's handle. Since torch 2.5 a version and the kind of
-    memory come before these bytes (`c`: cudaMalloc, `e`: a segment that can grow). Raises
-    Unsupported."""
+    """Extracts CUDA's 64 bytes from torch's handle. Since torch 2.5 two bytes precede them: a
+    version and the kind of memory (`c`: cudaMalloc, `e`: a segment that can grow). Raises
+    Unsupported for memory of another kind than `c`."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
@@ -121,9 +125,14 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The pages of a layer: block b's page starts at byte `base` + b * `block_stride` of storage
-    `handle_id`. A page consists of pieces of `run` contiguous bytes; `dims` says how often and at
-    which distances the piece repeats, as in PageTensor."""
+    """The location of a layer's pages in the engine's memory.
+
+    The page of block b starts at byte `base` + b * `block_stride` of the storage `handle_id`.
+
+    run: a page consists of pieces of this many contiguous bytes.
+    dims: how the piece repeats, as (count, stride in bytes) per axis, outermost first (see
+        `PageTensor`).
+    """
 
     name: str
     handle_id: str
@@ -142,11 +151,12 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """The result of `describe`.
+    """The result of `describe`: where the engine's KV pages are.
 
-    tensors: the tensors of all groups, in the order of their pages in a slot.
+    tensors: the pages of all groups, in the order of their pages in a slot.
     shard_bytes: bytes of this rank's part (shard) of a block, per group.
-    storages: torch's storages by handle id.
+    storages: the storages of torch that hold the pages, by handle id.
+    page_format: the inner axes of the pages in physical order, for the key space.
     """
 
     tensors: list[PageTensor] = field(default_factory=list)
@@ -160,8 +170,11 @@ def describe(
     kv_cache_config: Any,
     groups: Sequence[kv_groups.CacheGroup],
 ) -> EngineMemoryMap:
-    """Reads the layout from the registered tensors and checks it against vLLM's placement. Raises
-    Unsupported."""
+    """Reads the layout of the KV pages from the registered tensors. Raises Unsupported if a layer
+    has no tensor, or if its tensor is not where vLLM's `kv_cache_tensors` places it.
+
+    kv_caches: the tensor of each layer, by layer name.
+    """
     found = EngineMemoryMap()
     formats = []
     for index, group in enumerate(groups):
@@ -220,8 +233,8 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Returns the inner axes in physical order with their sizes: `H4N32C256:2` for two-byte
-    elements."""
+    """Returns the inner axes of a layer's pages in physical order with their sizes, and the size of
+    an element. Example: `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two bytes."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
     axes = sorted(
@@ -234,8 +247,8 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """Raises Unsupported if a layer is not where `kv_cache_tensors` says. This module would then
-    misread the tensor or the placement."""
+    """Raises Unsupported if a layer's pages are not where vLLM's `kv_cache_tensors` places them,
+    because this module then misunderstands the tensor or the placement."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -250,8 +263,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Groups consecutive layers with equal pages at equal distances: one PageTensor covers each
-    group."""
+    """Groups consecutive layers whose pages have the same form and are at equal distances, so that
+    one `PageTensor` can describe each group."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         last = runs[-1] if runs else []
@@ -292,8 +305,12 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Makes the engine's memory readable and writable for the server. Raises Unsupported; the
-    engine's tensors then stay usable."""
+    """Makes the engine's memory readable and writable for the server. Raises Unsupported if that is
+    impossible; the engine's tensors stay usable.
+
+    shard_index: the position of this rank's shard in a slot.
+    name: vLLM's name of the layout, for the server's log.
+    """
     handles: list[MemoryHandle] = []
     with contextlib.ExitStack() as undo:
         fds: dict[str, int] = {}
@@ -316,8 +333,9 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
-    """Moves a storage to an unlinked shared file, in place. Returns a descriptor that the caller
-    owns. Views of the storage follow it."""
+    """Moves a CPU storage into an unlinked shared file. Tensors that view the storage see the file
+    afterwards. Returns a descriptor of the file; the caller must close it. Raises Unsupported if
+    the file is too small or has no room."""
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:
         raise Unsupported("this torch can't move a CPU tensor to shared memory")
@@ -337,11 +355,12 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyPacking:
-    """How vLLM's CPU kernels arrange one head's keys of a block.
+    """How vLLM's CPU kernels arrange the keys of one head in a block.
 
-    The keys are in runs: `run` tokens side by side, in the order [head_size / pair][run][pair]. If
-    the kernels use another arrangement, `order` int64 [tokens * head_size] holds the place of each
-    channel of each key.
+    Usually the keys are in runs of `run` tokens, and a run is an array
+    [head_size / pair][run][pair]. For any other arrangement `order` is set instead.
+
+    order: the position of each channel of each key, int64 [tokens * head_size]; None for runs.
     """
 
     run: int
@@ -350,8 +369,12 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Finds the arrangement by having vLLM write numbered keys. This finds any permutation of one
-    head's keys. Raises Unsupported if the kernel does more than permute."""
+    """Finds out how vLLM's CPU kernel arranges keys: lets the kernel write keys with known numbers
+    and looks where they are. This finds any permutation. Raises Unsupported if the kernel does more
+    than permute.
+
+    isa: vLLM's name of the instruction set that the kernel uses.
+    """
     from vllm import _custom_ops as ops
 
     token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
@@ -381,10 +404,11 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 
 
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
-    """Returns keys of the given blocks, float32 [blocks, tokens, heads, head_size].
+    """Returns the keys of some blocks in token order, float32 [blocks, tokens, heads, head_size].
 
-    pages: a CPU layer's pages [B, heads, tokens, 2 * head_size].
-    blocks: block ids.
+    pages: all pages of a CPU layer [B, heads, tokens, 2 * head_size].
+    blocks: ids of the wanted blocks.
+    packing: how the pages arrange the keys.
     """
     num_blocks, heads, tokens, width = pages.shape
     count, head_size = len(blocks), width // 2
@@ -408,10 +432,11 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """A rank's description of its own memory.
+    """The result of `find_own`: a rank's description of its own memory.
 
     note: the part that is sent to the other ranks.
     memory: the memory, exported for the server; None if it can't be exported (the note says why).
+    device: the device that holds the memory.
     """
 
     note: RankNote
@@ -429,8 +454,8 @@ def find_own(
     known_space: KeySpace | None,
     earlier: tuple[str, ...],
 ) -> OwnMemory:
-    """Reads the layout from the tensors and exports the tensors. Never raises, because the other
-    ranks wait for the note.
+    """Reads the layout of this rank's KV memory from the tensors and exports the memory. Never
+    raises, because the other ranks wait for the note: a rank that fails says why in its note.
 
     known_space: this rank's key space from before a sleep; None to compute it.
     earlier: the connectors that have registered the tensors before.
@@ -446,8 +471,8 @@ def find_own(
         checks.check_earlier(earlier, device.type)
         packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
         page_format = f"{found.page_format};{packing}"
-        # A key space has no group without bytes. The sizes of the whole slot come with the other
-        # ranks' notes.
+        # Sizes of 0 are not allowed in a key space. The ranks' agreement replaces these sizes by
+        # the sizes of whole slots.
         sizes = tuple(size or 1 for size in found.shard_bytes)
         space = known_space or key_space.key_space(
             vllm_config, kv_cache_config, config, groups, sizes, 1, page_format

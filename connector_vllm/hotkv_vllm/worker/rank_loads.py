@@ -1,13 +1,12 @@
-"""The loads of one rank, from their start to the report of their end.
+"""Follows the loads of one rank, from the order to begin to the report of their end.
 
-Always true: each load is reported exactly once, as loaded or as failed. It is reported only after
-its future is resolved, or after the scheduler has said that it holds the load's blocks (`give_up`).
-So vLLM never reallocates blocks that the server may still write. `take` decides before it changes
-anything.
+Always true: each load is reported to vLLM exactly once, as loaded or as failed. It is reported only
+after its future is resolved, or after the scheduler holds its blocks back from vLLM's pool
+(`give_up`). So vLLM never reallocates blocks that the server may still write.
 
 A load is cancelled if its deadline passes or its request is aborted. If the server does not answer
-the cancel within `CANCEL_GRACE_S`, the load is overdue. Each report then names it until the
-scheduler holds its blocks.
+the cancel within `CANCEL_GRACE_S`, the load is overdue. Each report to the scheduler then names the
+load until the scheduler holds its blocks back.
 """
 
 import time
@@ -24,8 +23,8 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""Time that a server may take to answer a cancel: it first finishes the pieces (parts of transfers)
-that its threads are copying."""
+"""Time that a server may take to answer a cancel. It first finishes the pieces of the transfer that
+its threads are copying."""
 
 
 @dataclass(slots=True)
@@ -33,10 +32,11 @@ class ActiveLoad:
     """A load of this rank.
 
     after: the mark (point in the device's queue) for which the load waits.
-    deadline_s: None until the device is seen to have passed `after`.
-    answer: None until the load is sent.
-    time: times the answer from the moment at which the device was seen to have passed `after`; None
-        until then.
+    deadline_s: the load is cancelled at this time; None until the device was seen to have passed
+        `after`.
+    answer: the future of the transfer; None until the load is sent.
+    time: measures the server's time for the load, from the moment at which the device was seen to
+        have passed `after`; None until then.
     cancelled_s: time of the cancel; None if the load was not cancelled.
     is_late: True if the load was cancelled at its deadline.
     is_void: True if the load counts as failed however it ends, because the engine has discarded the
@@ -54,39 +54,44 @@ class ActiveLoad:
 
     @property
     def seconds(self) -> float:
-        """Returns the time that the server has used so far, seconds; 0 if not known."""
+        """Returns the seconds that the server has taken for the load so far; 0 if not known."""
         return self.time.seconds if self.time is not None else 0.0
 
     @property
     def is_over(self) -> bool:
-        """Returns True if the server no longer writes the load's blocks. A load that was not sent
-        is over only while it stays unsent."""
+        """Returns True if the server does not write the load's blocks: its future is resolved, or
+        the load was not sent so far."""
         return self.answer is None or self.answer.done()
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A load that is over. `num_bytes` is the number of loaded bytes; None if the load failed."""
+    """A load whose future is resolved.
+
+    num_bytes: number of loaded bytes; None if the load failed.
+    """
 
     load: ActiveLoad
     num_bytes: int | None
 
     @property
     def seconds(self) -> float:
-        """Returns the time that the server used for a load that succeeded. Returns minus that time
-        for a load that was cancelled at its deadline. 0 for other failures, or if not known."""
+        """Returns the seconds that the server took for a load that succeeded. Returns the negative
+        of that time for a load that was cancelled at its deadline. Returns 0 for other failures, or
+        if the time is not known."""
         if self.num_bytes is None:
             return -self.load.seconds if self.load.is_late else 0.0
         return self.load.seconds
 
 
 class RankLoads:
-    """Follows the loads under way, the loads in which the server hangs, and the failures to report.
+    """Follows the rank's loads: active loads, hung loads (reported as failed although the server
+    has not ended them), and failures to report.
 
-    send: begins a transfer. Does not raise.
+    send: begins the transfer of a load and returns its future. Does not raise.
     cancel: asks the server to end the transfer with this id.
-    given_up: by request, minus the seconds that a late load took until it was given up; kept until
-        reported.
+    given_up: by request, the negative of the seconds that a late load had taken when it was given
+        up. Cleared when reported.
     """
 
     def __init__(
@@ -121,12 +126,16 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Reports loads as failed that were never begun and that vLLM waits for."""
+        """Queues loads that were never begun to be reported as failed, because vLLM awaits their
+        end."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Reports the loads among `jobs` as failed that a broken hook has not begun. `abandoned`
-        are further requests to report as failed."""
+        """Queues loads to be reported as failed after the hook that begins loads has raised.
+
+        jobs: the loads of the step; only loads that were not begun have failed.
+        abandoned: further requests whose load has failed.
+        """
         self._failed |= set(abandoned)
         for job in jobs:
             load = self._active.get(job.request_id)
@@ -134,7 +143,8 @@ class RankLoads:
                 self._failed.add(job.request_id)
 
     def send_waiting(self) -> None:
-        """Sends the loads for which the device has passed the mark (a point in its queue)."""
+        """Sends each waiting load whose mark (point in the device's queue) the device has passed by
+        now."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
                 self._send_now(load)
@@ -145,8 +155,8 @@ class RankLoads:
         return [load.answer for load in self._active.values()]
 
     def make_void(self) -> None:
-        """Cancels all loads and counts them as failed, because the engine discards its memory or
-        its weights may have changed."""
+        """Cancels all active loads. They count as failed however they end, because the engine
+        discards its memory or its weights may have changed."""
         for load in self._active.values():
             load.is_void = True
             self._end_early(load)
@@ -157,7 +167,8 @@ class RankLoads:
             self._end_early(load)
 
     def _end_early(self, load: ActiveLoad) -> None:
-        """Asks the server to end a load early. The load's future acknowledges it."""
+        """Cancels a load at the server. The load has ended when its future is resolved. A load that
+        was not sent fails at once."""
         if load.cancelled_s is not None:
             return
         load.cancelled_s = time.monotonic()
@@ -169,7 +180,8 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Returns the requests whose load is over, those whose load failed, and the ended loads."""
+        """Returns the ends to report to vLLM, and forgets them: the requests whose load has ended
+        (failed or not), the requests whose load failed, and the ended loads."""
         if not self._active:
             failed, self._failed = self._failed, set()
             return set(failed), failed, []
@@ -193,8 +205,8 @@ class RankLoads:
         return finished, failed
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """Removes all loads that are over or were never sent. Returns the requests to fail, and the
-        loads. For a worker whose `take` raises."""
+        """Removes all loads that have ended or were never sent. Returns the requests whose load to
+        report as failed, and the removed loads. Used if `take` has raised."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
         self._active = {
@@ -206,8 +218,8 @@ class RankLoads:
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
-        """Returns how a resolved load ended. A load whose result can't be read counts as failed:
-        its future is resolved, so its blocks may be freed."""
+        """Returns how a load has ended whose future is resolved. A load whose result can't be read
+        counts as failed."""
         assert load.answer is not None
         try:
             return Ended(load, None if load.is_void else _bytes_loaded(load.answer))
@@ -218,8 +230,8 @@ class RankLoads:
             return Ended(load, None)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose deadline has passed. Sets the deadlines of loads for which the
-        device has passed the mark (a point in its queue)."""
+        """Cancels the loads whose deadline has passed. Sets the deadline of each load whose mark
+        (point in the device's queue) the device has passed since the last call."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue
@@ -234,8 +246,8 @@ class RankLoads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Returns the transfers that the server was asked to end and that have not ended within
-        CANCEL_GRACE_S."""
+        """Returns the ids of transfers that were cancelled at least CANCEL_GRACE_S ago and have not
+        ended."""
         return tuple(
             load.job.transfer_id
             for load in self._active.values()
@@ -245,8 +257,9 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Reports these loads as failed before the server has ended them. The scheduler keeps their
-        blocks out of vLLM's pool, so their requests need not wait any more."""
+        """Queues loads to be reported as failed although the server has not ended them. Called for
+        transfers whose blocks the scheduler holds back from vLLM's pool, so that their requests
+        need not wait for the server."""
         wanted = set(transfer_ids)
         for load in [
             load
@@ -261,11 +274,14 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns which of these transfers can't write to this rank's memory any more, and the hung
-        loads that are over. `transfer_ids`: transfers whose blocks the scheduler keeps out of
-        vLLM's pool."""
+        """Returns which of the transfers can't write to this rank's memory any more, and the hung
+        loads that have ended since the last call.
+
+        transfer_ids: transfers whose blocks the scheduler holds back from vLLM's pool.
+        """
         for load in self._active.values():
-            # A load that was never sent and whose blocks are held has failed; `take` reports it.
+            # A load that was not sent, and whose blocks are held back, fails here. `take` reports
+            # it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]
@@ -278,14 +294,20 @@ class RankLoads:
 
 
 def never_begun(why: str) -> "Future[TransferResult]":
-    """Returns a failed future, for a transfer that was never begun."""
+    """Returns a future that has failed with ConnectionError, for a transfer that was never begun.
+
+    why: the reason, for the log.
+    """
     failed: Future[TransferResult] = Future()
     failed.set_exception(ConnectionError(why))
     return failed
 
 
 def _bytes_loaded(answer: "Future[TransferResult]") -> int | None:
-    """Returns the bytes of a load that succeeded; None if it failed."""
+    """Returns the number of bytes that a load has loaded; None if the load failed.
+
+    answer: the resolved future of the load.
+    """
     if answer.cancelled() or answer.exception() is not None:
         logger.debug("hotkv: a load failed: %s", None if answer.cancelled() else answer.exception())
         return None

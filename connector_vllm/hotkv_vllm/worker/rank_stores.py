@@ -1,13 +1,13 @@
-"""The stores of one rank, from their begin to the report of their end.
+"""Follows the stores of one rank, from the order to begin to the report of their end.
 
 Always true:
-- A store that a step must wait for has ended, or is revoked, or its session is closed, before the
-  step goes on.
-- If a step's blocks are not known, `take_everything_back` revokes all stores by one call without
-  listing them.
-- No step waits for the device. A store whose mark has not passed has read nothing yet, and is
-  revoked at once if a step overwrites its blocks.
-- A store that was accepted here is reported once.
+- Before a step overwrites the blocks of a store, the store has ended, or is revoked, or its session
+  is closed.
+- If it is not known which blocks a step overwrites, `take_everything_back` revokes all stores in
+  one call.
+- No step waits for the device. A store begins to read only after the device has passed its mark
+  (point in the device's queue). If a step overwrites its blocks before that, it is revoked at once.
+- Each store is reported once.
 """
 
 import time
@@ -30,16 +30,18 @@ from hotkv_vllm.worker.session import RankSession
 logger = link.logger
 
 FENCE_GRACE_S = 0.5
-"""How long after a store's deadline its end is still awaited."""
+"""How long a step still waits for the end of a revoked store after the store's deadline."""
 
 
 @dataclass(slots=True)
 class ActiveStore:
     """A store of this rank.
 
-    representations: runs (consecutive blocks of a group) whose representations (compact forms of
-        keys, for sparse attention) are built.
-    answer: None until the store is sent.
+    after: the mark (point in the device's queue) for which the store waits.
+    began_s: time of the order to begin, monotonic clock.
+    representations: runs of the representations (compact forms of keys, for sparse attention) to
+        store with the blocks.
+    answer: the future of the transfer; None until the store is sent.
     """
 
     job: StoreJob
@@ -50,8 +52,11 @@ class ActiveStore:
 
 
 class RankStores:
-    """Sends the stores of a rank, follows them, and revokes them before a step overwrites their
-    blocks."""
+    """Sends the stores of a rank, collects their results, and revokes stores before a step
+    overwrites their blocks.
+
+    active: the stores whose end was not reported yet, by id.
+    """
 
     def __init__(
         self,
@@ -76,24 +81,29 @@ class RankStores:
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
-        """Begins a store behind a mark (point in the device's queue): sends it at once if the
-        server can wait for the mark, otherwise when the device has passed the mark."""
+        """Begins a store. Sends it at once if the server can test the mark or the device has passed
+        it; otherwise `send_waiting` sends it later.
+
+        representations: runs of the representations (compact forms of keys) to store with it.
+        after: the mark (point in the device's queue) for which the store waits.
+        """
         store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), representations)
         self.active[job.store_id] = store
         if after.lets_send():
             self._submit(store)
 
     def refuse(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as failed without beginning them."""
+        """Queues stores to be reported as failed, without beginning them."""
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Reports stores as written without writing: another rank holds the same bytes and writes
-        them."""
+        """Queues stores to be reported as written, without beginning them: another rank holds the
+        same bytes and stores them."""
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:
-        """Sends the stores for which the device has passed the mark (a point in its queue)."""
+        """Sends each waiting store whose mark (point in the device's queue) the device has passed
+        by now."""
         for store in self.active.values():
             if store.answer is None and store.after.passed():
                 self._submit(store)
@@ -103,12 +113,13 @@ class RankStores:
         if runs:
             store.answer = self._rank.store(store.job, runs, store.after)
             return
-        # It has only representations, and these could not be built.
+        # Nothing to store: the job has only representations, and these could not be built.
         store.answer = Future()
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Fails the stores that a broken hook has not sent. These stores are never sent."""
+        """Makes the stores fail that were not sent because their hook raised. They are never
+        sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -119,8 +130,12 @@ class RankStores:
     # ---------------------------------------------------------------------------------- taking back
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
-        """Waits for stores whose source blocks the step overwrites, or revokes them. Does not wait
-        for stores that the scheduler has revoked."""
+        """Ends the stores whose blocks the step overwrites. Waits for stores that are copying, at
+        most `flush_timeout_s`, and then revokes them. Revokes a store at once if its copy has not
+        begun, or if the scheduler has revoked it already by its fence.
+
+        store_ids: the stores that the step lists; stores that have ended are ignored.
+        """
         waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
         if not waiting:
             return
@@ -139,23 +154,24 @@ class RankStores:
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await(self, waiting: list[ActiveStore]) -> None:
-        """Waits up to `flush_timeout_s`, then revokes the stores. Does not wait while the server is
-        slow."""
+        """Waits for the stores up to `flush_timeout_s`, then revokes them. After such a timeout it
+        revokes at once, until a store succeeds again."""
         if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
             return
         self._is_server_slow = True
         self._take_back(waiting)
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
-        """Ends stores so that their blocks may be overwritten. Returns False if the method had to
-        close the session."""
+        """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
+        If the server does not end a store by its deadline, replaces the session and returns False.
+        """
         if self._rank.session is None:
             return True
         for store in stores:
             if store.answer is not None and not store.answer.done():
                 self._rank.cancel(store.job.lease_id)
-        # If the session shares a fence page with the server, a cancelled store has ended by now,
-        # whatever the server does.
+        # If the session shares a fence page with the server, a cancelled store ends at once, even
+        # if the server hangs.
         last_s = (
             max(store.began_s for store in stores) + self._config.store_timeout_s + FENCE_GRACE_S
         )
@@ -169,11 +185,11 @@ class RankStores:
         return False
 
     def take_everything_back(self) -> None:
-        """Ends all stores of this rank at once, sent or not, so that any block may be overwritten.
-        Needs no list of the stores.
+        """Revokes all stores of this rank at once, sent or not, so that any block may be
+        overwritten. They count as failed.
 
-        If not all stores can be revoked, closes the session, so that the server aborts the stores,
-        and opens another session.
+        If revoking raises, closes the session, so that the server aborts the stores, and opens
+        another session.
         """
         rank = self._rank
         session = rank.session
@@ -192,22 +208,22 @@ class RankStores:
             rank.begin()
 
     def begin_anew(self) -> None:
-        """Replaces a session whose server hangs, or whose key space has changed. The stores of the
-        old session count as failed. The old session's loads still wait for their end."""
+        """Replaces the session, because the server hangs or the key space has changed. The stores
+        of the old session count as failed. Its loads are still awaited."""
         if self._rank.leave():
             self.fail_all()
             self._rank.begin()
 
     def fail_all(self) -> None:
-        """Counts all stores as failed, ended or not."""
+        """Removes all stores and queues them to be reported as failed, ended or not."""
         for store_id, store in self.active.items():
             self._reports[store_id] = StoreReport([b""])
             self._rank.marks.done(store.after)
         self.active.clear()
 
     def end_early(self) -> "list[Future[TransferResult]]":
-        """Ends all stores, because the engine discards its memory. Returns the futures that resolve
-        when each has ended."""
+        """Cancels all stores, because the engine is about to discard its memory. Returns their
+        futures, which resolve when the stores have ended."""
         answers = []
         for store in self.active.values():
             if store.answer is None:
@@ -220,7 +236,7 @@ class RankStores:
     # -------------------------------------------------------------------------------------- results
 
     def take_reports(self) -> dict[int, StoreReport]:
-        """Returns, for each store that has ended since the last call, how it ended."""
+        """Returns the reports of the stores that have ended since the last call, by store id."""
         lost, self._lost = self._lost, []
         for store in lost:
             self._rank.marks.done(store.after)
@@ -260,14 +276,17 @@ def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:
 
 
 def report_of(result_arrays: Sequence[Any]) -> StoreReport:
-    """Returns a rank's report of a store. `result_arrays` is empty for a store that failed as a
-    whole."""
+    """Returns a rank's report about a store.
+
+    result_arrays: a `BlockResult` per block, one array per run; empty if the store failed as a
+        whole.
+    """
     return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in result_arrays)])
 
 
 def nothing_to_write(job: StoreJob) -> StoreReport:
-    """Returns the report of a rank that holds a copy of another rank's bytes, and so has not
-    written."""
+    """Returns the report of a rank about a store that it leaves to another rank, because both hold
+    the same bytes: WRITTEN for each block."""
     return report_of(
         [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
     )

@@ -1,7 +1,9 @@
-"""Collects the report of a rank to the scheduler, in each step.
+"""Collects a rank's report to the scheduler for each step (`HotKVWorkerMetadata`).
 
-Always true: counters and ends of transfers are reported once; states (hung loads, the session, the
-weights) are reported as of now; if reading a part raises, the rest is sent without it.
+Always true:
+- Growth of counters, and ends of transfers, are reported once.
+- States (hung loads, session, weights) are reported as they are when the report is taken.
+- If reading one part raises, the report is sent without that part.
 """
 
 import time
@@ -16,10 +18,11 @@ from hotkv_vllm.worker.session import RankSession
 
 
 class RankReport:
-    """The report that goes out with the next step.
+    """Collects the rank's next report.
 
     rank_number: vLLM's number of the rank.
-    asked: the scheduler's last orders about loads, which name the states to report.
+    asked: the last step's message from the scheduler. It names the held loads to report on, and
+        says whether to report the session.
     """
 
     def __init__(
@@ -45,14 +48,18 @@ class RankReport:
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:
-        """Records the server's time for the loads of requests, seconds; 0 if not known."""
+        """Adds the server's time for loads to the report.
+
+        load_seconds: by request, seconds; negative if the load reached its time limit; 0 if not
+            known.
+        """
         self._next.load_seconds.update(
             (name, load_s) for name, load_s in load_seconds.items() if load_s
         )
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
-        """Records loads that are over. The loads' marks (points in the device's queue) are released
-        when the next report is taken."""
+        """Records loads that have ended, so that the next `take` ends their use of their marks
+        (points in the device's queue)."""
         self._over += loads
 
     def take(
@@ -62,9 +69,9 @@ class RankReport:
         stores: RankStores,
         handshake: Callable[[], HotKVHandshake | None],
     ) -> HotKVWorkerMetadata | None:
-        """Returns the report; None if it is empty.
+        """Completes the report and returns it; None if it is empty.
 
-        meta: the step's metadata.
+        meta: the message of the step from the scheduler; None if the step has none.
         handshake: returns the rank's handshake; called if the scheduler has asked for it.
         """
         self._sparse.sparse_report(self._next)
@@ -82,7 +89,7 @@ class RankReport:
 
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
-        """Adds the present state of hung loads, the session and the weights."""
+        """Sets the report's states: overdue and settled loads, the session, and the weights."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}
@@ -104,7 +111,8 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds the answers that the scheduler requested with this step."""
+        """Adds what the scheduler has asked for in the step's message: the step's numbers and the
+        handshake."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

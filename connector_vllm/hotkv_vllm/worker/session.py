@@ -1,13 +1,14 @@
-"""A rank's memory and its session with the server. Turns the tensors that vLLM registers into a
-registered session, and sends transfers.
+"""Holds a rank's exported memory and its session with the server. Exports the tensors that vLLM
+registers, opens a session with this memory, and sends the rank's transfers.
 
 Always true:
-- A session is opened only over memory that the server can map, and under a key space that all ranks
-  have agreed on. Memory that the engine is about to unmap has no session.
-- No transfer is sent without a server, or while this rank's weights or adapters differ from the
-  scheduler's plans.
-- A transfer that could not be begun has failed.
-- `handshake` always holds the facts for the scheduler, including why this rank is off.
+- A session exists only with memory that the server can map, and for a key space on which all ranks
+  have agreed. The session is closed before the engine unmaps the memory.
+- No transfer is sent without a server, or while this rank's weights or adapters may differ from the
+  weights and adapters for which the scheduler has planned.
+- A transfer that could not be begun counts as failed.
+- `handshake` always holds this rank's present handshake for the scheduler. If the rank is off, the
+  handshake says why.
 """
 
 import logging
@@ -42,11 +43,17 @@ logger = link.logger
 
 
 class RankSession:
-    """Owns a rank's memory, session and transfers.
+    """Owns a rank's exported memory and its session, and sends its transfers.
 
+    place: the rank's position in the engine, and the index of its shard in a slot.
+    memory: the exported memory; None if none is exported.
+    marks: makes marks (points in the device's queue) for which transfers wait.
+    fence: the shared page in which the scheduler revokes stores; None if only workers revoke them.
+    weights: watches this rank's weights; None before the first export.
+    adapters: watches this rank's LoRA adapters.
     shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
         are stored and loaded with blocks; None if blocks are stored without them.
-    adapters: the watch over this rank's adapters.
+    session: None if no session was opened or it is closed.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -83,9 +90,12 @@ class RankSession:
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> bool:
-        """Reads the layout of the memory and exports it to the server. Returns False if that is
-        impossible: the engine then runs without hotkv, and the log says why once. CPU memory moves;
-        views of the tensors follow."""
+        """Exports the engine's KV memory, so that a server can map it. Returns False if that is
+        impossible: the engine then runs without hotkv, and the log says why. CPU memory is moved
+        into a shared file; the tensors and their views stay valid.
+
+        kv_caches: the tensor of each layer, by layer name.
+        """
         try:
             self._export(kv_caches)
         except (Unsupported, OSError, ValueError) as error:
@@ -97,8 +107,9 @@ class RankSession:
         return True
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the memory. After a sleep only the description and the export are made anew. The
-        key space and the marks stay."""
+        """Exports the memory, after the ranks have agreed on the key space. After a sleep, only the
+        memory's description and the export are made anew; this rank's key space and the marks stay.
+        Raises Unsupported, OSError or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -129,8 +140,8 @@ class RankSession:
         self._space = replace(space, weights_identity=self.weights.identity)
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
-        """Adds the pool of representations (compact forms of keys, for sparse attention) to the
-        exported memory. Returns the kinds of representations in it."""
+        """Adds the file with the representations (compact forms of keys, for sparse attention) to
+        the exported memory. Returns the kinds of representations in it."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
             sparse.representations,
@@ -154,12 +165,16 @@ class RankSession:
         return pool.kinds
 
     def arena(self) -> Arena | None:
-        """Returns the server's arena; None without a session that may map it."""
+        """Returns the server's arena, mapped for reading; None if there is no session, or if the
+        session may not map the arena."""
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns vLLM's group of the blocks whose representations (compact forms of keys) have
-        this group index in the session."""
+        """Returns the number of the vLLM group to which representations (compact forms of keys)
+        belong.
+
+        group_index: the index by which the session addresses these representations.
+        """
         assert self._session_config is not None
         config = self._session_config
         kind = config.representations[group_index - len(config.key_space.groups)]
@@ -168,11 +183,12 @@ class RankSession:
     # -------------------------------------------------------------------------------------- session
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
-        """Opens the session over the exported memory, with the representations (compact forms of
-        keys) of `sparse`. Does nothing if no memory was exported.
+        """Opens a session for the exported memory, and waits for the server up to `startup_wait_s`
+        (OPENING_S longer for a server that has answered). Does nothing if no memory was exported.
 
-        If the representations can't be shared, blocks are stored and loaded without them, and the
-        reason is logged once.
+        sparse: the worker whose representations (compact forms of keys) are stored with blocks. If
+            they can't be exported, blocks are stored and loaded without them, and the log says why.
+        centres: the mean keys by which the representations are computed; None without them.
         """
         if self.memory is None or self._space is None:
             return
@@ -198,7 +214,7 @@ class RankSession:
             rank=self.place.rank,
             weights_in_doubt=self.weights is not None and self.weights.held,
         )
-        # A step that came before the server knows this memory would lose its stores.
+        # Otherwise stores of the first steps would fail, until the server has mapped the memory.
         if self.session is not None and not link.await_server(
             self.session, self._config.startup_wait_s, link.OPENING_S
         ):
@@ -227,7 +243,8 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Opens a session over the memory, under the present key space."""
+        """Opens a session for the exported memory and the present key space, without waiting for
+        the server."""
         assert self._session_config is not None and self.memory is not None
         self.session = link.open_session(
             self._session_config,
@@ -238,18 +255,21 @@ class RankSession:
         )
 
     def leave(self) -> bool:
-        """Ends the session without waiting for the server. The session's transfers stop even if no
-        new session can be opened. Returns False without a session."""
+        """Closes the session in another thread, without waiting for the server. Returns False if
+        there is no session."""
         if self.session is None or self._session_config is None or self.memory is None:
             return False
         session, self.session = self.session, None
-        # The client still resolves the futures of transfers that the server is copying.
+        # The client still resolves the futures of transfers in flight.
         threading.Thread(target=session.close, name="hotkv-close", daemon=True).start()
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """Follows the scheduler's order about weights that may have changed. Returns True if the
-        session must be opened anew, under the weights' new key space."""
+        """Carries out the scheduler's order about weights that may have changed. Returns True if
+        the key space has changed with the weights, so that the session must be replaced.
+
+        order: None if the step has no such order.
+        """
         weights, config = self.weights, self._session_config
         if weights is None or not weights.obey(order) or config is None or self._space is None:
             return False
@@ -259,17 +279,21 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """Turns this rank off because its memory could not be exported. The whole engine then runs
-        without hotkv."""
+        """Turns this rank off, so that the whole engine runs without hotkv. Closes session and
+        memory.
+
+        why: the reason, which the handshake tells the scheduler.
+        """
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
 
     def shutdown(self, keeps_fence: bool = False) -> None:
-        """Closes the session, the memory and the fence. Waits for the server, 5 seconds at most. A
-        load that has not ended by then writes to memory that is not used any more.
+        """Closes the session, the exported memory and the fence. Waits for the server for at most 5
+        seconds. A load that has not ended by then writes only to memory that the engine no longer
+        uses.
 
-        keeps_fence: True keeps the fence (the page by which the scheduler revokes stores) for the
-            next session.
+        keeps_fence: True keeps the fence (the shared page in which the scheduler revokes stores)
+            for the next session.
         """
         session, self.session = self.session, None
         memory, self.memory = self.memory, None
@@ -286,12 +310,13 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if this rank has the weights and adapters that the scheduler's plans and the
-        session's key space assume."""
+        """Returns True if this rank surely has the weights and adapters for which the scheduler has
+        planned and the session was opened."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
-        """Begins a load that waits for the mark (a point in the device's queue). Never raises."""
+        """Begins a load. The server copies after the device has passed the mark (a point in its
+        queue). Returns the future of the transfer. Never raises."""
         runs = job.runs if self.shared is None else (*job.runs, *job.representations)
         return self._begun(
             lambda session: session.load(
@@ -307,8 +332,11 @@ class RankSession:
     def store(
         self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
     ) -> "Future[TransferResult]":
-        """Begins a store of `runs` (consecutive blocks of a group each) that waits for the mark (a
-        point in the device's queue). Never raises."""
+        """Begins a store. The server copies after the device has passed the mark (a point in its
+        queue). Returns the future of the transfer. Never raises.
+
+        runs: the runs to store: blocks and representations.
+        """
         return self._begun(
             lambda session: session.store(
                 self._name(job.lease_id),
@@ -322,18 +350,24 @@ class RankSession:
         )
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. The transfer's future acknowledges it."""
+        """Asks the server to end a transfer early. The transfer has ended when its future is
+        resolved."""
         if self.session is not None:
             self.session.cancel(self._name(transfer_id))
 
     def _name(self, transfer_id: str) -> str:
-        """Returns the id of this rank's part of a transfer."""
+        """Returns the server's id for this rank's part of a transfer: all ranks share
+        `transfer_id`."""
         return f"{transfer_id}-k{self.place.rank}"
 
     def _begun(
         self, begin: "Callable[[link.CacheSession], Future[TransferResult]]"
     ) -> "Future[TransferResult]":
-        """Returns the transfer's future; a failed future if the transfer could not be begun."""
+        """Begins a transfer and returns its future. Returns a failed future if the transfer can't
+        be begun.
+
+        begin: begins the transfer with the session that it is given.
+        """
         if self.session is None or not self.session.connected:
             return never_begun("no server")
         if not self.is_trusted:
@@ -346,8 +380,8 @@ class RankSession:
     # ---------------------------------------------------------------------------------------- state
 
     def mark(self) -> Mark:
-        """Makes the mark (a point in the device's queue) for all transfers that this hook
-        begins."""
+        """Makes a mark (a point in the device's queue) for the transfers that the present hook
+        begins. Logs how the server tests marks when that has changed."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:
@@ -363,9 +397,12 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns by rank why the rank has no session; the reason is empty if the rank has a
-        session. The result has this rank's entry if the entry has changed or the scheduler has
-        asked for it; otherwise the result is empty."""
+        """Returns this rank's entry for the report about sessions: {rank: why it has no session},
+        with an empty reason if it has a session. Returns an empty dict if the state has not changed
+        since the last report and the scheduler does not ask.
+
+        is_asked: True if the scheduler asks for the state.
+        """
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked
         ):

@@ -1,19 +1,21 @@
-"""The connector's worker side: carries out each step's loads and stores.
+"""The connector's worker side: carries out the loads and stores of each step in one rank.
 
-Holds the rank's memory and session, its loads and its stores (`session`, `rank_loads`,
-`rank_stores` have their own rules). It waits only for stores that a step must wait for, and for the
-server when the engine's memory is registered or discarded.
+`HotKVWorker` holds the rank's memory and session (`session`), its loads (`rank_loads`) and its
+stores (`rank_stores`). Its calls wait only for stores whose blocks the step overwrites, for the
+server when the engine's memory is registered or discarded, and for a moment after the engine's
+weights have changed.
 
 The memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
-sleep), and exported again when it is mapped again.
+sleep), and exported again when vLLM has mapped it again.
 
-Every transfer has a mark in the device's queue (`device_order`) and begins after it. If the server
-can test the mark, the transfer is sent at once. Otherwise it is sent by the first hook that sees
-the mark passed. Deadlines of a transfer run from its mark.
+Every transfer has a mark, which is a point in the device's queue (`device_order`). The copy begins
+after the device has passed the mark. If the server can test the mark, the transfer is sent at once.
+Otherwise the first hook that finds the mark passed sends it. The time limit of a transfer begins at
+its mark.
 
-With sparse decode, representations (compact forms of the blocks' keys) are stored and loaded with
-blocks. They are built before their block's store begins, and marked as built when a load has
-succeeded. A fault in building or loading them only leaves blocks without representations.
+With sparse decode, representations (compact forms of keys) are stored and loaded with blocks. They
+are built before the store of their block begins, and marked as built when their load has succeeded.
+If building or loading them fails, their blocks only lack representations.
 """
 
 import time
@@ -36,8 +38,8 @@ from hotkv_vllm.worker.session import RankSession
 
 
 class HotKVWorker:
-    """The connector's worker side. Idle until the memory was exported and a session opened. The
-    methods `*_broke` are the fallbacks of hooks that raised."""
+    """The connector's worker side. Does nothing until `register` has exported the KV memory and
+    opened a session. The methods `*_broke` are the fallbacks for hooks that raised."""
 
     def __init__(
         self,
@@ -67,17 +69,20 @@ class HotKVWorker:
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        """Returns this rank's handshake for the scheduler."""
+        """Returns this rank's handshake for the scheduler: its key space, or why it has none."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     # --------------------------------------------------------------------------------------- memory
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Exports the KV caches that vLLM has allocated, and opens the session. `kv_caches` has a
-        tensor per layer."""
+        """Exports the KV caches that vLLM has allocated, installs sparse attention if it is
+        configured, and opens the session.
+
+        kv_caches: the tensor of each layer, by layer name.
+        """
         self._kv_caches = kv_caches
-        # Export first, because it moves the memory. Sparse attention then reads the new addresses.
-        # The session registers everything with the server at once.
+        # The export comes first, because it moves CPU memory: sparse attention must read the new
+        # addresses. The session comes last, because it registers everything with the server.
         self._export()
         self.sparse.install_sparse(kv_caches)
         if self.sparse.lacks_residency:
@@ -87,7 +92,8 @@ class HotKVWorker:
         self.sparse.opened()
 
     def unregister(self) -> None:
-        """Closes the session and withdraws the memory: vLLM is about to discard it."""
+        """Closes the session and withdraws the memory, because vLLM is about to discard it (for a
+        sleep)."""
         if self.rank.session is None:
             return
         self._is_unregistered = True
@@ -95,39 +101,43 @@ class HotKVWorker:
         self.sparse.will_write_all()
 
     def unregister_broke(self) -> None:
-        """Closes everything, because transfers may still reach the discarded memory."""
+        """Closes session and memory if `unregister` raised, so that no transfer reaches discarded
+        memory."""
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """Exports the KV memory again, after a sleep. The memory's contents are new."""
+        """Exports the KV memory again after a sleep, and opens a session. The memory no longer has
+        its old contents."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
             self.rank.open(self.sparse.worker, self.sparse.centres)
 
     def memory_broke(self, what: str) -> None:
-        """Turns the rank off. `what` says what could not be done with the rank's memory, for the
-        log."""
+        """Turns hotkv off in this rank, because `register` or `restore` raised.
+
+        what: what could not be done with the rank's memory, for the log.
+        """
         self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
 
     def shutdown(self) -> None:
-        """Closes the session and the export."""
+        """Closes the session and withdraws the memory from the server."""
         self._kv_caches = {}
         self.rank.shutdown()
 
     def _export(self) -> None:
-        """Withdraws memory that was exported before, and exports the present memory."""
+        """Exports the present memory. If memory was exported before, withdraws it first."""
         if self.rank.memory is not None:
             self._let_go()
         self.rank.export(self._kv_caches)
 
     def _let_go(self) -> None:
-        """Ends all transfers, the session and the export of memory that the engine is about to
-        unmap.
+        """Ends all transfers, closes the session and withdraws the memory, because the engine is
+        about to unmap it.
 
-        Waits for the server as long as for the end of a store. A hung server has its own mappings,
-        so its later writes can't reach memory that the engine gets afterwards. A load that the
-        server has not ended stays unreported, and vLLM retains the load's blocks.
+        Waits for the server at most as long as a store may take. If the server hangs, it later
+        writes to its own mapping, which is not the memory that the engine gets next. A load that
+        the server has not ended is not reported, so vLLM retains its blocks.
         """
         if self.rank.session is not None:
             self.loads.make_void()
@@ -144,9 +154,12 @@ class HotKVWorker:
     # ---------------------------------------------------------------------------------------- steps
 
     def before_step(self, meta: HotKVMetadata) -> None:
-        """Prepares for the step, before it writes blocks. Ends or revokes the stores that read
-        these blocks, forgets the blocks' representations (compact forms of keys), and carries out
-        the orders about adapters and weights."""
+        """Prepares for a step before the step writes blocks. Ends or revokes the stores that read
+        these blocks, discards the blocks' representations (compact forms of keys), and carries out
+        the orders about adapters and weights.
+
+        meta: the step's message from the scheduler.
+        """
         if meta.lost_track:
             self.distrust()
         self.rank.adapters.before_step(meta.adapters)
@@ -161,18 +174,19 @@ class HotKVWorker:
         self.sparse.begin_step(meta)
 
     def distrust(self) -> None:
-        """Revokes all stores and forgets all representations (compact forms of keys), because it is
-        not known which blocks the step overwrites."""
+        """Revokes all stores and discards all representations (compact forms of keys), because it
+        is not known which blocks the step overwrites."""
         try:
             self.stores.take_everything_back()
         finally:
             if not self.sparse.distrust():
-                # Blocks travel without representations from here on: it is not known which
-                # representations are valid.
+                # It is not known which representations are valid, so from here on blocks are stored
+                # and loaded without them.
                 self.rank.shared = None
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Begins a step's loads. Does not wait for them."""
+        """Carries out the step's orders about loads: begins and cancels loads, and queues failures
+        to be reported. Does not wait for loads."""
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
         self.report.asked = meta
@@ -190,11 +204,13 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Fails the loads of a step that were not begun. The step's stores are still handled."""
+        """Makes the loads fail that were not begun because `start_loads` raised. The stores of the
+        step are still handled."""
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
-        """Begins a step's stores. Does not wait for them."""
+        """Begins the stores of a step, after the step has computed its blocks. Does not wait for
+        stores."""
         self._send_waiting()
         if not meta.stores:
             return
@@ -206,7 +222,8 @@ class HotKVWorker:
             return
         jobs = meta.stores
         if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
-            # These requests computed wrong KV, under the names of the right KV.
+            # These requests have read blocks that the server no longer held. So their KV is wrong,
+            # and must not be stored under the hashes of the right KV.
             self.stores.refuse([job for job in jobs if job.request_id in lost])
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
@@ -215,17 +232,17 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Fails the stores of a step that were not sent."""
+        """Makes the stores fail that were not sent because `save` raised."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations (compact forms of keys, by which sparse attention selects
-        blocks) that a store sends beside its blocks, and returns the runs.
+        """Builds the representations (compact forms of keys) that a store is to contain, and
+        returns `runs`.
 
-        Returns an empty tuple if building fails, if this worker has no connection, or if the server
-        does not map the worker's representations.
+        Returns an empty tuple, so that the blocks are stored without representations, if building
+        fails, if this worker is not connected, or if its representations can't be exported.
 
-        runs: consecutive blocks of a group, whose representations are to be stored.
+        runs: the runs of representations in the store's order.
         """
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
@@ -238,8 +255,8 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Returns the requests whose load has ended, and the requests whose load failed. Each load
-        is reported once, even if this method raises."""
+        """Returns the requests whose load has ended since the last call (failed or not), and the
+        requests whose load failed. Each load is returned once, even if something raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -255,7 +272,8 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Returns the requests whose load is over. All these loads count as failed."""
+        """Returns the requests whose load has ended, if `take_results` raised. All these loads
+        count as failed."""
         failed, over = self.loads.take_failed()
         self.report.give_marks_back(over)
         return failed
@@ -273,11 +291,14 @@ class HotKVWorker:
                 self.rank.shared.loaded(group, run.block_ids)
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
-        """Returns the report of this step to the scheduler; None if it is empty."""
+        """Returns this rank's report to the scheduler; None if it is empty.
+
+        meta: the step's message from the scheduler.
+        """
         return self.report.take(meta, self.loads, self.stores, self.handshake)
 
     def _send_waiting(self) -> None:
-        """Sends transfers that could not be sent before, and for which the device has now passed
-        the mark (a point in its queue)."""
+        """Sends each waiting transfer whose mark (point in the device's queue) the device has
+        passed by now."""
         self.loads.send_waiting()
         self.stores.send_waiting()
