@@ -244,10 +244,10 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks a step writes (see `steps.tell_written`), and how many
-        leading tokens of each request it may store. These end before the first block whose KV is
-        older than a reset, or was decoded sparsely by another connector of a MultiConnector. Must be
-        called before vLLM's offloading plans the stores of the step."""
+        """Tells vLLM's offloading which blocks a step writes (see `steps.tell_written`), and how
+        many leading tokens of each request it may store. These end before the first block whose KV
+        is older than a reset, or was decoded sparsely by another connector of a MultiConnector.
+        Must be called before vLLM's offloading plans the stores of the step."""
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
