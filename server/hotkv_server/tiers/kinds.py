@@ -79,7 +79,8 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""Maps the name of a tier in `TierSettings` to its kind. Lookups ask shared tiers in this order."""
+"""Maps the name of a tier (its field in `TierSettings`) to the function that imports the tier.
+Lookups ask shared tiers in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:

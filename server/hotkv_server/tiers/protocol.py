@@ -113,8 +113,8 @@ class Blocks:
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
         blocks itself may use the depths. Empty: all 0.
     `epochs`: for a `SharedTier`, the epochs in the blocks' keys. After a read the tier compares
-        them with the store's epochs; if an epoch differs, all blocks are ABSENT. Empty: the tier
-        compares nothing.
+        these epochs with the epochs that the store has now; if one differs, all blocks are ABSENT.
+        Empty: the tier compares nothing.
     `stored_bytes`: for the disk tier, the bytes that each block may use in the file. If this is
         less than the block's `num_bytes`, the tier encodes (compresses) the block. Empty: the same
         as `num_bytes`.
@@ -159,13 +159,13 @@ only a hint, because the store may lose or get a block at any time."""
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer to the question for the epochs of key spaces.
+    """A store's answer when a tier asks the store for the epochs of key spaces.
 
     `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
         no room for a new epoch.
-    `restored_below`: nonzero if the store has just restarted, perhaps from an old copy of its data.
-        The caller must not trust epochs below this number, because the copy may lack later flushes.
-        0: the store has not just restarted, or does not report its restarts.
+    `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
+        Such a copy lacks the flushes since it was made, so the caller must not trust epochs below
+        this number. 0: the store has not just restarted, or does not report its restarts.
     """
 
     epochs: Epochs
@@ -254,9 +254,9 @@ class Tier(Protocol):
         before the tier calls `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks from the store, and does not wait for the removal. A tier may
-        remove less if removal is expensive. The disk tier ignores this call, because the core frees
-        its places."""
+        """Starts to remove blocks from the store, and does not wait for the removal. A tier for
+        which removal is expensive may leave some of these blocks in the store. The disk tier
+        ignores this call, because the core frees the places of its blocks."""
 
     def problem(self) -> str:
         """Returns the reason why the tier is unusable; empty if no problem is known."""

@@ -1,5 +1,5 @@
-"""Computes the figures of the tiers below host memory, for metrics and the admin service. All
-figures are 0 if there are no tiers."""
+"""Computes the figures (counts, bytes, times) of the tiers below host memory, for metrics and the
+admin service. All figures are 0 if there are no tiers."""
 
 import time
 from dataclasses import dataclass
@@ -112,8 +112,8 @@ def _shared(one: TierShared) -> TierState:
 
 
 def budget(below: TierBelow | None) -> tuple[int, int]:
-    """Returns the budget of disk writes, in bytes per 24 hours, and the bytes of it that are not
-    spent yet. Returns (0, 0) if there is no limit or no disk."""
+    """Returns two numbers: the budget of disk writes, in bytes per 24 hours, and the bytes of this
+    budget that are not spent yet. Returns (0, 0) if there is no limit or no disk."""
     if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
         return 0, 0
     return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))

@@ -10,10 +10,11 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
 MAX_LOOKED, PART_BLOCKS = 1 << 14, 8
-"""MAX_LOOKED: about the most waiting blocks that a tier's driver checks in one turn of its loop.
-Each part of the queue (the blocks of one `add`) counts as PART_BLOCKS blocks in addition. Without
-this limit a turn could take long, because the tier may already have most of the waiting blocks, or
-most may have been evicted."""
+"""Limits of the blocks that a tier's driver checks in one turn of its loop. The driver stops when
+its calls of `WaitingBlocks.take` have returned about MAX_LOOKED blocks. Each call counts as
+PART_BLOCKS more blocks than it returns, so that calls without a result count too. Without the limit
+a turn could take long: the tier may already have most of the waiting blocks, or most of them may
+have been evicted."""
 
 
 class WaitingBlocks:

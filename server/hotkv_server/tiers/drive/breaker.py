@@ -75,8 +75,9 @@ class Breaker:
         return passes
 
     def say(self) -> None:
-        """Logs a line if lookups have begun to skip the tier or if it works again, since the last
-        call of this method. Logs at most one warning in SAY_AGAIN_S if the tier breaks often."""
+        """Logs a warning when lookups begin to skip the tier, and a line when the tier works again
+        after such a warning. Two warnings are at least SAY_AGAIN_S apart, even if the tier breaks
+        often. Called from time to time."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

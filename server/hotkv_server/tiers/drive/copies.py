@@ -1,11 +1,11 @@
 """Copies blocks from host memory to a tier that other nodes share. Blocks that an engine has just
-stored on this node are copied soon. Old blocks are copied at a limited rate. These are blocks from
-the disk, blocks of an earlier server, and blocks whose copy has failed.
+stored on this node are copied soon. *Old* blocks are copied at a limited rate. Old blocks are:
+blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
-Always true: a block is written only if the store has lately confirmed the epoch of its key space (a
-number that each flush raises), and if its bytes match its check value. Before old blocks are
-written, the tier is asked which of them it has already; it gets only the others. While the tier has
-a known problem, copying pauses.
+Always true: a block is written only if the store has confirmed the epoch of its key space (a number
+that each flush raises) in the last 1.5 s, and if its bytes match its check value. Before old blocks
+are written, the tier is asked which of them it has already; only the blocks that it lacks are
+written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """
@@ -56,9 +56,11 @@ may start at the same time."""
 MIN_OLD_BYTES = 8 << 20
 """Least size of a batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
-"""Wait after a copy that failed. The wait doubles with each further failure of the same blocks."""
+"""Wait before the next copy of old blocks, after a copy has failed. The wait doubles with each
+further failure of the same blocks."""
 WALKED_ENTRIES = 1 << 16
-"""Number of entries that one turn searches for blocks of an earlier server."""
+"""Number of entries that the task `_offer_left` searches in one turn for blocks of an earlier
+server."""
 
 
 class TierCopies:
@@ -172,8 +174,8 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Queues the blocks that an earlier server left in host memory, in parts. Begins with the
-        blocks of a key space once this node knows the store's epoch for the key space."""
+        """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
+        the blocks of a key space only once this node knows the store's epoch for the key space."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:

@@ -1,5 +1,5 @@
-"""Helpers for the drivers of tiers: tasks of the event loop, comparison of check values, keys of
-blocks."""
+"""Helpers for the modules of `tiers.drive`: they run tasks on the event loop, compare check values
+of blocks, and make the keys of blocks."""
 
 import asyncio
 import threading
@@ -22,8 +22,8 @@ from hotkv_server.tiers.protocol import NO_EPOCHS, Blocks, Epochs, Seals
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""Longest wait for the tasks to end, after the tiers were closed. A task that waits for a disk that
-hangs never ends; slots that the disk uses stay reserved until the process ends."""
+"""Longest wait for the tasks to end, after the tiers were closed. If a disk hangs, a task that
+waits for the disk never ends; the slots that the disk uses stay reserved until the process ends."""
 
 
 class TierTasks:
