@@ -142,8 +142,8 @@ class SlabFile:
             return True
 
     def close(self) -> None:
-        """Closes and unlocks the file. All I/O must have ended before, because another file may get
-        the same descriptor number."""
+        """Closes and unlocks the file. All I/O must have ended before: another file may get the
+        same descriptor number, and late I/O would then go to that file."""
         with self._lock:
             if self.is_open:
                 try:

@@ -32,9 +32,11 @@ ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
 """Maps a role in the reply to HELLO to the error code that the server would answer to commands.
 Other roles are usable."""
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
-"""The same for a mode in the reply to HELLO, if the settings name a single server."""
+"""Maps a mode in the reply to HELLO to an error code, as ROLE_CODES does for roles. Used if the
+settings name a single server."""
 MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
-"""The same for a mode in the reply to HELLO, if the settings name a cluster."""
+"""Maps a mode in the reply to HELLO to an error code, as MODE_CODES does. Used if the settings name
+a cluster."""
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
 """Sends commands, given as RESP bytes, and returns their replies. Blocks at most until the given
@@ -74,8 +76,9 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
     """Logs in, selects the database, and checks that the server executes commands for keys. Raises
     StoreError.
 
-    In a cluster, neither selects a database nor checks this, because the server may be a replica:
-    only the map of hash slots shows which server executes commands for a key.
+    In a cluster, selects no database, and does not check that the server executes commands for
+    keys, because the server may be a replica: only the map of hash slots shows which server
+    executes commands for a key.
 
     `ask`: sends commands over the connection and returns their replies.
     """
