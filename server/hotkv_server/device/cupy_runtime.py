@@ -33,9 +33,9 @@ from hotkv_server.device.runtime import (
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
-"""Number of thread blocks in a launch of the copy kernel, and number of threads in each. They have
-blocks x threads x 128 bytes in flight: half a MiB. PCIe 5 needs about 128 KiB. The kernel occupies
-8 of the 132 multiprocessors of an H200."""
+"""Number of thread blocks in a launch of the copy kernel, and number of threads in each block. The
+threads together have blocks x threads x 128 bytes in flight: half a MiB. PCIe 5 needs about 128
+KiB. The kernel occupies 8 of the 132 multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}

@@ -110,7 +110,7 @@ class TierBelow:
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
             if not self._is_kept():
-                # A key space was added or flushed meanwhile, and `entries` may contain blocks of it.
+                # A key space was added or flushed meanwhile, and `entries` may have its blocks.
                 down.waiting.add(entries)
                 continue
             moves = await self._begin(entries, tell) if len(entries) else []

@@ -65,9 +65,9 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float) -> int:
-        """Returns the value for `Shown.restored_below`. If the server has just restarted, this is
-        the least epoch that can have begun after its start. Otherwise it is 0, and also if the
-        reply lacks the figures.
+        """Returns the value for `Shown.restored_below`. If the server has just restarted, the value
+        is the least epoch that can have begun after the server's start. The value is 0 otherwise,
+        and also if the reply does not show when the server started.
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
