@@ -142,8 +142,9 @@ class ZmqPublisher:
     `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
         messages of each topic in a separate sequence.
     `state`: yields the present state: events for the cached blocks of all key spaces, and None for
-        a step that has no event. It runs on the thread; events that are queued meanwhile are sent
-        afterwards. None: the state is not known, so a replay has only the messages that are kept.
+        a step that has no event. The publisher's thread calls it, and sends events that are queued
+        meanwhile afterwards. `state` None: the present state is not known, so a replay has only the
+        messages that are kept.
     """
 
     def __init__(
@@ -269,8 +270,8 @@ class ZmqPublisher:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear of each topic of a key space. It also clears blocks of other key spaces in
-        these topics. If the queue is full, `settle` queues the clear later."""
+        """Queues a clear of each topic of a key space. The clear also clears blocks of other key
+        spaces in these topics. If the queue is full, `settle` queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True
             self._put(topic, time.time(), ())
@@ -320,8 +321,8 @@ class ZmqPublisher:
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Makes the thread send the queued events and close the sockets. Waits for it, at most
-        STOP_TIMEOUT_S."""
+        """Makes the thread send the queued events and close the sockets. Waits for the thread's
+        end, at most STOP_TIMEOUT_S."""
         self._queue.put(None)
         self._thread.join(STOP_TIMEOUT_S)
 
