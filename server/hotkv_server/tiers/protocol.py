@@ -43,7 +43,7 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 RAISES = 1 << 16
 """`begun` returns multiples of this number, one for each tick of the clock. `raised` may return the
-numbers in between: they serve several flushes within a tick."""
+numbers in between, so that several flushes within a tick begin different epochs."""
 TICK_US = 64
 """Length of a tick of the clock that `begun` reads, in microseconds."""
 
@@ -93,8 +93,8 @@ class Write(enum.IntEnum):
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The tier wrote nothing, because the encoded form of the block is larger than its
-    `stored_bytes`, or the block is too large for the staging memory."""
+    """The tier wrote nothing, because the encoded form of the block is larger than the block's
+    `Blocks.stored_bytes`, or too large for the memory in which the tier encodes blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ OnWrite = Callable[[Codes, Seals], None]
 """Called with the results of a write: `Write` values, uint8 [n], and the seals (check values) of
 the STORED blocks, uint64 [n]."""
 OnProbe = Callable[[Codes], None]
-"""Called with the results of a probe: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The results are
-only a hint, because the store may lose or get a block at any time."""
+"""Called with the results of `Tier.probe`: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The
+results are only a hint, because the store may lose or get a block at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,9 @@ class Shown:
     `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
         no room for a new epoch.
     `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
-        Such a copy lacks the flushes since it was made, so the caller must not trust epochs below
-        this number. 0: the store has not just restarted, or does not report its restarts.
+        Epochs below this number began before the restart. The caller must not trust them, because
+        the old copy may lack flushes. 0: the store has not just restarted, or does not report its
+        restarts.
     """
 
     epochs: Epochs
@@ -173,9 +174,10 @@ class Shown:
 
 
 OnEpochs = Callable[[Shown | None], None]
-"""Called with the epochs of key spaces; None if the store did not answer."""
+"""Called with the result of `SharedTier.epochs`; None if the store did not answer."""
 OnEpoch = Callable[[int | None], None]
-"""Called with the new epoch of a key space, or NO_EPOCH; None if the store did not answer."""
+"""Called with the result of `SharedTier.raise_epoch`: the new epoch, or NO_EPOCH; None if the store
+did not answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,9 +233,10 @@ class OpenedTiers:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Removes the files with the record of flushes (`EpochNotes`), unless there is a disk: its
-        blocks outlive the server and need the record. Called if the server leaves no blocks in the
-        arena. Blocks the calling thread."""
+        """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
+        disk, because its blocks outlive the server and need the record, and if a store must still
+        raise an epoch. Called if the server leaves no blocks in the arena. Blocks the calling
+        thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

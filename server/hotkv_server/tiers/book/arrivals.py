@@ -88,7 +88,7 @@ class Arrivals:
     ) -> Entries:
         """Reserves slots for the blocks at `positions` of a list, and links the entry of each block
         to the entry of the block before it. Returns the new entries, in order of `positions`; fewer
-        if there is no more room.
+        if not enough slots are free.
 
         `size`: bytes of each slot.
         `depths`: for each position, the number of blocks before its block in the sequence.

@@ -71,8 +71,7 @@ class EpochStanding:
     `is_none`: True if the store has no epoch and no room for one, and all blocks on this node are
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
-    `confirmed_s`: the store has confirmed `epoch` in its answer to a question that was sent at this
-        time; the latest such time.
+    `confirmed_s`: when the latest question was sent whose answer has confirmed `epoch`.
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
@@ -106,19 +105,20 @@ class EpochStanding:
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space. Requests for a flush and flushes of this node are counted
-    separately, because one flush may serve several requests.
+    """The record of a key space. Requests for a flush and flushes of the key space on this node are
+    counted separately, because one flush may serve several requests. The flushes on this node are
+    numbered; `need`, `begun` and `ended` are such numbers.
 
     `local`: the seal number: a number that is part of the seals (check values) of the key space's
         blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
         Saved in the file of the book.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
-    `need`: number of the last flush of this node that is needed.
-    `begun`: number of the last flush of this node that has begun.
-    `ended`: number of the last flush of this node that has ended.
-    `ended_s`: when that flush ended.
-    `saved_at`: the first revision of the book that includes that flush.
+    `need`: the latest flush on this node that is required.
+    `begun`: the latest flush on this node that has begun.
+    `ended`: the latest flush on this node that has ended.
+    `ended_s`: when the flush `ended` has ended.
+    `saved_at`: the first revision of the book that records the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
     """
@@ -309,7 +309,8 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if the saved book includes the flush of this node."""
+        """Returns True if the saved book records the end of the key space's latest flush on this
+        node."""
         return self.saved >= self._record(ticket.fingerprint).saved_at
 
     @property
@@ -467,9 +468,9 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Counts key spaces as idle that were not used for USED_S and wait for nothing. If there
-        are more than MAX_RECORDS records, also forgets the records of idle key spaces that are not
-        in `known`.
+        """Counts as idle the key spaces that were not used for USED_S and wait for no flush and no
+        raise. If there are more than MAX_RECORDS records, also forgets the records of idle key
+        spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.
         """

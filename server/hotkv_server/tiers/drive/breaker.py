@@ -28,8 +28,8 @@ StalledS = Callable[[float], float]
 class Breaker:
     """The circuit breaker of a tier; see the module.
 
-    `stalls`: report further work that makes the tier count as hanging if it takes too long, such as
-        writing the disk's records.
+    `stalls`: functions that report how long further work of the tier has lasted, such as a write of
+        the disk's records. The tier also counts as hanging if this work takes too long.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:

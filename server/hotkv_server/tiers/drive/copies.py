@@ -51,8 +51,8 @@ LEARN_S = 1.0
 PROBE_S = 2.0
 """Longest wait until the tier has answered which of the old blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
-"""Limit on the mean rate at which old blocks are written. It protects the store, because many nodes
-may start at the same time."""
+"""Limit on the mean rate at which old blocks are written. It protects the store if many nodes start
+at the same time, and so copy their old blocks at the same time."""
 MIN_OLD_BYTES = 8 << 20
 """Least size of a batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
@@ -141,8 +141,9 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch uses only
-        the part of the limit `moving_bytes` that their copies don't use."""
+        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch of old
+        blocks uses only the part of the limit `moving_bytes` that copies of newly stored blocks
+        leave free."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):

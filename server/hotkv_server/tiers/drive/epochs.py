@@ -60,11 +60,11 @@ time."""
 
 
 class EpochRelay:
-    """The function that a tier calls when the store has another epoch than the tier expected. It
-    passes the call on to `Epochs`.
+    """An object that a tier calls when the store has another epoch than the tier expected. The
+    relay passes the call on to `Epochs`.
 
     A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
-    relay; until then its calls have no effect.
+    relay; until then calls of the relay have no effect.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ Always true:
 - a block is moved to the disk only after its key space was written to a file (`kept_revision`);
 - if a server is killed during its start, the next server still finds the old table, because the new
   table is a separate file until it is complete;
-- a restored record may be wrong, because each read compares the bytes at the block's place with the
-  block's seal (check value). So the file may lag behind the table in memory, by KEEP_S and the time
-  that the disk takes.
+- a wrong record in the file does no harm: each read compares the bytes at the block's place with
+  the block's seal (check value). So the file may lag behind the table in memory, by KEEP_S and the
+  time that the disk takes.
 """
 
 import contextlib

@@ -1,9 +1,10 @@
 """Drives a tier that other nodes share (Mooncake, Valkey, S3): copies blocks that are stored on
 this node to the tier, and asks the tier for blocks that this node lacks.
 
-Always true: blocks are read and written only if the store has lately confirmed the epoch of their
-key space (a number that each flush raises; see `drive.epochs`). Written blocks match their check
-values. Runs on the event loop; the tier calls `on_done` on its own threads.
+Always true: blocks are read and written only if the store has confirmed the epoch of their key
+space in the last 1.5 s (an epoch is a number that each flush raises; see `drive.epochs`). Written
+blocks match their check values. Runs on the event loop; the tier calls `on_done` on its own
+threads.
 """
 
 import asyncio

@@ -52,8 +52,9 @@ class TierTasks:
     async def turns(
         self, name: str, pause_s: float, wake: asyncio.Event | None = None
     ) -> AsyncIterator[None]:
-        """Yields once per turn of a task's loop, as `Health.turns` does, until `is_closing` is
-        True."""
+        """Runs the caller's loop in turns: yields again and again, each time after `pause_s`, or
+        earlier if `wake` is set (see `Health.turns`). Ends when `is_closing` is True. `name`: the
+        task's name in health probes."""
         async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return

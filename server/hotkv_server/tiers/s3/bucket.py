@@ -61,8 +61,8 @@ class AccessKey:
 
 
 def read_access_key(path: Path) -> AccessKey:
-    """Returns the access key in the file at `path`. Raises UnusableError if other users may access
-    the file, if it can't be read, or if it has no key."""
+    """Returns the access key in the file at `path`. Raises UnusableError if users outside the
+    file's group have any access to it, if the file can't be read, or if it has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:

@@ -210,7 +210,7 @@ class ClusterPipe:
 
 def slot_of(key: bytes) -> int:
     """Returns the hash slot of a key. If the key contains {…}, only the bytes between the first
-    braces are hashed, unless there are none between them."""
+    braces are hashed, unless there is no byte between them."""
     begin = key.find(b"{")
     end = key.find(b"}", begin + 1)
     tag = key[begin + 1 : end] if begin >= 0 and end > begin + 1 else key
