@@ -49,8 +49,8 @@ class CopyJob:
 
     `plans`: the copies.
     `on_done`: called once when the job has ended, with its outcome, and a message if it has failed.
-    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate, and gives the job to a copy
-        engine once the gate has passed.
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate, and passes the job to a copy
+        engine once `Gate.passed` returns True.
     `owner`: name of the tenant or vLLM engine for which the bytes are copied. The copy engine for
         host memory serves owners in turn.
     """

@@ -1,10 +1,10 @@
 """The implementation of `DeviceRuntime` for real devices. It calls CUDA's driver, and uses CuPy
 only to compile the copy kernel, once per device, into CuPy's cache on disk.
 
-A device is started when it is first used: this makes its context, which takes some hundred MiB of
-device memory. All users of CUDA in the process share the context. Every method makes its device
-current in the calling thread. Streams live as long as the process; so do events, unless they are
-closed.
+A device is started when it is first used. The start makes the device's context, which takes some
+hundred MiB of device memory. All users of CUDA in the process share the context. Every method makes
+its device current in the calling thread. Streams live as long as the process; so do events, unless
+they are closed.
 """
 
 import importlib
@@ -45,7 +45,8 @@ _WARP = 32
 _BYTES_OF_WARP = 4096
 """Bytes that a warp has in flight. A smaller share of a copy is not worth another warp."""
 _SHARES_PER_WARP = 8
-"""Number of shares of copies that each warp gets, if the copies are large enough."""
+"""The copy kernel splits copies into shares (`copy_shares`). Each warp gets this number of shares,
+if the copies are large enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class _Opened:
     """An open allocation and its users.
 
     `tenant`: tenant of the session that has opened the allocation first.
-    `num_users`: number of calls of `open_memory` without a later call of `close_memory`.
+    `num_users`: number of calls of `open_memory` minus the number of calls of `close_memory`.
     """
 
     allocation: Allocation

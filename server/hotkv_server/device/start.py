@@ -218,8 +218,8 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """Returns the calibration that an earlier server has saved; None if it is missing, or not valid
-    for this device and driver."""
+    """Returns the calibration that an earlier server has saved; None if it is missing, unusable, or
+    not valid for this device and driver."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")

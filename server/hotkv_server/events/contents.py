@@ -67,9 +67,10 @@ FILLER, BLOCKS, NAME = 0, 1, 2
 """Kinds of records. FILLER: unused bytes up to the end of the ring. BLOCKS: a run (consecutive
 blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""Most records that are appended again, because their blocks are still cached, when one record is
-added. If this limit is reached, most of the ring is about cached blocks. Then no records of blocks
-are appended again until an eighth of the ring has been overwritten."""
+"""When a record is added to a full ring, about this number of old records with blocks that are
+still cached are appended again, at most. If there are more, most of the ring is about cached
+blocks. Then no records of blocks are appended again until an eighth of the ring has been
+overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""

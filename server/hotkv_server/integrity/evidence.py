@@ -1,8 +1,8 @@
 """Describes the blocks to compare with their check values, and condemns (drops) blocks that do not
 match.
 
-Always true: this module reads no bytes of blocks. After `condemn`, lookups no longer find the
-block. While a lease still keeps the block's slot, the slot stays marked as unverified.
+Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. While a
+lease still keeps the slot of a condemned block, the slot stays marked as unverified.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The description of n blocks of the same shape, for comparing their bytes with their check
-    values.
+    """The description of n blocks of the same shape (number and sizes of shards), for comparing
+    their bytes with their check values.
 
     `entries` [n]: entry numbers of the blocks in the index.
     `offsets` [n]: offsets of the blocks' slots in the arena, in bytes.

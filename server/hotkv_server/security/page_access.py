@@ -65,7 +65,8 @@ class PageAccess:
     `is_local`: True if the HTTP server can be reached only from this machine.
     `read`: returns the token that gives access, and raises like `read_token`; None if the settings
         name no token.
-    `control`: has the tenants and the admins, whose tokens give access too. It may change.
+    `control`: has the tenants, and the admins, whose tokens give access too. Both may change while
+        the server runs.
     `own_name`: the host name, in the settings, on which the server listens.
     """
 

@@ -132,7 +132,8 @@ class Demotion:
             size = self._size(key_space_id, group, is_plain=is_plain)
             if self._below.pool.capacity_slots(size):
                 count = wanted.get(size, (0, 0))[1] + len(at)
-                # Tenants have no shares of the disk, so any of the key spaces serves here.
+                # `make_room` needs the tenant of a key space. Pass any of the key spaces, because
+                # tenants have no shares of the disk.
                 wanted[size] = key_space_id, count
         for size, (key_space_id, count) in wanted.items():
             yield from self._below.make_room(key_space_id, 0, size, count)

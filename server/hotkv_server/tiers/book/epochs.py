@@ -482,7 +482,8 @@ class EpochBook:
             if fingerprint not in known and fingerprint not in self._active:
                 record = self.records[fingerprint]
                 del self.records[fingerprint]
-                # Blocks that a power loss brings back must not match a new record.
+                # If a power loss brings old blocks back, they must not match the number of a new
+                # record.
                 self.base = max(self.base, record.local)
                 self.revision += 1
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 2.0
 """Time between two trial calls of a broken tier."""
 MAX_STALL_S = 1.0
-"""A tier counts as hanging if a call takes longer than this."""
+"""A tier counts as hanging if a call takes longer than this time."""
 SAY_AGAIN_S = 60.0
 """Least time between two warnings that lookups skip the same tier."""
 StalledS = Callable[[float], float]
@@ -28,8 +28,9 @@ StalledS = Callable[[float], float]
 class Breaker:
     """The circuit breaker of a tier; see the module.
 
-    `stalls`: functions that report how long further work of the tier has lasted, such as a write of
-        the disk's records. The tier also counts as hanging if this work takes too long.
+    `stalls`: functions (`StalledS`) that report for how long further work of the tier has lasted,
+        such as a write of the disk's records. The tier also counts as hanging if this work takes
+        longer than MAX_STALL_S.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:

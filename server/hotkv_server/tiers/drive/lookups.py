@@ -161,7 +161,8 @@ class TierLookups:
         """Returns, for each list in `groups`, a mask of the blocks outside host memory that count
         as hits for a lookup: blocks that a tier is known to have, and blocks that are being moved
         up to host memory. Omits the blocks of a tier if loading them takes longer than computing
-        them, and while lookups skip the tier.
+        them, and while lookups skip the tier. While lookups skip any tier, also omits all blocks
+        that are being moved up.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
