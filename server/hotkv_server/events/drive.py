@@ -212,8 +212,8 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space that is new to this server. Sends a clear, so that readers drop the
-        blocks of the key space that they remember from an earlier server. For the arguments see
+        """Registers a key space that is new to this server. Sends a clear: readers may remember
+        blocks of the key space from an earlier server, and then drop them. For the arguments see
         `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:

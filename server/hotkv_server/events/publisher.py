@@ -45,7 +45,7 @@ MOST_AT_ONCE = 1000
 STOP_TIMEOUT_S = 2.0
 """Longest time that `close` waits for the thread."""
 LINGER_MS = 200
-"""Longest time that a socket, when it is closed, still sends its messages."""
+"""Longest time, in milliseconds, for which a closed socket still sends its queued messages."""
 HIGH_WATER_MESSAGES = 100_000
 """Most messages that ZMQ queues for a slow reader. If this queue is full, ZMQ drops new messages
 for the reader, as in vLLM's publisher."""
@@ -113,7 +113,7 @@ class _Ended:
     """An item of the queue: a key space has ended.
 
     `number`: number of the key space.
-    `topics`: the topics that end with it, because they have no other key space.
+    `topics`: the topics that end with the key space, because they have no other key space.
     """
 
     number: int

@@ -23,7 +23,7 @@ class TierState:
     `reads`: counts of lookups, and counts and times of reads.
     `moved`: counts of the blocks and bytes that the tier has read and written.
     `is_up`: False if lookups skip the tier, because it is broken or hangs.
-    `problem`: the reason why lookups skip the tier; empty if they use it.
+    `problem`: the reason why lookups skip the tier; empty if lookups use the tier.
     `lost_blocks`: number of blocks that came back damaged since the start; for the disk also blocks
         that were missing.
     `waiting_blocks`: number of blocks in host memory that wait to be written.
@@ -189,8 +189,8 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
 
 
 def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Returns the memory that the disk tier uses: its staging memory and the table with its
-    records. Zeros without a disk."""
+    """Returns the memory that the disk tier uses: its staging memory, and the block table of the
+    disk. Zeros without a disk."""
     if below is None:
         return TierMemory(0, 0)
     memory = below.tier.memory()

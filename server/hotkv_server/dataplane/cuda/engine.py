@@ -42,7 +42,8 @@ from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priori
 # lost and accesses no memory any more. A failure affects only its job, unless the device is lost.
 
 PAGEABLE = "pageable"
-"""Name, in the figures, of copies to or from host memory that is not pinned."""
+"""Name, in place of a method's name, under which copies to or from host memory that is not pinned
+are counted (`Moved.method`)."""
 MAX_TRIES = 3
 """Most tries to record an event or to wait for it. If all tries fail, the device counts as lost,
 because it is unknown when it stops accessing memory."""
@@ -210,8 +211,8 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Chooses the method for a piece if there is no staging memory. Then the length of the runs
-        (contiguous byte ranges) in the arena makes no difference."""
+        """Chooses the method for a piece if there is no staging memory. Ignores `run_bytes`,
+        because only the method STAGED depends on the length of the runs in the arena."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 

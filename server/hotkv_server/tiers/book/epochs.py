@@ -46,8 +46,8 @@ epoch."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""If there are more records, the book forgets the records of idle key spaces that this node no
-longer knows."""
+"""If there are more records than this, the book forgets the records of idle key spaces that this
+node no longer knows."""
 NO_EPOCH = 0
 """Stands in place of an epoch if the store has no epoch for the key space. The key space's blocks
 are then neither read from the store nor written to it."""

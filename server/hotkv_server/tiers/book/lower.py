@@ -71,8 +71,8 @@ class LowerTier:
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space is on the disk, or in a move to or from any
-        tier."""
+        """Returns True if a block of the key space is on the disk, or is being moved to or from
+        any tier."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )

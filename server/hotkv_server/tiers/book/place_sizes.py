@@ -24,11 +24,12 @@ HARDLY = 8
 """A group is no longer encoded if fewer than 1 in 8 of the tried blocks had an encoded form that
 fitted its place."""
 RETRY_BLOCKS = 1 << 15
-"""A group that is no longer encoded is tried again after this number of its blocks was written
-without encoding."""
+"""If a group is no longer encoded, encoding is tried again after this number of the group's blocks
+was written without encoding."""
 EncodedBytes = Callable[[int], int]
 """Returns the size of the place for an encoded block, given the size of the block's slot. The
-result is a multiple of SLOT_ALIGN. If it is not smaller than the slot, encoding is useless."""
+result is a multiple of SLOT_ALIGN. If the place would not be smaller than the slot, encoding is
+useless."""
 
 
 @dataclass(slots=True)

@@ -47,7 +47,8 @@ MAX_OUT_BYTES = 64 << 20
 """Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
 memory."""
 LEARN_S = 1.0
-"""Before a write: longest wait until the store has confirmed the epoch of the blocks' key space."""
+"""Longest time that a write waits, before it begins, for the store to confirm the epoch of the
+blocks' key space."""
 PROBE_S = 2.0
 """Longest wait until the tier has answered which of the old blocks it has."""
 OLD_BYTES_PER_S = 64 << 20

@@ -36,7 +36,7 @@ Flush = Callable[[int], Awaitable[int]]
 """Flushes a key space on this node only. Returns the number of removed blocks."""
 
 TICK_S = 0.05
-"""Time between two turns (ticks) of the task."""
+"""Time between two turns (ticks) of the task that asks the book for due actions."""
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0

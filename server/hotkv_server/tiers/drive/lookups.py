@@ -81,7 +81,8 @@ class TierSource(Protocol):
         tier has lost.
 
         `codes`: the `Read` of each block, uint8 [n].
-        `checks`: the check values of the blocks, uint64 [n].
+        `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check
+            values.
         """
 
 

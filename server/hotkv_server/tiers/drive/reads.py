@@ -41,7 +41,7 @@ reads were slow, so that its speed is measured again."""
 class Listed:
     """The blocks of a KV cache group in a lookup, in the order of the sequence.
 
-    `spec`: the group.
+    `spec`: the description of the group.
     `ready`: mask of the blocks that are in host memory or being moved there.
     """
 

@@ -171,7 +171,7 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 def blocks_of(
     core: CacheCore, entries: Entries, prefix: bytes, epochs: Epochs = NO_EPOCHS
 ) -> Blocks:
-    """Returns the blocks of entries in host memory, as the argument of a tier's calls.
+    """Returns a `Blocks`, the argument of a tier's calls, for these entries of host memory.
 
     `prefix`: the first bytes of the blocks' keys.
     `epochs`: see `Blocks.epochs`.

@@ -156,9 +156,10 @@ class EncodingClient:
             self._staged.give(place, num_bytes, is_write=is_write)
 
     def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
-        """Reads the blocks of a part, as `read` does. First asks for the encoded form of the blocks
-        that may be encoded and the plain form of the others, then for the plain form of the blocks
-        whose encoded form is absent."""
+        """Reads the blocks of a part, in one or two requests. The first request asks for the
+        encoded form of the blocks that may be encoded, and for the plain form of the other blocks.
+        The second asks for the plain form of the blocks whose encoded form is absent. The arguments
+        and the result are those of `read`."""
         is_encoded = part.may_be_encoded
         changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
         if changed:

@@ -37,7 +37,8 @@ REQUESTS_AT_ONCE = 8
 CLOSE_S = 1.0
 """Longest wait, when the tier closes, until cancelled requests have ended."""
 GAP_BYTES = 128 << 10
-"""Two ranges of an object are read with one request if the gap between them is at most this."""
+"""Two ranges of an object are read with one request if the gap between them has at most this number
+of bytes."""
 
 
 # ----------------------------------------------------------------------------------- The access key

@@ -38,7 +38,8 @@ from hotkv_server.tiers.s3.packs import (
 log = logging.getLogger(__name__)
 
 OVERLAP_S = 120.0
-"""A listing considers packs up to this time before the last listing; see the module."""
+"""A listing skips packs that are older than the last listing by more than this time; see the
+module."""
 JUMP_S = OVERLAP_S / 2
 """Least jump of the clock after which a listing skips no packs."""
 UNSEEN = 10**16

@@ -156,8 +156,8 @@ class ClusterPipe:
 
     def _find(self, until_s: float) -> None:
         """Reads the map of hash slots from the first server in the settings that answers. Each
-        server gets an equal share of the remaining time, so that a server that hangs does not
-        prevent a try of the next."""
+        server gets an equal share of the remaining time, so that the next server is tried even if a
+        server hangs."""
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds, 1):
             now_s = time.monotonic()

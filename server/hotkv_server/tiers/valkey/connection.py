@@ -27,7 +27,7 @@ MAX_SECRET_BYTES = 4096
 """Longest password."""
 DEFAULT_USER = "default"
 CHECK_KEY = b"hotkv/1/check"
-"""A key that never exists. The reply to EXISTS of this key shows whether this user may read."""
+"""A key that never exists. The reply to EXISTS of this key shows whether hotkv's user may read."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
 """Maps a role in the reply to HELLO to the error code that the server would answer to commands.
 Other roles are usable."""

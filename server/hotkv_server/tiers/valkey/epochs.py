@@ -153,8 +153,8 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 def parsed(reply: Reply) -> int:
     """Returns the epoch in a reply; NO_EPOCH if the key is absent. Raises UnusableError if the
-    reply means that the whole server is unusable, and LostError if it is not an epoch for another
-    reason."""
+    reply means that the whole server is unusable, and LostError for any other reply that is not an
+    epoch."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):
