@@ -1,13 +1,14 @@
 """Copy engines: their protocol (`CopyEngine`), their jobs (`CopyJob`), and the object that combines
 all copy engines of a server (`CopyEngines`).
 
-A job has all copies of one transfer. A copy engine splits it into *pieces* and copies the pieces on
-its *lanes*: threads, or the two directions of a device. A job may have a *gate*: the job must not
-begin before the device of the vLLM engine has passed a mark, a point in the device's queue.
+A job has all copies of one transfer (a store or a load). A copy engine splits a job into *pieces*,
+and copies the pieces on its *lanes*: threads, or the two directions of a device. A job may have a
+*gate*: the job must not begin before the device of the vLLM engine has passed a mark, a point in
+the device's queue.
 
 Always true: a job's `on_done` is called exactly once, from any thread, and only after the copy
 engine has stopped accessing both memories. A gate is released exactly once, by the code that polls
-it.
+the gate.
 """
 
 import contextlib
@@ -48,10 +49,10 @@ class CopyJob:
 
     `plans`: the copies.
     `on_done`: called once when the job has ended, with its outcome, and a message if it has failed.
-    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate, and gives the job to a copy
-        engine once the gate has passed.
-    `owner`: name of the tenant or vLLM engine for which the job is done; copy engines serve owners
-        in turn.
+    `gate`: delays the job (see `Gate`). `CopyEngines` polls the gate, and passes the job to a copy
+        engine once `Gate.passed` returns True.
+    `owner`: name of the tenant or vLLM engine for which the bytes are copied. The copy engine for
+        host memory serves owners in turn.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CopyJob:
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Splits the job into smaller jobs, its parts, one for each group of plans. If the job is
         cancelled, its parts are cancelled. When all parts have ended, the job ends. Calls `expect`
-        for the job, so the caller must not call it."""
+        for the job, so the caller must not call `expect`."""
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -108,8 +109,8 @@ class CopyJob:
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of pieces: after as many calls of `piece_done` the job ends. Ends the job
-        at once if the number is 0. Only copy engines call this method."""
+        """Sets the number of pieces: the job ends after `num_pieces` calls of `piece_done`. Ends
+        the job at once if the number is 0. Only copy engines call this method."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
@@ -152,8 +153,8 @@ class CopyEngine(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces that have not begun. The core bounds it, because it bounds the number of
-        transfers."""
+        """Number of pieces that have not begun. It is bounded, because the cache core bounds the
+        number of transfers."""
 
     @property
     def busy_s(self) -> float:
@@ -184,10 +185,11 @@ class CopyEngine(Protocol):
 POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
-"""Length of the pause between two polls of the gates, as a share of the time since the last gate
-has passed or the last job has come. The pause is at least POLL_S and at most MAX_POLL_S. So polling
-adds at most a twentieth to a wait (a tenth if a poll only starts to read a word from the device),
-and during long waits the GIL is free for other threads."""
+"""Length of the pause between two polls of the gates, as a share of the time since a gate has last
+passed or a job was last added. The pause is at least POLL_S and at most MAX_POLL_S. So the pauses
+make a wait at most a twentieth longer, and during long waits the GIL is free for other threads. (A
+wait gets a tenth longer if its gate needs two polls: the first starts to read a word from the
+device, the second gets the word.)"""
 
 
 class CopyEngines:

@@ -1,7 +1,8 @@
 """The copy engine for host memory: copies on worker threads, without the GIL.
 
-A job is split into pieces, and any thread takes the next piece. The owners of jobs take turns; the
-jobs of an owner are executed in order. A job may be cancelled between pieces.
+A job is split into pieces, and any thread takes the next piece. The owners of jobs (tenants or vLLM
+engines) take turns, a piece each; the pieces of an owner are taken in order. A job may be cancelled
+between pieces.
 """
 
 import threading
@@ -87,7 +88,7 @@ not fit into the caches, and plain stores would read every cache line that they 
 
 class HostCopyEngine:
     """The copy engine for host memory; see the module. `num_threads` threads (workers) share one
-    queue. The core bounds the queue, because it bounds the number of transfers."""
+    queue of pieces. The queue is bounded, because the cache core bounds the number of transfers."""
 
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.kernels")

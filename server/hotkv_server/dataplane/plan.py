@@ -6,7 +6,7 @@ Always true: when a plan is made, it is checked that all its bytes are inside th
 The plan of a transfer (`BlockCopies`) lists whole blocks, so its size depends on the number of
 blocks, not on the number of their runs. The copy engine for host memory executes such a plan
 directly. The copy engines of devices need runs, and expand the plan part by part into plans of runs
-(`CopyPlan`). Both ways merge runs that adjoin in both memories.
+(`CopyPlan`). Both kinds of copy engine merge runs that adjoin in both memories.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
 """The implementation of `DeviceRuntime` for real devices. It calls CUDA's driver, and uses CuPy
 only to compile the copy kernel, once per device, into CuPy's cache on disk.
 
-A device is started when it is first used: this makes its context, which takes some hundred MiB of
-device memory. All users of CUDA in the process share the context. Every method makes its device
-current in the calling thread. Streams live as long as the process; so do events, unless they are
-closed.
+A device is started when it is first used. The start makes the device's context, which takes some
+hundred MiB of device memory. All users of CUDA in the process share the context. Every method makes
+its device current in the calling thread. Streams live as long as the process; so do events, unless
+they are closed.
 """
 
 import importlib
@@ -33,9 +33,9 @@ from hotkv_server.device.runtime import (
 
 COPY_BLOCKS = 8
 COPY_THREADS = 512
-"""Number of thread blocks in a launch of the copy kernel, and number of threads in each. They have
-blocks x threads x 128 bytes in flight: half a MiB. PCIe 5 needs about 128 KiB. The kernel occupies
-8 of the 132 multiprocessors of an H200."""
+"""Number of thread blocks in a launch of the copy kernel, and number of threads in each block. The
+threads together have blocks x threads x 128 bytes in flight: half a MiB. PCIe 5 needs about 128
+KiB. The kernel occupies 8 of the 132 multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
@@ -45,7 +45,8 @@ _WARP = 32
 _BYTES_OF_WARP = 4096
 """Bytes that a warp has in flight. A smaller share of a copy is not worth another warp."""
 _SHARES_PER_WARP = 8
-"""Number of shares of copies that each warp gets, if the copies are large enough."""
+"""The copy kernel splits copies into shares (`copy_shares`). Each warp gets this number of shares,
+if the copies are large enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """The devices that this server can use, and the memory of vLLM engines on them. The server opens
 this memory by CUDA's interprocess handles.
 
-Always true: an allocation is opened once, even if several sessions register it, and is closed when
-the last of these sessions closes it. So memory of an engine that has ended does not stay open.
-Opening and closing wait for the device, so they must not run on the event loop. Methods may be
-called from any thread.
+Always true: an allocation of memory is opened once, even if several sessions register it, and is
+closed when the last of these sessions closes it. So memory of an engine that has ended does not
+stay open. Opening and closing wait for the device, so they must not run on the event loop. Methods
+may be called from any thread.
 """
 
 import logging
@@ -62,8 +62,8 @@ class Queue:
 class _Opened:
     """An open allocation and its users.
 
-    `tenant`: tenant of the engine that owns the allocation.
-    `num_users`: number of calls of `open_memory` that were not followed by `close_memory` yet.
+    `tenant`: tenant of the session that has opened the allocation first.
+    `num_users`: number of calls of `open_memory` minus the number of calls of `close_memory`.
     """
 
     allocation: Allocation
@@ -155,21 +155,23 @@ class Devices:
         return Queue(self.runtime.new_stream(device, Priority.HIGH), self.runtime.new_event(device))
 
     def give_queue(self, queue: Queue) -> None:
-        """Makes a queue of `take_queue` available to other sessions. Its work must have ended."""
+        """Makes a queue that `take_queue` has returned available to other sessions. All work in the
+        queue must have ended."""
         with self._lock:
             self._idle.setdefault(queue.stream.device, []).append(queue)
 
     def open_memory(self, device: int, handle: bytes, tenant: str = "") -> Allocation:
-        """Opens an allocation of an engine, or counts a further user if it is open already. It
-        stays open until each user has called `close_memory`. Blocks the calling thread.
+        """Opens an allocation of an engine, or counts a further user if the allocation is open
+        already. The allocation stays open until each user has called `close_memory`. Blocks the
+        calling thread.
 
         `handle`: CUDA's interprocess handle of the allocation.
-        `tenant`: the tenant of the session that opens it.
+        `tenant`: the tenant of the session that opens the allocation.
 
-        Raises DeviceError if CUDA can't open it, or if another tenant has it open: a handle alone
-        must not give access to memory of another tenant. Raises ValueError if the memory is on
-        another device than `device`. This check is needed, because CUDA also opens memory of other
-        devices that `device` can reach.
+        Raises DeviceError if CUDA can't open the allocation, or if another tenant has it open: a
+        handle alone must not give access to memory of another tenant. Raises ValueError if the
+        memory is on another device than `device`. This check is needed, because CUDA also opens
+        memory of other devices that `device` can reach.
         """
         with self._lock:
             opened = self._memory.get((device, handle))

@@ -1,11 +1,12 @@
 """Typed calls of CUDA's driver, through ctypes. Each call releases the GIL while it runs.
 
-CuPy is not used for these calls, because it holds the GIL in calls that mostly return at once. Yet
-each of them may have to wait while another thread of the process pins memory or opens memory of
-another process.
+CuPy is not used for these calls, because CuPy holds the GIL during calls that mostly return at
+once. Yet each such call may have to wait while another thread of the process pins memory or opens
+memory of another process.
 
-Calls are named as the symbols of the library, in the version that matches the types here. Some
-drivers lack the optional calls. Source of names, types and numbers: `cuda.h` of CUDA 13.0.
+Calls are named as the symbols of the library, with the version suffix (such as _v2) that matches
+the types here. Some drivers lack the calls in `_OPTIONAL_CALLS`. Source of names, types and
+numbers: `cuda.h` of CUDA 13.0.
 """
 
 import ctypes

@@ -76,8 +76,9 @@ class Stream(Protocol):
 
 
 class Event(Protocol):
-    """A point in a stream, at which the event was last recorded. An event that was never recorded
-    counts as passed."""
+    """A marker that can be recorded in a stream. The device has passed the event once it has
+    reached the point of the stream at which the event was last recorded. An event that was never
+    recorded counts as passed."""
 
     @property
     def device(self) -> int:

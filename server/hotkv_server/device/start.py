@@ -1,9 +1,9 @@
 """Finds the devices when the server starts, and makes the objects that serve vLLM engines on GPUs:
 the runtime, a copy engine for each device, and the pinner of the arena.
 
-Always true: CUDA is used only if the settings allow it and an NVIDIA device exists. If CUDA does
-not work and the settings do not require it, the server runs without devices; it then refuses
-engines on GPUs, and tells them the reason.
+Always true: with `copy.cuda` "off", CUDA is not loaded; with "auto", only if the device file of an
+NVIDIA GPU exists. If CUDA does not work, the start fails with "on"; with "auto" the server runs
+without devices, refuses engines on GPUs, and tells them the reason.
 
 When the server ends, it first closes the memory of engines (with their sessions), then the copy
 engines; then it unpins the arena, and closes the arena last.
@@ -65,8 +65,8 @@ def new_runtime() -> DeviceRuntime:
 
 
 def look(copy: CopySettings) -> Found:
-    """Finds the devices that the settings allow, and loads CUDA if there is a device. This then
-    takes seconds."""
+    """Finds the devices. Loads CUDA, which takes seconds, if the settings require CUDA (`copy.cuda`
+    is "on"), or if they allow it ("auto") and there is the device file of a GPU."""
     if copy.cuda == "off":
         return Found(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
@@ -92,7 +92,8 @@ def look_in_background(copy: CopySettings) -> "Future[Found]":
 
 @dataclass(slots=True)
 class CudaPart:
-    """The objects that the server needs for copies, for GPUs among others; see the module.
+    """The objects with which the server copies blocks, to and from host memory and GPUs; see the
+    module.
 
     `devices`: the devices, and the memory of engines on them.
     `copy_engine`: combines the copy engines of all devices and of host memory.
@@ -217,8 +218,8 @@ def _new_engine(
 
 
 def read_calibration(path: Path, info: DeviceInfo) -> Calibration | None:
-    """Returns the calibration that an earlier server has saved; None if it is missing, or not valid
-    for this device and driver."""
+    """Returns the calibration that an earlier server has saved; None if it is missing, unusable, or
+    not valid for this device and driver."""
     try:
         if path.stat().st_uid != os.geteuid():
             raise ValueError("it is another user's")

@@ -13,8 +13,9 @@ was made, so positions only grow. A record never wraps around the end of the rin
 A store only queues its contents, so the event loop does not wait. A thread writes them into the
 ring some milliseconds later. A method that reads contents writes the queued contents first.
 
-If the ring is full, the oldest records are overwritten. Before that, their contents of still cached
-blocks are appended again as new records, but only a limited number per store.
+If the ring is full, the oldest records are overwritten. Before an old record is overwritten, the
+contents of its blocks that are still cached are appended again as a new record; the number of such
+records per store is limited.
 
 Always true: the ring and the queue are bounded, and the file space of the ring is allocated before
 it is written. If the server is killed, the record that it is writing is not read later, and the
@@ -66,14 +67,15 @@ FILLER, BLOCKS, NAME = 0, 1, 2
 """Kinds of records. FILLER: unused bytes up to the end of the ring. BLOCKS: a run (consecutive
 blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""Most records that are appended again, because their blocks are still cached, when one record is
-added. If this limit is reached, most of the ring is about cached blocks. Then no records of blocks
-are appended again until an eighth of the ring has been overwritten."""
+"""When a record is added to a full ring, about this number of old records with blocks that are
+still cached are appended again, at most. If there are more, most of the ring is about cached
+blocks. Then no records of blocks are appended again until an eighth of the ring has been
+overwritten."""
 AT_BITS = 17
 """A value in the index has two parts: this number of low bits is the number of the block in its
 run, the higher bits are the position of the run's record."""
 NO_PARENT = bytes(32)
-"""In place of the parent's hash, if the first block of a run has no parent."""
+"""Stands in place of the parent's hash if the first block of a run has no known parent."""
 
 GATHER_S = 0.02
 """Time that the thread waits, after contents were queued, before it writes them."""
@@ -134,7 +136,7 @@ class Contents:
 
     `path`: file of the ring; None: the ring is in private memory of the process.
     `max_bytes`: most bytes of the ring. The index takes about 200 further bytes for each block.
-    `present`: returns which blocks are still cached; their contents are kept longer.
+    `present`: returns which blocks are still cached. The contents of cached blocks are kept longer.
     """
 
     def __init__(self, path: Path | None, max_bytes: int, present: Present) -> None:

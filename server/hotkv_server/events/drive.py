@@ -101,8 +101,9 @@ class BlocksRemoved:
 class KeySpaceCleared:
     """An event: all blocks of a key space were removed, from all media (a *clear*).
 
-    `removed`: the same removal as events for host memory and the disk tier. They are sent in place
-        of the clear if the topic has blocks of other key spaces, which a clear would remove too.
+    `removed`: the same removal, as a `BlocksRemoved` for each group of blocks in host memory and on
+        the disk. The publisher sends these events in place of the clear if the ZMQ topic has
+        blocks of other key spaces, because a clear would remove those blocks too.
     """
 
     key_space_id: int
@@ -118,8 +119,8 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time, in seconds since 1970, and its key space. It includes the key space,
-    because the server may have forgotten it when a reader reads the event."""
+    """An event with its time, in seconds since 1970, and its key space. The key space is included,
+    because the server may forget the key space before a reader reads the event."""
 
     unix_time_s: float
     event: Event
@@ -157,8 +158,8 @@ class EventPublisher(Protocol):
         topic for this name."""
 
     def clear(self, number: int) -> None:
-        """Queues a clear of each topic of a key space. It also clears blocks of other key spaces in
-        these topics."""
+        """Queues a clear (see `KeySpaceCleared`) of each topic of a key space. Such a clear also
+        clears the blocks of other key spaces in these topics."""
 
     def announce(self) -> None:
         """Queues the present state: events for all cached blocks, behind all queued events."""
@@ -172,8 +173,8 @@ class EventPublisher(Protocol):
         of the events, in seconds since 1970."""
 
     def settle(self) -> None:
-        """Notifies readers of lost removals, unless they were notified already. Called in each tick
-        of the node."""
+        """Queues a clear for each topic of which a removal was lost, unless a clear was already
+        queued after the loss. Called in each tick of the node."""
 
     def is_alive(self) -> bool:
         """Returns False if the publisher's thread has died."""
@@ -191,9 +192,9 @@ class EventHub:
     """Sends events to all readers: to the feeds (readers over gRPC), and to the publisher if there
     is one.
 
-    `of_pool`: True if several nodes share a store and publish as one pool. The publisher then sends
-        only events about that store, and a clear if a key space is flushed, but no clear if a node
-        starts.
+    `of_pool`: True if several nodes share a store and publish its events under a topic of the pool.
+        The publisher then sends only events about that store, and a clear if a key space is
+        flushed, but no clear if a node starts.
     """
 
     def __init__(self, publisher: EventPublisher | None = None, *, of_pool: bool = False) -> None:
@@ -211,8 +212,8 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space that is new to this server. Sends a clear, so that readers drop the
-        blocks of the key space that they remember from an earlier server. For the arguments see
+        """Registers a key space that is new to this server. Sends a clear: readers may remember
+        blocks of the key space from an earlier server, and then drop them. For the arguments see
         `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:

@@ -45,7 +45,7 @@ MOST_AT_ONCE = 1000
 STOP_TIMEOUT_S = 2.0
 """Longest time that `close` waits for the thread."""
 LINGER_MS = 200
-"""Longest time that a socket, when it is closed, still sends its messages."""
+"""Longest time, in milliseconds, for which a closed socket still sends its queued messages."""
 HIGH_WATER_MESSAGES = 100_000
 """Most messages that ZMQ queues for a slow reader. If this queue is full, ZMQ drops new messages
 for the reader, as in vLLM's publisher."""
@@ -113,7 +113,7 @@ class _Ended:
     """An item of the queue: a key space has ended.
 
     `number`: number of the key space.
-    `topics`: the topics that end with it, because they have no other key space.
+    `topics`: the topics that end with the key space, because they have no other key space.
     """
 
     number: int
@@ -142,8 +142,9 @@ class ZmqPublisher:
     `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
         messages of each topic in a separate sequence.
     `state`: yields the present state: events for the cached blocks of all key spaces, and None for
-        a step that has no event. It runs on the thread; events that are queued meanwhile are sent
-        afterwards. None: the state is not known, so a replay has only the messages that are kept.
+        a step that has no event. The publisher's thread calls it, and sends events that are queued
+        meanwhile afterwards. `state` None: the present state is not known, so a replay has only the
+        messages that are kept.
     """
 
     def __init__(
@@ -269,8 +270,8 @@ class ZmqPublisher:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear of each topic of a key space. It also clears blocks of other key spaces in
-        these topics. If the queue is full, `settle` queues the clear later."""
+        """Queues a clear of each topic of a key space. The clear also clears blocks of other key
+        spaces in these topics. If the queue is full, `settle` queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True
             self._put(topic, time.time(), ())
@@ -320,8 +321,8 @@ class ZmqPublisher:
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Makes the thread send the queued events and close the sockets. Waits for it, at most
-        STOP_TIMEOUT_S."""
+        """Makes the thread send the queued events and close the sockets. Waits for the thread's
+        end, at most STOP_TIMEOUT_S."""
         self._queue.put(None)
         self._thread.join(STOP_TIMEOUT_S)
 

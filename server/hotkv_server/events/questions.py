@@ -2,11 +2,11 @@
 router can ask which blocks of a prompt are cached.
 
 The router sends a 64-bit hash for each block of a prompt: the XXH3-64 of the block's tokens, seeded
-with the adapter if there is one. This hash does not depend on the blocks before. The server knows
-blocks only by the engine's hashes. So `PromptIndex` reads the token ids of stored blocks
+with the adapter if there is one. This hash does not depend on the preceding blocks. The server
+knows blocks only by the engine's hashes. So `PromptIndex` reads the token ids of stored blocks
 (`events.contents`) and computes the router's hashes from them. It also chains the hashes of a
-sequence, as the router does: the result, a *prefix hash*, identifies a block together with all
-blocks before it, and `PromptIndex` maps it to the engine's hash.
+sequence, as the router does. The result is the *prefix hash* of each block, which identifies the
+block together with all preceding blocks. `PromptIndex` maps prefix hashes to the engine's hashes.
 
 Source of the hashes: `compute_block_hash_for_seq` and `compute_next_sequence_hash` of Dynamo 1.6.
 """
@@ -79,9 +79,9 @@ TURN_RUNS = 16
 class PromptIndex:
     """Finds stored blocks by the router's hashes of a prompt; see the module.
 
-    `find` itself reads the contents that were stored since the last call, so stores do no work for
-    the index. It reads for at most UPDATE_S, and the next call continues. So after a restart the
-    first calls find too few blocks.
+    Each call of `find` first reads the contents (token ids of blocks) that were stored since the
+    last call, so stores do no work for the index. A call reads for at most UPDATE_S, and the next
+    call continues. So after a restart the first calls may find too few blocks.
 
     Always true: a block that has extra keys other than the name of its adapter (a salt, an image)
     is not found, because the router's hash does not include these keys. Thread-safe; a call does

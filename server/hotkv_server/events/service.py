@@ -32,7 +32,8 @@ MOST_EVENTS = 256
 ANSWER_BYTES = MAX_MESSAGE_BYTES // 2
 """Most bytes of the events in an answer to an engine, unless a single event is larger."""
 STATE_EVENTS = 32
-"""Most events of the present state that are made before the event loop runs other tasks."""
+"""Most events of the present state (events for the cached blocks) that are made before the event
+loop runs other tasks."""
 STATE_STEPS = 128
 """Most steps of the iteration over the present state, with or without an event, before the event
 loop runs other tasks."""

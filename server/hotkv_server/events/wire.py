@@ -6,8 +6,8 @@ the same bytes as an engine. The server does not import vLLM; a test compares th
 
 Host memory has vLLM's medium "CPU". A tier has the medium "STORAGE"; its locality is "LOCAL" for a
 disk and "REMOTE" for a store that nodes share. `ownership` is the name of a shared store. A disk
-has no `ownership`, because Dynamo's indexer counts a block for a worker only if the block has no
-other owner.
+has no `ownership`, because Dynamo's indexer counts a block for an engine (a worker of Dynamo) only
+if the block's event names no owner.
 
 If the token ids of a run (consecutive blocks) are not known, its event has no tokens and block size
 0, as in vLLM's own events for such runs. A router that matches prompts by tokens skips this event;

@@ -1,16 +1,16 @@
 """Check values: 64 bits in the record of a block, which must match the block's bytes.
 
-A check value covers one line of 64 bytes in each `stride` lines. The position of this line shifts
-from stride to stride. It also covers the last line of each shard. With a stride of 1 it covers all
-bytes. Its low 4 bits encode the stride, so the blocks of a table may have different strides. The
-value 0 means that there is no check value.
+A check value covers one line of 64 bytes in each `stride` lines, and the last line of each shard.
+The position of the covered line shifts from one group of `stride` lines to the next. With a stride
+of 1 a check value covers all bytes. Its low 4 bits encode the stride, so the blocks of a block
+table may have different strides. The value 0 means that there is no check value.
 
 A check value is computed from the block's key and a sum over its lines, so the bytes of another
 block do not match. The sum of a block is the sum of its shards, so the copy that writes a shard can
 compute the shard's part (`sums`).
 
 Check values detect damage, but not forgery: a process that can write to the arena can also write to
-the table.
+the block table.
 
 Pure: arrays in, arrays out. This module imports nothing of the server.
 """

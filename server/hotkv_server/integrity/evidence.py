@@ -1,8 +1,8 @@
 """Describes the blocks to compare with their check values, and condemns (drops) blocks that do not
 match.
 
-Always true: this module reads no bytes of blocks. After `condemn`, lookups no longer find the
-block. While a lease still keeps the block's slot, the slot stays marked as unverified.
+Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. While a
+lease still keeps the slot of a condemned block, the slot stays marked as unverified.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from hotkv_server.integrity.check_values import Int64s, Sums
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The description of n blocks of the same shape, for comparing their bytes with their check
-    values.
+    """The description of n blocks of the same shape (number and sizes of shards), for comparing
+    their bytes with their check values.
 
     `entries` [n]: entry numbers of the blocks in the index.
     `offsets` [n]: offsets of the blocks' slots in the arena, in bytes.
@@ -36,8 +36,9 @@ class Evidence:
 
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
-    """Describes blocks for comparison. Returns a description for each group of blocks of the same
-    shape. `entries`: ready entries, or detached entries (removed, but still pinned)."""
+    """Describes blocks whose bytes are to be compared with their check values. Returns a
+    description for each group of blocks of the same shape. `entries`: ready entries, or detached
+    entries (removed, but still pinned)."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     kinds = key_spaces.astype(np.uint64) << np.uint64(16) | groups
@@ -53,8 +54,9 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 
 def condemn(core: CacheCore, entries: Entries) -> None:
-    """Drops ready entries whose bytes do not match their check values, and announces the removal of
-    the blocks among them. A pinned entry keeps its slot until it is unpinned."""
+    """Drops `entries`: ready entries whose bytes do not match their check values. Announces the
+    removal of the blocks among them (the other entries are representations). A pinned entry keeps
+    its slot until it is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])

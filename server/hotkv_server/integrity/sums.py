@@ -18,7 +18,8 @@ from hotkv_server.integrity.evidence import Evidence
 
 MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
-"""Least number of bytes for each thread. Fewer than twice as many bytes are read by one thread."""
+"""Least number of bytes for each thread. If there are fewer than 2 * PART_BYTES, a single thread
+reads them."""
 _SALTS = np.array(
     [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
 )

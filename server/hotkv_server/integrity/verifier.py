@@ -57,7 +57,8 @@ class Verifier:
     """Verifies blocks; see the module. Only `judge` may be called on any thread, the other methods
     only on the thread of the event loop.
 
-    `verified_blocks`, `condemned_blocks`: numbers of blocks since the start.
+    `verified_blocks`, `condemned_blocks`: counts of blocks that matched, and of blocks that were
+        condemned, since the start.
     `passes`: number of passes over all blocks that the scrub has completed.
     """
 
@@ -86,8 +87,8 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that must be compared before a load copies its blocks: the blocks that
-        were not compared with their check values yet. Usually there are none.
+        """Returns the cases that must be compared before a load copies its blocks: the blocks of
+        the load that were not compared with their check values yet. Usually the list is empty.
 
         `slots`: the blocks of the load.
         """

@@ -136,7 +136,7 @@ class AccessControl:
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
         """Returns the tenant with this name if the peer may act for it; None if access is open.
         Raises HotKVError: UNAUTHENTICATED if the peer has no proof, NOT_ALLOWED if the tenant
-        accepts none of its proofs or does not exist."""
+        does not exist or accepts none of the peer's proofs."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -181,9 +181,9 @@ class AccessControl:
 # A ticket proves, over gRPC on the Unix socket, which user a session belongs to. A process of the
 # user fetches it from the descriptor socket, which identifies the process.
 #
-# Always true: a ticket can be redeemed once, within TTL_S seconds, and stands for the peer that
-# fetched it. The number of outstanding tickets is bounded, per user and in total, so a user can't
-# use up the tickets of other users.
+# Always true: a ticket can be redeemed once, within TTL_S seconds, and proves the identity of the
+# peer that fetched it. The number of outstanding tickets (not redeemed and not expired) is bounded,
+# per user and in total, so a single user can't use up all of them.
 
 TTL_S = 10.0
 """Time for which a ticket is valid."""
@@ -233,8 +233,9 @@ class Tickets:
         return ticket
 
     def redeem(self, ticket: bytes, now_s: float) -> Peer | None:
-        """Redeems a ticket, which is then no longer valid, and returns the peer for which it was
-        issued. Returns None if the ticket is unknown, was redeemed before, or is too old."""
+        """Redeems a ticket, which is then no longer valid, and returns the peer for which the
+        ticket was issued. Returns None if the ticket is unknown, was redeemed before, or was issued
+        more than TTL_S ago."""
         self._expire(now_s)
         if ticket not in self._issued:
             return None

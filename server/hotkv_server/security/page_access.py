@@ -3,7 +3,8 @@
 
 Always true:
 
-- if the server listens beyond this machine, or the settings name a token, a request needs a token;
+- if the HTTP server can be reached from other machines, or the settings name a file with a token,
+  a request needs a token;
 - if there are tenants, names are shown only with an admin's token;
 - if no token is needed, the Host header of the request must name this machine. Otherwise a web page
   of another site could resolve its own host name to this address, and read the answer in the user's
@@ -45,7 +46,8 @@ class PageRefusal(Exception):
 
 def read_token(path: Path) -> str:
     """Returns the token in the file at `path`. Raises OSError if the file can't be read,
-    UnsafeError if every user of the machine may read it, or ValueError if it contains no token."""
+    UnsafeError if users outside the file's group have any access to it, or ValueError if the file
+    contains no token."""
     check_private_key(path)
     token = path.read_text().strip()
     if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and token.isascii()):
@@ -60,10 +62,11 @@ def read_token(path: Path) -> str:
 class PageAccess:
     """Decides on access to the status page; see the module.
 
-    `is_local`: True if the server listens only for this machine.
+    `is_local`: True if the HTTP server can be reached only from this machine.
     `read`: returns the token that gives access, and raises like `read_token`; None if the settings
         name no token.
-    `control`: has the tenants and the admins, whose tokens give access too. It may change.
+    `control`: has the tenants, and the admins, whose tokens give access too. Both may change while
+        the server runs.
     `own_name`: the host name, in the settings, on which the server listens.
     """
 

@@ -1,6 +1,6 @@
-"""The capability that reports the figures of the tiers to the node.
+"""The capability that reports the figures of the tiers (counts, bytes, times) to the node.
 
-Unlike other capabilities, the tiers open before the node. The node gets them when it is made
+The tiers themselves are opened before the node is made. The node gets them in its constructor
 (`Node.tiers`), and calls them through the protocols in `node.capability`. So this capability only
 reports figures.
 """

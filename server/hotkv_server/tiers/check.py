@@ -39,10 +39,11 @@ from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = ((64 * KIB, 32), (MIB, 8))
-"""The blocks to write, as pairs: size of a block in bytes, number of blocks of this size."""
+"""The blocks to write, as pairs of two numbers: the size of a block in bytes, and how many blocks
+of this size."""
 NUM_BYTES = sum(size * count for size, count in SIZES)
 ANSWER_S = 15.0
-"""Longest wait for the answer to a call of a tier. A request can't use a tier that is slower."""
+"""Time in seconds within which a tier must answer a call. A slower tier is useless to requests."""
 REMOVE_S = 5.0
 """Longest wait for a store to remove the keys of the check."""
 
@@ -206,9 +207,9 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
 
 
 def _arena() -> tuple[Region, int]:
-    """Returns memory that serves as arena, and its file descriptor. Its first half has the blocks
-    to write, its second half gets the blocks that are read back. It is never unmapped, because a
-    tier that hangs may still write to it."""
+    """Returns memory that serves as arena, and the memory's file descriptor. The first half of the
+    memory has the blocks to write, the second half gets the blocks that are read back. The memory
+    is never unmapped, because a tier that hangs may still write to it."""
     descriptor = os.memfd_create("hotkv-check")
     os.ftruncate(descriptor, 2 * NUM_BYTES)
     memory = mmap.mmap(descriptor, 2 * NUM_BYTES)

@@ -1,5 +1,5 @@
-"""The list of all kinds of shared tiers (`TIERS`), and the function that opens the tiers of a
-server's settings.
+"""The kinds of shared tiers (`TIERS`: Mooncake, Valkey, S3), and the function that finds the shared
+tiers in a server's settings (`shared_tiers`).
 
 A server imports the modules of a kind of tier only if the settings name such a tier.
 """
@@ -36,7 +36,8 @@ class Place:
 
 
 OpenTier: TypeAlias = Callable[[Any, Place], SharedTier]
-"""Opens a tier, given its settings and its resources. Does not wait for the tier's store."""
+"""Opens a tier, given its settings and its resources (`Place`). Does not wait for the tier's
+store."""
 
 
 TierKind: TypeAlias = Callable[[], OpenTier]
@@ -79,7 +80,8 @@ TIERS: dict[str, TierKind] = {
     "valkey": _valkey,
     "s3": _s3,
 }
-"""Maps the name of a tier in `TierSettings` to its kind. Lookups ask shared tiers in this order."""
+"""Maps the name of a tier (its field in `TierSettings`) to the function that imports the tier.
+Lookups ask shared tiers in this order."""
 
 
 def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:

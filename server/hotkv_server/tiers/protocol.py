@@ -43,7 +43,7 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 RAISES = 1 << 16
 """`begun` returns multiples of this number, one for each tick of the clock. `raised` may return the
-numbers in between: they serve several flushes within a tick."""
+numbers in between, so that several flushes within a tick begin different epochs."""
 TICK_US = 64
 """Length of a tick of the clock that `begun` reads, in microseconds."""
 
@@ -93,8 +93,8 @@ class Write(enum.IntEnum):
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The tier wrote nothing, because the encoded form of the block is larger than its
-    `stored_bytes`, or the block is too large for the staging memory."""
+    """The tier wrote nothing, because the encoded form of the block is larger than the block's
+    `Blocks.stored_bytes`, or too large for the memory in which the tier encodes blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class Blocks:
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
         blocks itself may use the depths. Empty: all 0.
     `epochs`: for a `SharedTier`, the epochs in the blocks' keys. After a read the tier compares
-        them with the store's epochs; if an epoch differs, all blocks are ABSENT. Empty: the tier
-        compares nothing.
+        these epochs with the epochs that the store has now; if one differs, all blocks are ABSENT.
+        Empty: the tier compares nothing.
     `stored_bytes`: for the disk tier, the bytes that each block may use in the file. If this is
         less than the block's `num_bytes`, the tier encodes (compresses) the block. Empty: the same
         as `num_bytes`.
@@ -153,19 +153,20 @@ OnWrite = Callable[[Codes, Seals], None]
 """Called with the results of a write: `Write` values, uint8 [n], and the seals (check values) of
 the STORED blocks, uint64 [n]."""
 OnProbe = Callable[[Codes], None]
-"""Called with the results of a probe: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The results are
-only a hint, because the store may lose or get a block at any time."""
+"""Called with the results of `Tier.probe`: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The
+results are only a hint, because the store may lose or get a block at any time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer to the question for the epochs of key spaces.
+    """A store's answer when a tier asks the store for the epochs of key spaces.
 
     `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
         no room for a new epoch.
-    `restored_below`: nonzero if the store has just restarted, perhaps from an old copy of its data.
-        The caller must not trust epochs below this number, because the copy may lack later flushes.
-        0: the store has not just restarted, or does not report its restarts.
+    `restored_below`: nonzero if the store has just restarted, perhaps with an old copy of its data.
+        Epochs below this number began before the restart. The caller must not trust them, because
+        the old copy may lack flushes. 0: the store has not just restarted, or does not report its
+        restarts.
     """
 
     epochs: Epochs
@@ -173,9 +174,10 @@ class Shown:
 
 
 OnEpochs = Callable[[Shown | None], None]
-"""Called with the epochs of key spaces; None if the store did not answer."""
+"""Called with the result of `SharedTier.epochs`; None if the store did not answer."""
 OnEpoch = Callable[[int | None], None]
-"""Called with the new epoch of a key space, or NO_EPOCH; None if the store did not answer."""
+"""Called with the result of `SharedTier.raise_epoch`: the new epoch, or NO_EPOCH; None if the store
+did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +256,9 @@ class Tier(Protocol):
         before the tier calls `on_done`."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Starts to remove blocks from the store, and does not wait for the removal. A tier may
-        remove less if removal is expensive. The disk tier ignores this call, because the core frees
-        its places."""
+        """Starts to remove blocks from the store, and does not wait for the removal. A tier for
+        which removal is expensive may leave some of these blocks in the store. The disk tier
+        ignores this call, because the core frees the places of its blocks."""
 
     def problem(self) -> str:
         """Returns the reason why the tier is unusable; empty if no problem is known."""

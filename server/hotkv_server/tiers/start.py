@@ -45,11 +45,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ANSWER_S = 60.0
-"""Longest wait for the disk at the start. If disk space must be allocated, the wait is longer: see
-SLOWEST_BYTES_PER_S."""
+"""Longest wait for the disk at the start, without the time to allocate disk space."""
 SLOWEST_BYTES_PER_S = 50 << 20
-"""Slowest speed at which a disk is expected to allocate space. At this speed, allocation of the
-whole disk tier ends within the additional wait."""
+"""Slowest speed at which a disk is expected to allocate space. When the disk tier is opened, the
+start waits, in addition to ANSWER_S, as long as the whole tier takes at this speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class LowerPart:
     """The opened disk tier.
 
     `memory`: the records of the tier's blocks, and the lock on the tier's folder. Close `tier`
-        before `memory`; then another server can use the folder.
+        before `memory`, because closing `memory` unlocks the folder for another server.
     `space`: the places in the slab file, which the core assigns to blocks.
     `tier`: copies blocks to and from the slab file.
     """
@@ -155,7 +154,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
 
 
 class OpenedTiers:
-    """Takes the tiers through the start of a server. The server calls `add_books`, `take_over` and
+    """Sets up the tiers during the start of a server. The server calls `add_books`, `take_over` and
     `drive`, in this order.
 
     `lower`: the opened disk tier; None without a disk.
@@ -173,7 +172,8 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Makes the books of the tiers (`TierBooks`), which register themselves in the core."""
+        """Makes the books of the tiers (`TierBooks`). Their constructor registers them in the
+        core."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 
@@ -197,9 +197,9 @@ class OpenedTiers:
         return True
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
-        """Opens the shared tiers, and returns the object that drives all tiers. The core must have
-        restored its blocks before. Does not wait for stores, so a store may be down. Raises
-        StartError."""
+        """Opens the shared tiers, and returns the object that drives all tiers. The core must
+        already have restored the blocks in the arena. Does not wait for stores, so a store may be
+        down. Raises StartError."""
         shared: list[tuple[SharedTier, EpochRelay]] = []
         for name, open_at in shared_tiers(self._settings):
             relay = EpochRelay()
@@ -218,23 +218,25 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, epochs, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Returns the files with the record of flushes (`EpochNotes`). Each folder with blocks has
-        a copy: the arena's folder and the disk's folder. The core must have restored the blocks
-        before."""
+        """Returns the `EpochNotes`: the files with the record of flushes, a copy in the arena's
+        folder and a copy in the disk's folder. The core must already have restored the blocks in
+        both folders."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
         return EpochNotes(folders)
 
     def close(self) -> None:
-        """Unlocks the disk's folder for another server. Called after the tiers have closed."""
+        """Closes the records of the disk tier, and unlocks the disk's folder for another server.
+        Called after the tiers have closed."""
         if self._lower is not None:
             self._lower.memory.close()
 
     def discard(self) -> None:
-        """Removes the files with the record of flushes (`EpochNotes`), unless there is a disk: its
-        blocks outlive the server and need the record. Called if the server leaves no blocks in the
-        arena. Blocks the calling thread."""
+        """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
+        disk, because its blocks outlive the server and need the record, and if a store must still
+        raise an epoch. Called if the server leaves no blocks in the arena. Blocks the calling
+        thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 
@@ -253,9 +255,9 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
 
 
 def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
-    """Counts the disk writes of an earlier server in the daily budget of disk writes. Reads sizes
-    and times of these writes from a file. If the file is unusable, logs the reason and begins with
-    the full budget."""
+    """Counts the disk writes of an earlier server in this server's daily budget of disk writes.
+    Reads the sizes and times of these writes from a file. If the file is unusable, logs the reason
+    and begins with the full budget."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()

@@ -1,5 +1,5 @@
-"""Computes the figures of the tiers below host memory, for metrics and the admin service. All
-figures are 0 if there are no tiers."""
+"""Computes the figures (counts, bytes, times) of the tiers below host memory, for metrics and the
+admin service. All figures are 0 if there are no tiers."""
 
 import time
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class TierState:
     `reads`: counts of lookups, and counts and times of reads.
     `moved`: counts of the blocks and bytes that the tier has read and written.
     `is_up`: False if lookups skip the tier, because it is broken or hangs.
-    `problem`: the reason why lookups skip the tier; empty if they use it.
+    `problem`: the reason why lookups skip the tier; empty if lookups use the tier.
     `lost_blocks`: number of blocks that came back damaged since the start; for the disk also blocks
         that were missing.
     `waiting_blocks`: number of blocks in host memory that wait to be written.
@@ -112,8 +112,8 @@ def _shared(one: TierShared) -> TierState:
 
 
 def budget(below: TierBelow | None) -> tuple[int, int]:
-    """Returns the budget of disk writes, in bytes per 24 hours, and the bytes of it that are not
-    spent yet. Returns (0, 0) if there is no limit or no disk."""
+    """Returns two numbers: the budget of disk writes, in bytes per 24 hours, and the bytes of this
+    budget that are not spent yet. Returns (0, 0) if there is no limit or no disk."""
     if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
         return 0, 0
     return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))
@@ -189,8 +189,8 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
 
 
 def _memory_below(below: TierBelow | None) -> TierMemory:
-    """Returns the memory that the disk tier uses: its staging memory and the table with its
-    records. Zeros without a disk."""
+    """Returns the memory that the disk tier uses: its staging memory, and the block table of the
+    disk. Zeros without a disk."""
     if below is None:
         return TierMemory(0, 0)
     memory = below.tier.memory()

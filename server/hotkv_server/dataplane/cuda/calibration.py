@@ -25,15 +25,15 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 """Page sizes that are measured. For other page sizes, the speeds of the nearest size are used."""
 STAGED_RUN_PAGES = 8
-"""Staging is measured with runs (contiguous byte ranges) in the arena of this many pages. So it is
-chosen only for runs that are at least as long."""
+"""The method STAGED is measured with runs (contiguous byte ranges in the arena) of this many pages.
+So it is chosen only for runs that are at least as long."""
 WORTH = {Method.BATCH: 1.0, Method.MEMCPY: 1.0, Method.STAGED: 0.9, Method.KERNEL: 0.5}
-"""Factors by which the measured speeds are multiplied before they are compared, in the order in
-which methods are preferred: the methods that use least of the device's time come first.
+"""Factors by which the measured speeds are multiplied before they are compared. The methods are in
+the order of preference: those that use least of the device's time come first.
 
-Copying with a kernel uses much of it: without MPS a device runs kernels of only one process at a
-time, so the kernels of vLLM wait while the server's kernel waits for PCIe. The kernels of staging
-are short, because they only move bytes on the device."""
+The method KERNEL uses much of the device's time: without MPS a device runs kernels of only one
+process at a time, so the kernels of vLLM wait while the server's kernel waits for PCIe. The kernels
+of the method STAGED are short, because they only move bytes on the device."""
 NEGLIGIBLE_RATIO = 0.03
 """A preferred method is chosen if it is slower than the best method by at most this share."""
 FORMAT = 1
@@ -193,8 +193,8 @@ def rule_of_thumb(page_bytes: int) -> Method:
 # Measures with scratch memory; the arena is not touched.
 
 NUM_REPEATS = 3
-"""Number of measured repetitions, of which the fastest counts. An unmeasured repetition precedes
-them, as a warm-up."""
+"""Number of measured repetitions, of which the fastest counts. One repetition before them is not
+measured; it warms up."""
 
 
 @dataclass(frozen=True, slots=True)

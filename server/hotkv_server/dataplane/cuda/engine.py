@@ -1,8 +1,9 @@
 """The copy engine of a CUDA device (`CudaCopyEngine`). It has two lanes: one for loads, one for
 stores. A calibration, which measures the device, chooses the copy methods.
 
-Always true: if the device is lost, it stays lost: `problem` has the reason, and every job fails. If
-a part of the arena is not pinned yet, it is copied with plain copies.
+Always true: if the device is lost (CUDA can no longer use it), it stays lost: `problem` has the
+reason, and every job fails. Copies to or from parts of the arena that are not pinned yet use plain
+calls, one for each run (`methods.memcpy`).
 """
 
 import logging
@@ -41,7 +42,8 @@ from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priori
 # lost and accesses no memory any more. A failure affects only its job, unless the device is lost.
 
 PAGEABLE = "pageable"
-"""Name, in the figures, of copies to or from host memory that is not pinned."""
+"""Name, in place of a method's name, under which copies to or from host memory that is not pinned
+are counted (`Moved.method`)."""
 MAX_TRIES = 3
 """Most tries to record an event or to wait for it. If all tries fail, the device counts as lost,
 because it is unknown when it stops accessing memory."""
@@ -188,9 +190,9 @@ class Lane:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest time, in seconds, that one of these has already taken: the oldest
-        piece in the device's queue, the submission of a piece, the report of a job's end. `now_s`:
-        a time of time.monotonic."""
+        """Returns the longest of three times, in seconds, each up to now: the time of the oldest
+        piece in the device's queue, of the submission of a piece, of the report that a job has
+        ended. 0 if the lane is idle. `now_s`: a time of time.monotonic."""
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
@@ -209,8 +211,8 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Chooses the method for a piece if there is no staging memory. Then the length of the runs
-        (contiguous byte ranges) in the arena makes no difference."""
+        """Chooses the method for a piece if there is no staging memory. Ignores `run_bytes`,
+        because only the method STAGED depends on the length of the runs in the arena."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -350,14 +352,14 @@ log = logging.getLogger(__name__)
 
 class CudaCopyEngine:
     """The copy engine of a device; see the module. The constructor raises DeviceError if CUDA can't
-    allocate memory for the slots.
+    make the streams, events or buffers that the copies need.
 
     `device`: number of the device.
     `arena`: the arena, and how much of it is pinned.
     `calibration`: the measured speeds, from an earlier start. None: the copy engine measures in the
         background, if the settings don't fix a method.
     `driver`: version of the driver, for a new calibration (`calibration.driver_version`).
-    `on_calibrated`: called with a new calibration, from a thread.
+    `on_calibrated`: called with a new calibration, from the thread that has measured it.
     `problem`: why the device is lost; empty if it is not.
     """
 

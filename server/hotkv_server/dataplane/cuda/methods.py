@@ -26,9 +26,9 @@ class Slot:
     """The event and the memory for a piece in the device's queue.
 
     `event`: is recorded behind the piece.
-    `table`: address of TABLE_BYTES pinned bytes of host memory, for the addresses of the runs. A
-        kernel reads the table there, without a copy to the device, because such a copy would queue
-        behind copies of the other lane.
+    `table`: address of TABLE_BYTES pinned bytes of host memory, for the addresses and sizes of the
+        runs. A kernel reads the table from host memory, because a copy of the table to the device
+        would queue behind the copies of the other lane (`engine.Lane`).
     `staging`: address of staging memory on the device; 0 without staging.
     """
 

@@ -166,7 +166,8 @@ def _cut(
 ) -> tuple[Int64s, Int64s, Int64s]:
     """Splits runs at multiples of `grain_bytes`.
 
-    `phase`: for each run, the distance of its first byte from the multiple of the grain before it.
+    `phase`: for each run, the distance in bytes of its first byte from the preceding multiple of
+        `grain_bytes`.
     """
     counts = (phase + num_bytes - 1) // grain_bytes + 1
     if not len(counts) or int(counts.max()) == 1:

@@ -1,5 +1,6 @@
-"""Values of the CUDA copy engine: settings, directions, methods, figures. A piece is a part of a
-job that is copied at once; a run is a contiguous byte range of a piece."""
+"""Values of the CUDA copy engine: settings, directions, methods, figures. A *piece* is the part of
+a copy job that is submitted to the device at once; a *run* is a contiguous byte range of a
+piece."""
 
 import enum
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class CudaCopySettings:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Numbers of bytes and pieces that were copied since the start, in one direction and by one
+    """Counts of the bytes and pieces that were copied since the start, in one direction and by one
     method.
 
     `method`: name of a `Method`, or "pageable" for copies to or from host memory that was not

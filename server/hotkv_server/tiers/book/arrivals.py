@@ -1,5 +1,5 @@
-"""Records the arrival of blocks from tiers in host memory: reserves their slots, and pins the
-arrived blocks for the waiting callers.
+"""Records the blocks that tiers copy into host memory: reserves the slots of these blocks, and pins
+the blocks that have arrived, for the callers that wait for them.
 
 Always true: a block becomes ready in host memory only after the tier has filled its slot with the
 stored bytes. From then on it stays pinned until `let_go`, so that the waiting callers can lease it.
@@ -18,8 +18,9 @@ from hotkv_server.tiers.book.moves import Move, Moves, joined
 
 
 class Arrivals:
-    """Reserves slots for the blocks of moves up, and makes the blocks ready when they have arrived.
-    In its methods, `groups` has a list of block hashes for each KV cache group.
+    """Reserves slots for the blocks of moves up (from a tier to host memory), and makes the blocks
+    ready when they have arrived. In its methods, `groups` has a list of block hashes for each KV
+    cache group.
 
     `moves`: the moves under way.
     """
@@ -32,9 +33,9 @@ class Arrivals:
         return f"Arrivals({self._moves!r})"
 
     def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that are neither ready nor reserved
-        in host memory. Empty for a list of representations (compact forms of keys, for sparse
-        attention), because tiers don't store them."""
+        """Returns, for each list in `groups`, the positions of the blocks that are neither ready
+        nor reserved in host memory. Returns no positions for a list of representations (compact
+        forms of keys, for sparse attention), because tiers don't store representations."""
         found = []
         for one in groups:
             if one.group_index >= MAX_GROUPS:
@@ -68,8 +69,8 @@ class Arrivals:
             if len(at):
                 size = slot_bytes(one.group_index)
                 # If the depths are unknown, use the positions in the list. They are exact if the
-                # list begins at the root. In other lists (of sliding windows) they are too low,
-                # but later blocks still get greater depths.
+                # list begins at the first block of the sequence. In other lists (of sliding
+                # windows) they are too low, but later blocks still get greater depths.
                 depths = at if one.depths is None else one.depths[at]
                 entries.append(self.reserve(key_space_id, one, at, size, depths, number))
         coming = joined(entries)
@@ -87,7 +88,7 @@ class Arrivals:
     ) -> Entries:
         """Reserves slots for the blocks at `positions` of a list, and links the entry of each block
         to the entry of the block before it. Returns the new entries, in order of `positions`; fewer
-        if there is no more room.
+        if not enough slots are free.
 
         `size`: bytes of each slot.
         `depths`: for each position, the number of blocks before its block in the sequence.
@@ -109,7 +110,8 @@ class Arrivals:
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
         """Ends a move up after the tier has stopped writing to its slots. Makes the found blocks
         ready, and frees the other slots. Returns the entries of the ready blocks, which stay pinned
-        until `let_go`.
+        until `let_go`. If the move was abandoned (`forsake`), frees all its slots, and makes no
+        block ready.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `checks` uint64 [n]: check values of the found blocks; None if the server computes no check
@@ -137,14 +139,15 @@ class Arrivals:
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def let_go(self, move: Move) -> None:
-        """Unpins the blocks of a move up that has ended. Called when the last waiting caller has
-        leased the blocks or given up."""
+        """Unpins the blocks of a move up that has ended. Called when each caller that waited for
+        the blocks has leased them or given up."""
         self._moves.remove(move)
         self._host.index.pin(move.kept, -1)
         self._host.removal.reap(move.kept)
 
     def is_coming(self, key_space_id: int, group_index: int, hashes: table.Words) -> BoolMask:
-        """Returns a mask [n] of the blocks that are being moved up to host memory."""
+        """Returns a mask [n]: True for each block that is being moved up to host memory. `hashes`:
+        hashes of n blocks."""
         words = self._host.index.find(key_space_id, group_index, hashes)
         is_reserved = words >= table.RESERVED_FLAG
         owners = self._host.index.owners(words & ~table.RESERVED_FLAG)

@@ -1,6 +1,6 @@
-"""The books of all tiers of a node: the record of which blocks are on the disk, and which moves
-between host memory and tiers are under way. They implement `cache.seams.Below`, the interface
-through which the core calls the tiers."""
+"""The books of all tiers of a node. They record which blocks are on the disk, and which moves of
+blocks between host memory and tiers are under way. `TierBooks` implements `cache.seams.Below`, the
+interface through which the core calls the tiers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,8 +18,8 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 
 class TierBooks:
-    """Records the blocks on the disk and the moves under way; implements `Below`, which describes
-    the methods. The constructor registers the books in the core.
+    """Records the blocks on the disk and the moves under way. Implements `Below`, where the methods
+    are described. The constructor registers the books in the core.
 
     `space`: the blocks on the disk and their places; None without a disk.
     `lower`: the books of the disk; None without a disk.
@@ -108,7 +108,8 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """Returns the books that are registered in this core. Raises LookupError if it has no tiers."""
+    """Returns the books that are registered in this core. Raises LookupError if the core has no
+    tiers."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

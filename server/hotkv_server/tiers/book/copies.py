@@ -1,9 +1,9 @@
 """Decides which blocks of host memory are copied to a shared tier, and when a failed copy is tried
 again.
 
-The blocks wait in queues (lanes). The lane STORED has the blocks that engines stored on this node,
-in the order of the stores. The other lanes have blocks that the tier may already have, and blocks
-whose copy failed.
+The blocks wait in queues, called lanes. The lane STORED has the blocks that engines stored on this
+node, in the order of the stores. The lane OLD has blocks that the tier may already have. The lanes
+after OLD have blocks whose copy failed.
 
 Always true: a block that is being copied stays pinned in host memory until the tier has stopped
 reading it. A failed copy is tried again at most MAX_TRIES times, and only while the block is in
@@ -67,16 +67,16 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the lane from which to copy next, apart from STORED: of the lanes that have
-        blocks, the one whose blocks have failed most often. Returns None if these lanes are all
-        empty."""
+        """Returns the lane from which to copy next, without regard to the lane STORED: the lane
+        with waiting blocks whose copies have failed most often. Returns None if only STORED has
+        blocks, or no lane has."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
         """Removes the next blocks from a lane (queue), and returns the removed blocks that are
-        still ready, without duplicates. Stops when these have about `num_bytes` in total, or when
-        about MAX_LOOKED blocks were checked. Yields between parts of the work."""
+        still ready, without duplicates. Stops when the removed blocks have about `num_bytes` in
+        total, or when about MAX_LOOKED blocks were checked. Yields between parts of the work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         generations = index.table.records[:, table.W_GENERATION]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]
@@ -109,9 +109,9 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """Ends a move after the tier has stopped reading its slots: unpins the blocks, and queues
-        the blocks whose copy failed in the next lane. Returns the number of failed blocks that are
-        not queued again, because all their tries have failed.
+        """Ends a move after the tier has stopped reading its slots. Unpins the blocks. If the copy
+        of a block failed, queues the block again, in the lane for one more failure. Returns the
+        number of failed blocks that are not queued again, because all their tries have failed.
 
         `has_failed` [n]: True if the copy of the block failed; None if no copy failed.
         """

@@ -91,8 +91,8 @@ class Demotion:
         return ready
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
-        """Describes blocks for the gate (`WriteGate`). `taken`: blocks that the gate has admitted
-        shortly before; they count as being on the disk."""
+        """Describes blocks for the gate (`WriteGate`). `taken`: blocks that the gate has already
+        admitted in the same call of `take`; they count as being on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records
@@ -115,8 +115,8 @@ class Demotion:
         )
 
     def lacks(self, entries: Entries) -> BoolMask:
-        """Returns a mask [n] of the blocks that the disk lacks: they are neither on the disk nor
-        being moved there. `entries`: n ready blocks of host memory."""
+        """Returns a mask [n]: True for each block that is neither on the disk nor being moved
+        there. `entries`: n ready blocks of host memory."""
         missing = np.zeros(len(entries), np.bool_)
         for key_space_id, group, at in by_group(self._host, entries):
             hashes = self._host.index.keys(entries[at])[2]
@@ -132,14 +132,16 @@ class Demotion:
             size = self._size(key_space_id, group, is_plain=is_plain)
             if self._below.pool.capacity_slots(size):
                 count = wanted.get(size, (0, 0))[1] + len(at)
-                # Tenants have no shares of the disk, so any of the key spaces serves here.
+                # `make_room` needs the tenant of a key space. Pass any of the key spaces, because
+                # tenants have no shares of the disk.
                 wanted[size] = key_space_id, count
         for size, (key_space_id, count) in wanted.items():
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
         """Begins to move ready blocks to the disk, as many as there are places for. Skips blocks
-        that the disk already has. Returns a move for each key space. Call `make_room` before.
+        that the disk already has. Returns a move for each key space. The caller must call
+        `make_room` first.
 
         `is_plain`: True gives each block a place as large as its slot, so that the tier stores it
             without encoding.

@@ -39,18 +39,18 @@ MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
 """Longest time that a flush waits for a store to raise the epoch. After this time the flush is
-answered without it, and the store raises the epoch later."""
+answered although the store has not raised the epoch; the store must raise it later."""
 SPARE_S = 0.5
 """Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
 epoch."""
 RETRY_S = 0.5
 """Time between two tries to raise an epoch."""
 MAX_RECORDS = 1 << 13
-"""If there are more records, the book forgets the records of idle key spaces that this node no
-longer knows."""
+"""If there are more records than this, the book forgets the records of idle key spaces that this
+node no longer knows."""
 NO_EPOCH = 0
-"""In place of an epoch: the store has no epoch for the key space. Blocks are then neither read nor
-written."""
+"""Stands in place of an epoch if the store has no epoch for the key space. The key space's blocks
+are then neither read from the store nor written to it."""
 NEVER_S = float("-inf")
 
 
@@ -71,13 +71,13 @@ class EpochStanding:
     `is_none`: True if the store has no epoch and no room for one, and all blocks on this node are
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
-    `confirmed_s`: when the last question was sent that the store answered with `epoch`.
+    `confirmed_s`: when the latest question was sent whose answer has confirmed `epoch`.
     `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
     `raise_for`: the last raise covers the first `raise_for` flush requests (`Record.asked`).
     `told`: the store's epoch covers the first `told` flush requests.
-    `told_s`: when the store answered the raise that covers them.
+    `told_s`: when the store answered the raise that covers these requests.
     """
 
     epoch: int = NO_EPOCH
@@ -105,19 +105,20 @@ class EpochStanding:
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space. Requests for a flush and flushes of this node are counted
-    separately, because one flush may serve several requests.
+    """The record of a key space. Requests for a flush and flushes of the key space on this node are
+    counted separately, because one flush may serve several requests. The flushes on this node are
+    numbered; `need`, `begun` and `ended` are such numbers.
 
     `local`: the seal number: a number that is part of the seals (check values) of the key space's
         blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
         Saved in the file of the book.
     `stores`: the state in each store, by the store's name. Partly saved.
     `asked`: number of flushes that callers have requested.
-    `need`: number of the last flush of this node that is needed.
-    `begun`: number of the last flush of this node that has begun.
-    `ended`: number of the last flush of this node that has ended.
-    `ended_s`: when that flush ended.
-    `saved_at`: the first revision of the book that includes that flush.
+    `need`: the latest flush on this node that is required.
+    `begun`: the latest flush on this node that has begun.
+    `ended`: the latest flush on this node that has ended.
+    `ended_s`: when the flush `ended` has ended.
+    `saved_at`: the first revision of the book that records the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
     """
@@ -141,7 +142,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request for a flush, for asking later whether it is done.
+    """A request for a flush. With the ticket, the caller asks later whether the flush is done
+    (`EpochBook.pending`, `EpochBook.is_saved`).
 
     `number`: number of the request (`Record.asked` after it).
     `need`: number of the flush of this node that serves the request (`Record.need`).
@@ -185,7 +187,7 @@ class EpochBook:
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
-        # Key spaces that are in use, or for which something is still to be done.
+        # Key spaces that are in use, or that still wait for a flush or a raise.
         self._active = dict.fromkeys(name for name, one in self.records.items() if one.is_waiting)
 
     def __repr__(self) -> str:
@@ -258,9 +260,9 @@ class EpochBook:
         self._sealed_at = self.revision
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of a key space on this node has ended: it has removed all blocks
-        from before its beginning. Epochs that waited for this flush (`EpochStanding.target`) become
-        the epochs of the record."""
+        """Records that the flush of a key space on this node has ended: all blocks that were here
+        when the flush began are removed. Epochs that waited for this flush (`EpochStanding.target`)
+        become the epochs of the record."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -280,10 +282,11 @@ class EpochBook:
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
         """Returns None while the caller that requested the flush must wait. Afterwards returns the
-        names of the stores that did not raise the epoch in time, or did not confirm it in time;
-        these stores raise the epoch later.
+        names of the stores that did not raise the epoch in time (they must raise it later), or did
+        not confirm the raised epoch in time.
 
-        If the list is empty, no node that can reach the stores serves blocks from before the flush.
+        If the list is empty, no node that can reach the stores serves blocks that are older than
+        the request for the flush.
         """
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
@@ -306,7 +309,8 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if the saved book includes the flush of this node."""
+        """Returns True if the saved book records the end of the key space's latest flush on this
+        node."""
         return self.saved >= self._record(ticket.fingerprint).saved_at
 
     @property
@@ -321,9 +325,9 @@ class EpochBook:
         """Returns the key spaces for whose epochs the caller must ask the store now, and counts
         the question as sent.
 
-        Includes each key space in use every ASK_EVERY_S. Includes each key space in `idle` every
-        IDLE_EVERY_S, but at most MAX_IDLE of them in a call, beginning with the key space for which
-        the last question was sent the longest time ago.
+        A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
+        after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first those for which
+        the last question is oldest. Leaves out key spaces whose epoch the store must still raise.
         """
 
         def asked_s(fingerprint: str) -> float:
@@ -351,8 +355,9 @@ class EpochBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Processes a store's answer to a question for epochs: confirms an epoch, or requires a
-        flush of this node or a raise in the store.
+        """Processes a store's answer to a question for epochs. For each key space, the result is a
+        confirmed epoch, a new epoch that this node adopts, a flush that this node must run, or a
+        raise that the store must make.
 
         `epochs`, `restored_below`: the fields of the answer, see `tiers.protocol.Shown`.
         `sent_s`: when the question was sent.
@@ -407,8 +412,8 @@ class EpochBook:
         return None
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Processes the store's answer to a raise. `epoch`: the new epoch; None if the raise failed
-        or the store did not answer."""
+        """Processes the store's answer to a raise. `epoch`: the new epoch; NO_EPOCH if the store
+        has no room for it; None if the raise failed or the store did not answer."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -463,8 +468,9 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks key spaces that are no longer in use as idle. If there are more than MAX_RECORDS
-        records, also forgets the records of idle key spaces that are not in `known`.
+        """Counts as idle the key spaces that were not used for USED_S and wait for no flush and no
+        raise. If there are more than MAX_RECORDS records, also forgets the records of idle key
+        spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.
         """
@@ -476,7 +482,8 @@ class EpochBook:
             if fingerprint not in known and fingerprint not in self._active:
                 record = self.records[fingerprint]
                 del self.records[fingerprint]
-                # Blocks that a power loss brings back must not match a new record.
+                # If a power loss brings old blocks back, they must not match the number of a new
+                # record.
                 self.base = max(self.base, record.local)
                 self.revision += 1
 

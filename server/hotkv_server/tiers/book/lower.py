@@ -71,16 +71,16 @@ class LowerTier:
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space is on the disk, or in a move to or from any
-        tier."""
+        """Returns True if a block of the key space is on the disk, or is being moved to or from
+        any tier."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space from the disk, in steps: each step searches `portion`
-        entries, and yields the number of blocks that it has removed. The caller must have stopped
-        new moves of the key space (`Moves.stopped`)."""
+        """Removes the blocks of a key space from the disk's books, in steps: each step searches
+        `portion` entries of the books, and yields the number of blocks that the step has removed.
+        The caller must have stopped new moves of the key space (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

@@ -22,7 +22,8 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 class Move:
     """A move of n blocks of a key space, between host memory and one tier.
 
-    `number`: identifies the move; a move up owns its reserved entries under this number.
+    `number`: identifies the move. The entries that a move up has reserved in host memory have this
+        number as their owner.
     `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
     `entries`: the blocks' entries in host memory. Empty once a move up has ended.
     `places`: the blocks' entries in the disk's books; empty for a shared tier.
@@ -48,7 +49,7 @@ class Move:
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Numbers of blocks that moved to and from the disk since the start.
+    """Counts of the blocks that moved to and from the disk since the start.
 
     `demoted`: blocks moved to the disk.
     `encoded`: blocks moved to the disk in encoded (compressed) form; also counted in `demoted`.

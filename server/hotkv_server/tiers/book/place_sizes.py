@@ -3,9 +3,9 @@ memory, or smaller, so that the tier stores the block encoded (compressed).
 
 Always true: the disk tier encodes a block exactly if its place is smaller than its slot.
 
-Whether the encoded form of a block fits the place is known only when the tier writes the block. If
-the forms of few blocks of a KV cache group fit, the group's next blocks get places as large as
-their slots. Encoding is tried again later.
+Whether the encoded form of a block fits its place is known only when the tier writes the block. If
+few blocks of a KV cache group have an encoded form that fits, the group's next blocks get places as
+large as their slots. After RETRY_BLOCKS such blocks, encoding of the group is tried again.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,20 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import KeySpaceRecord
 
 MIN_TRIED = 64
-"""Least number of blocks of a group that the tier must have tried to encode before HARDLY
-applies."""
+"""Number of blocks of a group that the tier must have tried to encode before HARDLY applies."""
 MAX_TRIED = 4096
 """When a group has twice this number of tries, its counts are halved, so that old tries weigh
 less."""
 HARDLY = 8
-"""A group is no longer encoded if the forms of fewer than 1 in 8 of the tried blocks fitted."""
+"""A group is no longer encoded if fewer than 1 in 8 of the tried blocks had an encoded form that
+fitted its place."""
 RETRY_BLOCKS = 1 << 15
-"""A group that is no longer encoded is tried again after this number of its blocks was written
-without encoding."""
+"""If a group is no longer encoded, encoding is tried again after this number of the group's blocks
+was written without encoding."""
 EncodedBytes = Callable[[int], int]
 """Returns the size of the place for an encoded block, given the size of the block's slot. The
-result is a multiple of SLOT_ALIGN. If it is not smaller than the slot, encoding is useless."""
+result is a multiple of SLOT_ALIGN. If the place would not be smaller than the slot, encoding is
+useless."""
 
 
 @dataclass(slots=True)
@@ -90,8 +91,8 @@ class PlaceSizes:
         return known.encoded_bytes if known.is_encoded else known.slot_bytes
 
     def tried(self, key_space_id: int, group: int, num_fitted: int, num_blocks: int) -> None:
-        """Counts `num_blocks` blocks of a group that the tier tried to encode. The forms of
-        `num_fitted` of them fitted their places."""
+        """Counts `num_blocks` blocks of a group that the tier tried to encode. `num_fitted`: how
+        many of these blocks had an encoded form that fitted its place."""
         known = self._groups[key_space_id, group]
         known.tried_blocks += num_blocks
         known.fitted_blocks += num_fitted

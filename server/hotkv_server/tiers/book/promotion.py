@@ -38,8 +38,8 @@ class Promotion:
         return f"Promotion({self._moves!r})"
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that are ready on the disk, but
-        neither ready nor reserved in host memory."""
+        """Returns, for each list in `groups`, the positions of the blocks that are ready on the
+        disk, but neither ready nor reserved in host memory."""
         absent = self._arrivals.absent(key_space_id, groups)
         return [
             at[self.find(key_space_id, one, at) != 0] if len(at) else at
@@ -47,9 +47,9 @@ class Promotion:
         ]
 
     def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
-        """Looks blocks up on the disk. Returns, for each block, its entry in the disk's books; 0 if
-        the block is not ready on the disk. Returns only 0 for representations (compact forms of
-        keys, for sparse attention), because they are never on the disk.
+        """Looks blocks up in the disk's books. Returns, for each block, its entry there; 0 if the
+        block is not ready on the disk. Returns only zeros for a list of representations (compact
+        forms of keys, for sparse attention), because representations are never on the disk.
 
         `positions`: positions in the list of the blocks to look up; None: all blocks.
         """
@@ -67,8 +67,8 @@ class Promotion:
         `groups`: for each KV cache group, block hashes in the order of the sequence. Blocks that
             are in host memory already are skipped.
 
-        The slots have the full size of the group, even if the blocks on the disk are encoded and
-        their places smaller.
+        Each slot has the full size of the group's slots, even if the block on the disk is encoded
+        and so has a smaller place.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -107,7 +107,8 @@ class Promotion:
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.
-        `checks` uint64 [n]: check values of the found blocks; None if the server computes none.
+        `checks` uint64 [n]: check values of the found blocks; None if the server computes no check
+            values.
         """
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))

@@ -10,10 +10,11 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
 MAX_LOOKED, PART_BLOCKS = 1 << 14, 8
-"""MAX_LOOKED: about the most waiting blocks that a tier's driver checks in one turn of its loop.
-Each part of the queue (the blocks of one `add`) counts as PART_BLOCKS blocks in addition. Without
-this limit a turn could take long, because the tier may already have most of the waiting blocks, or
-most may have been evicted."""
+"""Limits of the blocks that a tier's driver checks in one turn of its loop. The driver stops when
+its calls of `WaitingBlocks.take` have returned about MAX_LOOKED blocks. Each call counts as
+PART_BLOCKS more blocks than it returns, so that calls without a result count too. Without the limit
+a turn could take long: the tier may already have most of the waiting blocks, or most of them may
+have been evicted."""
 
 
 class WaitingBlocks:
@@ -59,7 +60,8 @@ class WaitingBlocks:
     def take(self, num_bytes: int) -> Entries:
         """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
         block, and only blocks of one `add`. Returns the removed blocks that are still ready in host
-        memory and, without `takes_unverified`, verified. The queue must not be empty."""
+        memory. Leaves out unverified blocks, unless `takes_unverified` is True. The queue must not
+        be empty."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):

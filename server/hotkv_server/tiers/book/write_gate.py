@@ -1,17 +1,19 @@
 """Decides which blocks are written to the disk tier, under a budget of bytes per day.
 
-Disks wear, and most blocks are never requested again. The gate admits whole chains (the blocks of a
-sequence), because a chain is useful only up to its first missing block. For each chain, the hash of
-one of its first blocks decides (EARLY_TOKENS), so all chains that share this block get the same
-answer. A refused block is admitted when it is offered the second time. The gate computes the share
-of chains to admit from the rate of offered bytes and the rest of the budget.
+Disks wear, and most blocks are never requested again. So the gate admits only a share of the
+chains. A chain is the blocks of a sequence; it is admitted whole, because a hit ends at the first
+missing block. The gate computes the share from the rate of offered bytes and the rest of the
+budget. It reads the hash of one of the chain's first blocks (EARLY_TOKENS) as a number from 0 to 1,
+and admits the chain if the number is below the share. So all chains that have this block in common
+get the same answer. A block that was refused is admitted when it is offered again, unless such
+blocks alone would already spend the budget too fast.
 
 Always true:
-- in any 24 hours the gate admits at most the budget and one batch of one chain, plus the bytes by
-  which blocks exceeded their estimated size (`add`). The writes of earlier servers count too, as
-  far as they were saved (`written`, `recall`);
-- if the block before a block in its sequence is in host memory, but neither on the disk nor
-  admitted before, the gate refuses the block when it is offered the first time.
+- in any 24 hours the gate admits at most the budget and the blocks of one chain in one call, plus
+  the bytes by which blocks exceeded their estimated size (`add`). The writes of earlier servers
+  count too, as far as they were saved (`written`, `recall`);
+- the gate does not skip blocks: if host memory has the preceding block of a chain, and that block
+  is neither on the disk nor admitted, the gate refuses the next block at its first offer.
 
 Source of the rule: measurements on the traces of docs/tiers.md ("What is written to the disk"). A
 gate that only admits blocks when they are offered the second time lost up to 40 % of the hits
@@ -39,9 +41,9 @@ SPENDING_S = 6 * 3600.0
 DEMAND_S = 600.0
 """Time constant of the exponentially weighted rates of offered bytes (`_Rate`)."""
 EARLY_TOKENS = 8192
-"""The hash of the block that contains a chain's token 8192 decides for the chain; if the chain is
-shorter, the hash of its last block. So chains that differ only after this block get the same
-answer."""
+"""The hash of the block that contains a chain's token 8192 decides whether the chain is admitted.
+In a shorter chain, the hash of the last block decides. So chains that differ only after token 8192
+and its block get the same answer."""
 MAX_REMEMBERED = 1 << 22
 """Most refused blocks that the gate remembers, at 4 bytes each."""
 
@@ -84,8 +86,8 @@ class WriteGate:
 
     def __init__(self, bytes_per_day: int | None, capacity: int) -> None:
         self._written = _Day()
-        # Rates of two kinds of offered bytes: the hash of a block decided on their admission
-        # (sampled), or they were admitted whatever the hash (sure).
+        # Rates of two kinds of offered bytes. Sampled: bytes of blocks on whose admission a hash
+        # decided. Sure: bytes of blocks that were admitted whatever the hash.
         self._sampled, self._sure = _Rate(), _Rate()
         self._num_remembered = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
         self.set_budget(bytes_per_day)
@@ -241,8 +243,8 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Returns the rate in bytes per second. In the first minutes after the first bytes it is
-        their mean over the time since then, or over a minute if that is longer."""
+        """Returns the rate in bytes per second. The rate averages over the time since the first
+        bytes, if this time is short against DEMAND_S, but over a minute at least."""
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))

@@ -19,8 +19,9 @@ all values; it begins at a multiple of PLANE_ALIGN bytes:
     HEAD_BYTES      tables, uint8 [t, 16]
                     number of escapes of each tile, int32 [t]
     rests_at        sign and mantissa, uint8 [n]
-    indices_at      indices, two in a byte, uint8 [n / 2]: of each GROUP_VALUES values the low bits
-                    have the first half, the high bits the second; 0 for an escape
+    indices_at      indices, two in a byte, uint8 [n / 2]: for each GROUP_VALUES values, the low 4
+                    bits of the bytes have the indices of the first half of the values, the high 4
+                    bits the indices of the second half; 0 for an escape
     escapes_at      escapes, tile by tile, uint8 [escapes, 3]: the value's place in its tile
                     (uint16) and its exponent; then zeros to the end of the room
 """

@@ -1,6 +1,6 @@
-"""The staging memory of a tier that encodes (compresses) blocks. It holds blocks in encoded form on
-their way between the arena and the store. For each request, a thread of the tier allocates a part
-of the staging memory, and frees the part afterwards.
+"""The staging memory of a tier that encodes (compresses) blocks. It holds blocks in encoded form
+while they are copied between the arena and the store. For each request to the store, a thread of
+the tier allocates a part of the staging memory, and frees the part afterwards.
 
 Always true: only the thread that has allocated a part uses the part until it is freed. Writes use
 at most half of the memory, so that writes that hang leave the rest to reads; only a block that is
@@ -111,8 +111,9 @@ class Staged:
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Splits the blocks of a request, so that the staging memory can take each slice of them as
-        one part (`fits`). Yields the slices. A block that is too large is a slice by itself.
+        """Splits the blocks of a request into slices, each of which fits into one part of the
+        staging memory (`fits`). Yields the slices. A block that is too large for any part is a
+        slice by itself.
 
         `rooms`: for each block, the bytes of staging memory that it needs.
         """
@@ -157,7 +158,8 @@ class Staged:
             return None
 
     def give(self, place: int, num_bytes: int, *, is_write: bool) -> None:
-        """Frees the part at offset `place`. The other arguments must be those of its `take`."""
+        """Frees the part at offset `place`. `num_bytes` and `is_write` must be the same as in the
+        call of `take` that allocated the part."""
         with self._changed:
             self._extents.give(place, num_bytes)
             self._writing_bytes -= num_bytes if is_write else 0
@@ -174,7 +176,8 @@ class Staged:
         of its encoded form in bytes, int64 [n]; 0 if it was not encoded.
 
         `slots`, `sizes`: the blocks' offsets and sizes in the arena, in bytes.
-        `at`, `rooms`: offsets and sizes of the staging memory for their encoded forms, in bytes.
+        `at`, `rooms`: for each encoded form, the offset and the size of its range in the staging
+            memory, in bytes.
         """
         assert self._codec is not None, "staging memory that was not taken"
         return self._codec.encode(slots, sizes, at, rooms)
@@ -217,7 +220,7 @@ def packed(rooms: Int64s, place: int) -> Int64s:
 
 
 HUGE_S = 0.5
-"""Longest time that `open_staging` spends on getting huge pages. Memory without a huge page by then
+"""Longest time that `open_staging` spends on getting huge pages. Afterwards the rest of the memory
 gets small pages."""
 
 

@@ -6,8 +6,8 @@ Always true:
 
 - each block of a call is in at most one piece;
 - a call ends once: when its last piece ends, or when its rest is dropped and no piece is under way;
-- reads go before writes, unless the writes have waited for PATIENCE_S. Calls of the same kind take
-  turns, a piece each, so a large call does not delay small calls;
+- reads go before writes, unless threads have taken no piece of a write for PATIENCE_S. Calls of the
+  same kind take turns, a piece each, so a large call does not delay small calls;
 - if there are several threads, at most three quarters of them write at a time, so that reads need
   not wait for the end of writes.
 """
@@ -30,15 +30,16 @@ the wait of a read at a few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5
-"""If writes have waited for this time, the next piece is one of a write. Writes must not wait for
-ever, because their slots in the arena can't be evicted."""
+"""If writes are queued and no piece of a write was taken for this time, the next piece is a piece
+of a write, even if reads are queued. Writes must not wait for ever, because the blocks that they
+copy can't be evicted from the arena meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
 class DiskCall:
     """A read or a write of n blocks, with its results.
 
-    `deadline_s`: if a piece has not begun at this time of time.monotonic, it is not moved.
+    `deadline_s`: a time of time.monotonic. A piece that has not begun by then is not moved.
     `answer`: called with `codes` and `seals` when the call has ended.
     `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
     `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.
@@ -177,10 +178,11 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops the rest of each read whose deadline has passed. Returns the reads that have ended
-        by this; the other reads end with their last piece.
+        """Drops the rest of each read whose deadline has passed. Returns those of these reads that
+        have no piece under way, and so have ended; the others end with their last piece.
 
-        Needed only while all threads are busy, because `take` also checks deadlines.
+        Needed only while all threads are busy, because otherwise `take` finds reads whose deadline
+        has passed.
         """
         with self._changed:
             late = [call for call in self._reads if call.deadline_s < now_s]
@@ -189,8 +191,8 @@ class CallQueue:
             return [call for call in late if call.drop_rest()]
 
     def close(self) -> list[DiskCall]:
-        """Closes the queue, and drops the rest of each call. Returns the calls that have ended by
-        this; the other calls end with their last piece."""
+        """Closes the queue, and drops the rest of each call. Returns the calls that have no piece
+        under way, and so have ended; the other calls end with their last piece."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

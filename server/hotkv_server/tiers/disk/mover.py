@@ -5,11 +5,11 @@ A slot is the part of the arena that a block occupies; a place is its part of th
 of a block is smaller than its slot, the block is stored encoded, that is compressed
 (`tiers.compression.form`).
 
-Always true: a block is FOUND only if the file has returned the written bytes unchanged. Its seal
-(check value) covers all bytes of its place, and is compared before the bytes are decoded. (A seal
-over decoded bytes would not cover the unused bytes of the encoded form.) The seed of the seal is
-computed from the block's key. For an encoded block the key has a suffix, so plain and encoded bytes
-of a block have different seals.
+Always true: a block is FOUND only if the file has returned the written bytes unchanged. The block's
+seal (check value) covers all bytes of its place, and is compared before the bytes are decoded. (A
+seal over decoded bytes would not cover the unused bytes of the encoded form.) The seed of the seal
+is computed from the block's key. For an encoded block the key has a suffix, so plain and encoded
+bytes of a block have different seals.
 """
 
 import errno
@@ -167,15 +167,16 @@ class BlockMover:
         if len(failed):
             call.code = -int(results[failed[-1]])
             if whole.any() or self._reads_elsewhere(rows.places, int(addresses[failed[0]])):
-                # A lost block; without this it would be offered as a hit for ever.
+                # The block is lost. If it stayed FAILED, it would be offered as a hit for ever.
                 call.codes[rows.numbers[failed]] = Read.CORRUPT
         if is_short.any():
             self._file.mend()
         return is_same
 
     def _reads_elsewhere(self, places: Int64s, address: int) -> bool:
-        """Returns True if the disk can read an end of the file that is none of these `places`.
-        Reads it to memory at `address`."""
+        """Returns True if the disk can read the first SLOT_ALIGN bytes of the file, or the last
+        bytes if one of the `places` is at the file's beginning. Reads them to memory at
+        `address`."""
         offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN
         page = np.array([SLOT_ALIGN])
         results = self._io.read_many(np.array([address]), np.array([offset]), page)
@@ -183,8 +184,8 @@ class BlockMover:
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
         """Encodes blocks to staging memory, and writes the encoded forms to the file. Sets a block
-        to UNFIT if its form is larger than its place, or if it is too large for the staging
-        memory."""
+        to UNFIT if its encoded form is larger than its place, or if the place is larger than the
+        share of the staging memory that writes may use."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT

@@ -40,14 +40,14 @@ class BlockIO(Protocol):
     answered, and never raises."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads n blocks: `sizes` bytes at `offsets` in the file, to memory at `addresses`.
-        Returns, for each block, the number of bytes read, or -errno. Arguments and result: int64
-        [n]."""
+        """Reads n blocks. Block i is the `sizes[i]` bytes at offset `offsets[i]` of the file; it is
+        read to memory at address `addresses[i]`. Returns, for each block, the number of bytes read,
+        or -errno. Arguments and result: int64 [n]."""
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes n blocks: `sizes` bytes of memory at `addresses`, to `offsets` in the file.
-        Returns, for each block, the number of bytes written, or -errno. Arguments and result: int64
-        [n]."""
+        """Writes n blocks. Block i is the `sizes[i]` bytes of memory at address `addresses[i]`; it
+        is written to offset `offsets[i]` of the file. Returns, for each block, the number of bytes
+        written, or -errno. Arguments and result: int64 [n]."""
 
 
 class FileIO:
@@ -142,8 +142,8 @@ class SlabFile:
             return True
 
     def close(self) -> None:
-        """Closes and unlocks the file. All I/O must have ended before, because another file may get
-        the same descriptor number."""
+        """Closes and unlocks the file. All I/O must have ended before: another file may get the
+        same descriptor number, and late I/O would then go to that file."""
         with self._lock:
             if self.is_open:
                 try:

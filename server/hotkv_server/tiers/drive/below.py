@@ -1,5 +1,5 @@
 """Drives the disk tier: copies blocks from host memory down to the disk, soon after they were
-stored, and back up when a lease needs them.
+stored, and copies blocks back up to host memory when a lease or a prefetch needs them.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """
@@ -110,7 +110,7 @@ class TierBelow:
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
             if not self._is_kept():
-                # A key space was added or flushed meanwhile, and `entries` may contain its blocks.
+                # A key space was added or flushed meanwhile, and `entries` may have its blocks.
                 down.waiting.add(entries)
                 continue
             moves = await self._begin(entries, tell) if len(entries) else []
@@ -118,14 +118,14 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     def _is_kept(self) -> bool:
-        """Returns True if the next server would know all key spaces, and the flush numbers that
-        seals now include."""
+        """Returns True if the files for the next server have all key spaces of this node, and the
+        numbers that the seals of new blocks now include (`Record.local`). Only then are blocks
+        moved down: without these files the next server could not read the blocks."""
         return self._keep_key_spaces() and self._epochs.are_seals_saved
 
     def _keep_key_spaces(self) -> bool:
-        """Returns True if the file of the disk's key spaces has all key spaces of this node. If it
-        lacks some, makes the thread of `LowerMemory` write them. Until then no block is moved down,
-        because the next server might not know the block's key space."""
+        """Returns True if the file of the disk's key spaces has all key spaces of this node. If the
+        file lacks a key space, makes the thread of `LowerMemory` replace the file."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -135,8 +135,8 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Makes the thread of `LowerMemory` save which bytes the write gate has admitted and when,
-        so that the next server counts them in the budget."""
+        """Makes the thread of `LowerMemory` save how many bytes the write gate has admitted, and
+        when, in the last 24 hours. So the next server counts these bytes in its budget."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]
@@ -192,8 +192,8 @@ class TierBelow:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Waits until the shared stores have confirmed the key space's epochs, so that blocks may
-        be loaded from the disk; at most until `until_s`, a time of time.monotonic. Makes no call of
-        the disk, because the books know which blocks it has."""
+        be loaded from the disk; at most until `until_s`, a time of time.monotonic. Does not access
+        the disk, because the books (`lower`) record which blocks the disk has."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 
@@ -202,17 +202,17 @@ class TierBelow:
         return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that are on the disk and not in host
-        memory. Empty if a shared store has not confirmed the key space's epoch lately: then no
-        block may be loaded from the disk, because it may be older than a flush."""
+        """Returns, for each list in `groups`, the positions of the blocks that are on the disk and
+        not in host memory. Returns no positions if a shared store's last confirmation of the key
+        space's epoch is too old: a block on the disk may then be older than a flush."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list, a mask of the blocks that are ready on the disk. All False if a
-        shared store has not confirmed the key space's epoch lately: then no block may be loaded
-        from the disk, because it may be older than a flush."""
+        """Returns, for each list in `groups`, a mask: True for each block that is ready on the
+        disk. All False if a shared store's last confirmation of the key space's epoch is too old: a
+        block on the disk may then be older than a flush."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 

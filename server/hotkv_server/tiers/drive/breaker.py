@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 2.0
 """Time between two trial calls of a broken tier."""
 MAX_STALL_S = 1.0
-"""A tier counts as hanging if a call takes longer than this."""
+"""A tier counts as hanging if a call takes longer than this time."""
 SAY_AGAIN_S = 60.0
 """Least time between two warnings that lookups skip the same tier."""
 StalledS = Callable[[float], float]
@@ -28,8 +28,9 @@ StalledS = Callable[[float], float]
 class Breaker:
     """The circuit breaker of a tier; see the module.
 
-    `stalls`: report further work that makes the tier count as hanging if it takes too long, such as
-        writing the disk's records.
+    `stalls`: functions (`StalledS`) that report for how long further work of the tier has lasted,
+        such as a write of the disk's records. The tier also counts as hanging if this work takes
+        longer than MAX_STALL_S.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
@@ -75,8 +76,9 @@ class Breaker:
         return passes
 
     def say(self) -> None:
-        """Logs a line if lookups have begun to skip the tier or if it works again, since the last
-        call of this method. Logs at most one warning in SAY_AGAIN_S if the tier breaks often."""
+        """Logs a warning when lookups begin to skip the tier, and a line when the tier works again
+        after such a warning. Two warnings are at least SAY_AGAIN_S apart, even if the tier breaks
+        often. Called from time to time."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

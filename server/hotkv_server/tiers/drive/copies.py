@@ -1,11 +1,11 @@
 """Copies blocks from host memory to a tier that other nodes share. Blocks that an engine has just
-stored on this node are copied soon. Old blocks are copied at a limited rate. These are blocks from
-the disk, blocks of an earlier server, and blocks whose copy has failed.
+stored on this node are copied soon. *Old* blocks are copied at a limited rate. Old blocks are:
+blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
-Always true: a block is written only if the store has lately confirmed the epoch of its key space (a
-number that each flush raises), and if its bytes match its check value. Before old blocks are
-written, the tier is asked which of them it has already; it gets only the others. While the tier has
-a known problem, copying pauses.
+Always true: a block is written only if the store has confirmed the epoch of its key space (a number
+that each flush raises) in the last 1.5 s, and if its bytes match its check value. Before old blocks
+are written, the tier is asked which of them it has already; only the blocks that it lacks are
+written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """
@@ -47,18 +47,21 @@ MAX_OUT_BYTES = 64 << 20
 """Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
 memory."""
 LEARN_S = 1.0
-"""Before a write: longest wait until the store has confirmed the epoch of the blocks' key space."""
+"""Longest time that a write waits, before it begins, for the store to confirm the epoch of the
+blocks' key space."""
 PROBE_S = 2.0
 """Longest wait until the tier has answered which of the old blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
-"""Limit on the mean rate at which old blocks are written. It protects the store, because many nodes
-may start at the same time."""
+"""Limit on the mean rate at which old blocks are written. It protects the store if many nodes start
+at the same time, and so copy their old blocks at the same time."""
 MIN_OLD_BYTES = 8 << 20
 """Least size of a batch of old blocks, unless `moving_bytes` is less."""
 AGAIN_S = 1.0
-"""Wait after a copy that failed. The wait doubles with each further failure of the same blocks."""
+"""Wait before the next copy of old blocks, after a copy has failed. The wait doubles with each
+further failure of the same blocks."""
 WALKED_ENTRIES = 1 << 16
-"""Number of entries that one turn searches for blocks of an earlier server."""
+"""Number of entries that the task `_offer_left` searches in one turn for blocks of an earlier
+server."""
 
 
 class TierCopies:
@@ -139,8 +142,9 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch uses only
-        the part of the limit `moving_bytes` that their copies don't use."""
+        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch of old
+        blocks uses only the part of the limit `moving_bytes` that copies of newly stored blocks
+        leave free."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -153,7 +157,8 @@ class TierCopies:
             left_bytes = self._most_bytes - self._out_bytes
             taking = self._copies.take(min(batch_bytes, left_bytes), lane)
             entries = await in_slices(taking, tell)
-            # Begin now: other calls run before the task and may evict blocks that are not pinned.
+            # Begin the moves now, which pins the blocks: other calls run before the task, and may
+            # evict unpinned blocks.
             if len(entries) and (moves := self._copies.begin(entries, lane)):
                 batch = tasks.spawn(self._write_old(moves, lane, tell))
 
@@ -172,8 +177,8 @@ class TierCopies:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
 
     async def _offer_left(self, tasks: TierTasks) -> None:
-        """Queues the blocks that an earlier server left in host memory, in parts. Begins with the
-        blocks of a key space once this node knows the store's epoch for the key space."""
+        """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
+        the blocks of a key space only once this node knows the store's epoch for the key space."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:

@@ -3,9 +3,9 @@ server. Each folder with blocks that outlive the server (the arena's, the disk's
 file.
 
 Always true: the file is replaced as a whole, and is on its disk when `write` returns. Removing the
-blocks of a folder does not remove the copy. If the copies disagree on the epoch of a key space in a
-store, the key space's blocks on this node may be older than a flush. They are then flushed as soon
-as the store answers.
+blocks of a folder does not remove the folder's copy. If the copies disagree on the epoch of a key
+space in a store, the key space's blocks on this node may be older than a flush. These blocks are
+then flushed as soon as the store answers.
 """
 
 import json
@@ -57,7 +57,7 @@ class EpochNotes:
         the calling thread. `stores`: names of the shared stores in the present settings."""
         read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
         contents = [content for _, content in read if content is not None]
-        # A folder with blocks but without a usable file: nothing is known about flushes of them.
+        # Incomplete: a folder has blocks but no usable file, so their flushes are unknown.
         is_complete = all(content is not None or not one.has_blocks for one, content in read)
         names = {name for content in contents for name in content.records}
         records = {name: _merged(name, contents, is_complete=is_complete) for name in names}

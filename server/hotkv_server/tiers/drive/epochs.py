@@ -1,15 +1,16 @@
-"""Executes flushes in all tiers. The book of epochs (`tiers.book.epochs`) decides what is to be
-done; this module asks the stores of shared tiers for epochs (an epoch is a number per key space
-that every flush raises), raises epochs, flushes key spaces on this node, and saves the book.
+"""Executes flushes in all tiers. An epoch is a number that a shared store keeps for each key space,
+and that every flush raises. The book of epochs (`tiers.book.epochs`) decides which actions are due.
+This module executes them: it asks the stores of shared tiers for epochs, raises epochs in stores,
+flushes key spaces on this node, and saves the book.
 
-Always true: a flush belongs to the node, so it continues if the caller that waits for it is
-cancelled. One task makes the decisions. At most one action of each kind is under way: one question
-and one raise for each store, one flush, one write of the book. A slow write of the book delays only
-moves to the disk and, for a bounded time, the answers to flushes.
+Always true: a flush continues if the caller that waits for it is cancelled. One task asks the book
+for due actions. At most one action of each kind is under way: one question and one raise for each
+store, one flush of this node, one write of the book. A slow write of the book delays only moves to
+the disk and, for a bounded time, the answers to flushes.
 
-A store counts as *away* if it has a known problem or its answer is overdue. Only time in which this
-process runs counts towards that. If the process was stopped for a while, it asks the stores again
-before it uses their old answers.
+A store counts as *away* if its tier reports a problem, or if its answer to a question is overdue.
+The delay of an answer counts only the time in which this process runs. If the process was stopped
+for GAP_S or longer, all stores stop counting as away, and are asked again.
 
 Runs on the event loop; tiers call `on_done` on their own threads.
 """
@@ -35,7 +36,7 @@ Flush = Callable[[int], Awaitable[int]]
 """Flushes a key space on this node only. Returns the number of removed blocks."""
 
 TICK_S = 0.05
-"""Time between two turns (ticks) of the task."""
+"""Time between two turns (ticks) of the task that asks the book for due actions."""
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
@@ -50,7 +51,7 @@ GAP_S = 0.5
 """If two ticks are at least this far apart, the process is assumed to have been stopped between
 them."""
 DEAF_TICKS = 30
-"""For this number of ticks after such a stop, no store begins to count as away."""
+"""For this number of ticks after such a stop of the process, no store begins to count as away."""
 SAVE_AGAIN_S = 1.0
 """Wait after a failed write of the book, before the next try."""
 NOTES = "disk"
@@ -59,11 +60,11 @@ time."""
 
 
 class EpochRelay:
-    """The function that a tier calls when the store has another epoch than the tier expected. It
-    passes the call on to `Epochs`.
+    """An object that a tier calls when the store has another epoch than the tier expected. The
+    relay passes the call on to `Epochs`.
 
     A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
-    relay; until then its calls have no effect.
+    relay; until then calls of the relay have no effect.
     """
 
     def __init__(self) -> None:
@@ -171,10 +172,10 @@ class Epochs:
         were stored before. Returns the number of blocks removed on this node, and the names of the
         tiers in which the flush is not effective yet.
 
-        If the stores answer, this takes at least CONFIRMED_S, because other nodes may use the last
-        answer of a store for that time. If a store does not answer within TELL_S, the flush ends
-        without it; this server or the next then raises the store's epoch as soon as the store
-        answers.
+        If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
+        may use the last answer of a store for that time. If a store does not answer within TELL_S,
+        the flush ends without this store. This server or the next server then raises the store's
+        epoch as soon as the store answers.
         """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
@@ -222,8 +223,8 @@ class Epochs:
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """Returns the key space's epoch in the form of `Blocks.epochs`. The tier compares it with
-        the store's epoch after a read."""
+        """Returns the key space's epoch in the form of `Blocks.epochs`. The tier compares this
+        epoch with the store's epoch after a read."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
@@ -243,21 +244,22 @@ class Epochs:
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in the store may be read and written: the store
-        has an epoch for the key space and has confirmed it lately."""
+        has an epoch for the key space, and has confirmed this epoch in the last CONFIRMED_S."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have lately confirmed the key space's epochs. Then the key
-        space's blocks on this node's disk are newer than all flushes, so they may be loaded."""
+        """Returns True if all stores have confirmed the key space's epochs in the last CONFIRMED_S.
+        Then the key space's blocks on this node's disk are newer than all flushes, so they may be
+        loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now: all stores that
-        are not away have lately confirmed the key space's epochs, and no flush of this node is
-        pending for a new epoch."""
+        are not away have confirmed the key space's epochs in the last CONFIRMED_S, and no store has
+        shown a new epoch for which this node must still flush the key space."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -268,8 +270,8 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns True if a store that is not away has not confirmed the key space's epoch
-        lately."""
+        """Returns True if a lookup must first wait for a confirmation: a store that is not away has
+        not confirmed the key space's epoch in the last CONFIRMED_S."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -333,9 +335,9 @@ class Epochs:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Makes the task work at once, then waits until something has changed, at most until
-        `until_s`. Returns True afterwards. Returns False at once if `until_s` has passed or the
-        node closes."""
+        """Makes the task begin the due actions at once, then waits until an action has ended or a
+        store has become away (`_wake`), at most until `until_s`, a time of `now_s`. Returns True
+        afterwards. Returns False at once if `until_s` has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
@@ -354,8 +356,8 @@ class Epochs:
             self._work()
 
     def _nudge(self) -> None:
-        """Makes the task work in the next iteration of the event loop, without waiting for its next
-        tick."""
+        """Makes the event loop call `_work` in its next iteration, without waiting for the task's
+        next tick."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
@@ -439,7 +441,8 @@ class Epochs:
 
     async def _flush_here(self, fingerprint: str) -> None:
         """Flushes a key space on this node, and reports the end of the flush to the book. Skips the
-        removal of blocks if the key space has none and no caller has requested the flush."""
+        removal of blocks if this node does not know the key space, or if the key space has no
+        blocks and no caller has requested the flush."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -476,7 +479,8 @@ class Epochs:
         self._nudge()
 
     def _wake(self) -> None:
-        """Makes the task work at once, and wakes all callers that wait in `_turn`."""
+        """Calls `_nudge`, and wakes all callers that wait in `_turn`. Called when an action has
+        ended or a store has become away."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)

@@ -1,6 +1,6 @@
 """Finds out which blocks are in tiers below host memory, for lookups of engines and for operators.
-A lookup does not count the blocks of a tier if loading them takes longer than computing them. Waits
-for the answers of shared tiers for a bounded time. Runs on the event loop."""
+A lookup does not count the blocks of a tier as hits if loading these blocks takes longer than
+computing them. The waits for answers of shared tiers are bounded. Runs on the event loop."""
 
 import asyncio
 import contextlib
@@ -54,18 +54,20 @@ class TierSource(Protocol):
         """The `Tier` that reads the bytes."""
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Finds out which of the blocks the tier has, so that `wanted` and `lies_here` know it: a
-        shared tier must be asked. Waits at most until `until_s`, a time of time.monotonic."""
+        """Prepares `wanted` and `lies_here` for these blocks: asks a shared tier which of the
+        blocks it has; for the disk, waits until the shared stores have confirmed the key space's
+        epochs. Waits at most until `until_s`, a time of time.monotonic."""
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns True if the tier may have a block of these lists that host memory lacks."""
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that host memory lacks and the tier
-        is known to have."""
+        """Returns, for each list in `groups`, the positions of the blocks that host memory lacks
+        and the tier is known to have."""
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list, a mask of the blocks that the tier is known to have."""
+        """Returns, for each list in `groups`, a mask: True for each block that the tier is known to
+        have."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to move the `wanted` blocks up to host memory: reserves slots, for as many blocks
@@ -79,7 +81,8 @@ class TierSource(Protocol):
         tier has lost.
 
         `codes`: the `Read` of each block, uint8 [n].
-        `checks`: the check values of the blocks, uint64 [n].
+        `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check
+            values.
         """
 
 
@@ -156,9 +159,11 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list of a lookup, a mask of the blocks outside host memory that count
-        as hits: blocks that a tier is known to have, and blocks on their way up to host memory.
-        Omits the blocks of a tier if loading them takes longer than computing them.
+        """Returns, for each list in `groups`, a mask of the blocks outside host memory that count
+        as hits for a lookup: blocks that a tier is known to have, and blocks that are being moved
+        up to host memory. Omits the blocks of a tier if loading them takes longer than computing
+        them, and while lookups skip the tier. While lookups skip any tier, also omits all blocks
+        that are being moved up.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
@@ -246,8 +251,8 @@ class TierLookups:
         )
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks the shared tiers which of these blocks they have, so that `lies_elsewhere` knows it.
-        Waits for their answers, at most for `lookup_wait_s`."""
+        """Asks the shared tiers which of these blocks they have, so that `lies_elsewhere` can
+        include these blocks. Waits for the answers, at most for `lookup_wait_s`."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             await self._look(key_space_id, groups, until_s)
@@ -258,8 +263,8 @@ class TierLookups:
     async def find(
         self, key_space_id: int, groups: list[HashList], wait_s: float = EXPLAIN_WAIT_S
     ) -> list[Lying]:
-        """Returns, for each tier, which of these blocks it has, for operators and routers. Asks the
-        shared tiers, and waits for their answers at most for `wait_s`."""
+        """Returns, for each tier, which of these blocks the tier has, for operators and routers.
+        Asks the shared tiers, and waits for their answers at most for `wait_s` seconds."""
         until_s = time.monotonic() + wait_s
         await self._look(key_space_id, groups, until_s)
         return [
@@ -279,7 +284,8 @@ class TierLookups:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Returns the blocks in tiers that the longest possible hit needs.
+        """Returns the blocks that the longest possible hit of a lookup must load from tiers: for
+        each list in `groups`, a list with only these blocks.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `elsewhere`: for each list, a mask of the blocks in tiers.

@@ -19,14 +19,14 @@ from hotkv_server.cache.values import BoolMask
 RECENT = 1024
 """Number of recent reads over which quantiles and speeds are computed."""
 COSTED = 16
-"""Number of recent reads to which the costs of a read are fitted. It is small, so that the costs
-follow the load of the tier."""
+"""Number of recent reads to which the costs of a read (`TierReads.costs`) are fitted. The number is
+small, so that the costs follow the load of the tier."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 """Upper bounds of the buckets in the histogram of read times."""
 
 TRIED_S = 5.0
-"""If a tier has had no read for this time, because it was too slow, lookups use it again, so that
-its speed is measured."""
+"""If the last read of a tier ended longer ago than this, a lookup uses the tier even if its last
+reads were slow, so that its speed is measured again."""
 
 
 # --------------------------------------------------------------------------------------- The choice
@@ -41,7 +41,7 @@ its speed is measured."""
 class Listed:
     """The blocks of a KV cache group in a lookup, in the order of the sequence.
 
-    `spec`: the group.
+    `spec`: the description of the group.
     `ready`: mask of the blocks that are in host memory or being moved there.
     """
 
@@ -186,7 +186,7 @@ class TierReads:
         """Counts a read that has just ended.
 
         `seconds`: duration of the read.
-        `num_bytes`: bytes of the blocks that it found.
+        `num_bytes`: bytes of the blocks that the read found.
         """
         at = self.num_reads % RECENT
         self._seconds[at], self._bytes[at] = seconds, num_bytes
@@ -203,7 +203,7 @@ class TierReads:
     def bytes_per_s(self) -> float:
         """Returns the mean speed of a read, in bytes per second, over the recent reads that found
         blocks; 0 if there are no such reads. A tier that executes several reads at the same time
-        delivers more than this."""
+        delivers more bytes per second than this mean."""
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0

@@ -10,9 +10,9 @@ Always true:
 - a block is moved to the disk only after its key space was written to a file (`kept_revision`);
 - if a server is killed during its start, the next server still finds the old table, because the new
   table is a separate file until it is complete;
-- a restored record may be wrong: the seal (check value) shows at the first read whether the block
-  is at the place. So the file may lag behind the table in memory, by KEEP_S and the time that the
-  disk takes.
+- a wrong record in the file does no harm: each read compares the bytes at the block's place with
+  the block's seal (check value). So the file may lag behind the table in memory, by KEEP_S and the
+  time that the disk takes.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ RETRY_S = 1.0
 RECORD_BYTES = RECORD_WORDS * 4
 PART_BYTES, READ_BYTES = 64 << 10, 16 << 20
 SYNCED_PARTS = 256
-"""Parts of a new table that are synced at a time. A slow disk takes seconds for a large table; each
-of these steps shows that it does not hang."""
+"""Parts of a new table that are synced at a time. A slow disk takes seconds for a large table; the
+end of each of these steps shows that the disk does not hang."""
 CLOSE_WAIT_S = 5.0
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class LowerMemory:
     """The records of the disk tier; see the module.
 
     `folder`: folder of the tier, with its files.
-    `slab_bytes`, `num_bytes`: sizes of a slab and of the whole tier.
+    `slab_bytes`: size of a slab.
+    `num_bytes`: size of the whole tier.
     `table`: the block table in memory; empty until the core fills it.
     `old`: the table that an earlier server left; None if there is no usable table, and after
         `start`.
@@ -157,9 +158,9 @@ class LowerMemory:
         self._asked.set()
 
     def changed(self, entries: Entries) -> None:
-        """Makes the thread write the records of these entries at once, instead of after its next
-        search of the table. Does not wait for the disk. Only the event loop may call this method,
-        because it changes the table."""
+        """Makes the thread write the records of these entries at once. Otherwise the thread finds
+        the changes at its next search of the table. Does not wait for the disk. Only the event loop
+        may call this method, because only the event loop changes the table."""
         self.num_changed += len(entries)
         self._changed.append(entries)
         self._asked.set()
@@ -224,9 +225,9 @@ class LowerMemory:
             is_last = self._closing.is_set()
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
-            # After a write that failed, a walk finds what it left.
+            # After a failed write, search the whole table for the changes that were not written.
             walks = is_last or bool(self._waiting or num_left) or began_s >= walk_at_s
-            # Later requests wait for the next turn.
+            # Requests that arrive from here on wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
             num_left += sum(map(len, changed))
@@ -342,7 +343,8 @@ class LowerMemory:
 
 
 def _agree(one: ServerState, other: ServerState) -> bool:
-    """Returns True if each number that both states have means the same key space."""
+    """Returns True if each key space number that is in both states means the same key space in
+    both."""
     known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
     return all(
         known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint

@@ -1,9 +1,10 @@
 """Drives a tier that other nodes share (Mooncake, Valkey, S3): copies blocks that are stored on
 this node to the tier, and asks the tier for blocks that this node lacks.
 
-Always true: blocks are read and written only if the store has lately confirmed the epoch of their
-key space (a number that each flush raises; see `drive.epochs`). Written blocks match their check
-values. Runs on the event loop; the tier calls `on_done` on its own threads.
+Always true: blocks are read and written only if the store has confirmed the epoch of their key
+space in the last 1.5 s (an epoch is a number that each flush raises; see `drive.epochs`). Written
+blocks match their check values. Runs on the event loop; the tier calls `on_done` on its own
+threads.
 """
 
 import asyncio
@@ -91,9 +92,10 @@ class TierShared:
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Probes the tier for the blocks that are neither in host memory nor on the disk, and
-        remembers which of them the tier has. Skips blocks that are remembered already. Waits for
-        the answer at most until `until_s`, a time of time.monotonic."""
+        """Asks the tier (`probe`) for the blocks that are neither in host memory nor on the disk,
+        and remembers which of these blocks the tier has. Skips blocks that are already remembered
+        as found. Waits for the answer at most until `until_s`, a time of time.monotonic. Does
+        nothing while the tier is broken or its store does not confirm the key space's epoch."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
@@ -114,14 +116,14 @@ class TierShared:
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if a block of these lists is neither in host memory nor on the disk. The
-        tier may have such a block."""
+        """Returns True if a block of these lists is neither in host memory nor on the disk, so that
+        asking the tier may be of use."""
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that were lately found in the tier
-        and are neither in host memory nor on the disk. Empty if the store has not confirmed the key
-        space's epoch lately."""
+        """Returns, for each list in `groups`, the positions of the blocks that were found in the
+        tier in the last FOUND_S and are neither in host memory nor on the disk. Returns no
+        positions if the store's last confirmation of the key space's epoch is too old."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
         if not self._epochs.is_confirmed(self.name, key_space_id):
             return [at[:0] for at in absent]
@@ -131,7 +133,7 @@ class TierShared:
         ]
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list, a mask of the blocks that `wanted` returns."""
+        """Returns, for each list in `groups`, a mask: True for each block that `wanted` returns."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True
@@ -163,8 +165,9 @@ class TierShared:
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list, the positions of the blocks that are neither in host memory nor
-        on the disk. While lookups skip the disk, its blocks count as absent too."""
+        """Returns, for each list in `groups`, the positions of the blocks that are neither in host
+        memory nor on the disk. While lookups skip the disk, blocks on the disk count as absent
+        too."""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower = self._books.lower
         if lower is None or (self.below is not None and not self.below.lets_pass):

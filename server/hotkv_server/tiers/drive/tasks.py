@@ -1,5 +1,5 @@
-"""Helpers for the drivers of tiers: tasks of the event loop, comparison of check values, keys of
-blocks."""
+"""Helpers for the modules of `tiers.drive`: they run tasks on the event loop, compare check values
+of blocks, and make the keys of blocks."""
 
 import asyncio
 import threading
@@ -22,8 +22,8 @@ from hotkv_server.tiers.protocol import NO_EPOCHS, Blocks, Epochs, Seals
 T = TypeVar("T")
 
 CLOSE_S = 2.0
-"""Longest wait for the tasks to end, after the tiers were closed. A task that waits for a disk that
-hangs never ends; slots that the disk uses stay reserved until the process ends."""
+"""Longest wait for the tasks to end, after the tiers were closed. If a disk hangs, a task that
+waits for the disk never ends; the slots that the disk uses stay reserved until the process ends."""
 
 
 class TierTasks:
@@ -52,8 +52,9 @@ class TierTasks:
     async def turns(
         self, name: str, pause_s: float, wake: asyncio.Event | None = None
     ) -> AsyncIterator[None]:
-        """Yields once per turn of a task's loop, as `Health.turns` does, until `is_closing` is
-        True."""
+        """Runs the caller's loop in turns: yields again and again, each time after `pause_s`, or
+        earlier if `wake` is set (see `Health.turns`). Ends when `is_closing` is True. `name`: the
+        task's name in health probes."""
         async for _ in self.health.turns(name, pause_s, wake=wake):
             if self.is_closing:
                 return
@@ -170,7 +171,7 @@ def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
 def blocks_of(
     core: CacheCore, entries: Entries, prefix: bytes, epochs: Epochs = NO_EPOCHS
 ) -> Blocks:
-    """Returns the blocks of entries in host memory, as the argument of a tier's calls.
+    """Returns a `Blocks`, the argument of a tier's calls, for these entries of host memory.
 
     `prefix`: the first bytes of the blocks' keys.
     `epochs`: see `Blocks.epochs`.

@@ -61,7 +61,7 @@ class Coming:
 
     `source`: the tier.
     `num_bytes`: bytes of the move's slots.
-    `done`: gets its result when the move has ended; the found blocks are then in host memory.
+    `done`: is done when the move has ended; the blocks that the tier found are then in host memory.
     `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
     """
 
@@ -212,8 +212,8 @@ class Tiers:
         elsewhere: Sequence[BoolMask],
     ) -> None:
         """Begins to load the blocks of a lookup's hit from tiers, before the engine asks for a
-        lease on them. Does nothing if the session's client does not support tiers, because it
-        leases only blocks in host memory.
+        lease on them. Does nothing if the session's client does not support tiers, because such a
+        client leases only blocks in host memory.
 
         `ready`: for each list, a mask of the blocks in host memory.
         `elsewhere`: for each list, a mask of the blocks in tiers.
@@ -234,7 +234,7 @@ class Tiers:
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Loads the blocks of these lists from tiers, as many as there is room for. Waits until
-        they are in host memory, at most until `until_s`, a time of time.monotonic."""
+        the loaded blocks are in host memory, at most until `until_s`, a time of time.monotonic."""
         await self._begin_up(key_space_id, groups, tries=False)
         await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)
@@ -287,8 +287,8 @@ class Tiers:
 
     def let_go(self, held: Held) -> None:
         """Unpins the blocks that `bring_up` has loaded. The caller of `bring_up` calls this method
-        once it has its lease or has given up. Blocks of a move stay pinned while other callers wait
-        for the move."""
+        once it has acquired its lease or has given up. The blocks of a move stay pinned until all
+        callers that wait for the move have called this method."""
         for one in held.waits:
             one.num_waiting -= 1
             if not one.num_waiting and one.done.done():

@@ -4,7 +4,7 @@ socket to the server. Each pair MEMORY BYTES is the file descriptor and the size
 slots: the arena and, if the tier encodes blocks, the staging memory. Requests name slots by
 offsets, as if the memories followed each other.
 
-Always true: the child ends with the server. It writes to the memories only to execute a `read`
+Always true: the child ends when the server ends. It writes to the memories only to execute a `read`
 request, and only to the slots of that request. Blocks move between a memory and the network without
 a copy. A value in Mooncake is a head (`tiers.remote.values`), followed by the block.
 """

@@ -37,8 +37,8 @@ CHILD = "hotkv_server.tiers.mooncake.child"
 class MooncakeClient:
     """A `Client` whose requests a child process executes. The constructor starts the child.
 
-    `memories`: the memories that contain the slots. Each is a shared mapping of a file, from the
-        start of the file, with the descriptor of the file, which the child maps too.
+    `memories`: the memories that contain the slots, as pairs of a shared mapping of a file (from
+        the start of the file) and the file's descriptor. The child maps the same files.
     `until_s`: time limit of the constructor, a time of time.monotonic.
     """
 
@@ -179,8 +179,8 @@ class MooncakeTier(RemoteTier):
     """A `RemoteTier` whose store is Mooncake Store; see the module."""
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the child processes, without the arena, which they map. It has no
-        limit."""
+        """Returns the memory of the child processes, without the arena, which they map. This memory
+        has no limit."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 

@@ -32,7 +32,7 @@ class Line:
     """One end of the socket pair, which sends and receives messages. One thread at a time.
 
     Methods raise TimeoutError at their time limit. They raise EOFError or OSError if the other end
-    is gone, and EOFError or ValueError if it sends anything but a message.
+    is gone, and EOFError or ValueError if the other end sends anything but a message.
     """
 
     def __init__(self, sock: socket.socket) -> None:

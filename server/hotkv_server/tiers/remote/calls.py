@@ -86,8 +86,8 @@ class Part:
         results of the part's blocks in the call.
     `deadline_s`: a time of time.monotonic. If the part has not begun by then, it is skipped.
     `moves_blocks`: True if the part uses slots of the arena. Such a part is aborted at its
-        deadline, so that its slots get free. A part that uses no slots is not aborted then, because
-        that would cost the connection.
+        deadline, so that its slots get free. A part that uses no slots is not aborted at its
+        deadline, because each abort closes the connection.
     """
 
     call: RemoteCall

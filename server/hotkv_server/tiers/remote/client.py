@@ -49,7 +49,8 @@ class LateError(StoreError):
 
 
 class UnusableError(StoreError):
-    """The store answers, but this user can't use it, or can't use it in its present state."""
+    """The store answers, but hotkv can't use it: hotkv's user lacks a right, or the store is in an
+    unusable state."""
 
 
 def quoted(text: bytes) -> str:

@@ -4,8 +4,8 @@ passes them to another connection, the inner connection.
 Blocks that don't shrink (fp8, float32, noise, small slots) are stored plain. The key shows the form
 of a block: a plain block is stored under its own key, as without encoding; an encoded block is
 stored under `encoded_key`, with `room_bytes` bytes. So a reader knows the stored size before it
-reads. It asks for the encoded form first and, if that is absent, for the plain form. Encoding is
-deterministic, so all nodes that encode store a block under the same key.
+reads. A reader asks for the encoded form first and, if the encoded form is absent, for the plain
+form. Encoding is deterministic, so all nodes that encode store a block under the same key.
 
 Always true: the inner connection uses only staging memory, except for blocks that are larger than
 all of the staging memory. Such blocks are stored plain, directly from and to their slots. Staging
@@ -137,8 +137,9 @@ class EncodingClient:
     def _part(
         self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
     ) -> Iterator["_Part | None"]:
-        """Allocates staging memory for blocks, yields the blocks with it, and frees it at the end.
-        Yields None if the blocks have no bytes, or if no memory gets free before `until_s`."""
+        """Allocates staging memory for blocks, yields a `_Part` with the blocks and this memory,
+        and frees the memory at the end. Yields None if the blocks have no bytes, or if not enough
+        memory gets free before `until_s`."""
         num_bytes = sum(map(len, slots))
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
         if place is None:
@@ -155,9 +156,10 @@ class EncodingClient:
             self._staged.give(place, num_bytes, is_write=is_write)
 
     def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
-        """Reads the blocks of a part, as `read` does. First asks for the encoded form of the blocks
-        that may be encoded and the plain form of the others, then for the plain form of the blocks
-        whose encoded form is absent."""
+        """Reads the blocks of a part, in one or two requests. The first request asks for the
+        encoded form of the blocks that may be encoded, and for the plain form of the other blocks.
+        The second asks for the plain form of the blocks whose encoded form is absent. The arguments
+        and the result are those of `read`."""
         is_encoded = part.may_be_encoded
         changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
         if changed:

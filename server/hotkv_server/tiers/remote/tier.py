@@ -1,9 +1,9 @@
 """A tier in a remote store: queues calls, and executes them over a few connections.
 
 Always true: a call ends once, and nothing touches its slots afterwards. If a connection may still
-receive bytes for a slot, it is closed before the call ends. While the store has a known problem,
-calls end at once as FAILED, and the tier tries to connect again. Nodes read each other's blocks; if
-two nodes write the same key, the slower node gets PRESENT.
+receive bytes for a slot, the connection is closed before the call ends. While the store has a known
+problem, calls end at once as FAILED, and the tier tries to connect again. Nodes read each other's
+blocks; if two nodes write the same key, the later write gets PRESENT.
 """
 
 import threading
@@ -52,9 +52,9 @@ class RemoteTier:
 
     `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_epoch`: called with a fingerprint and the store's epoch if the store has another epoch than
-        a call expected; NO_EPOCH if the store has no epoch. It is called before that call ends,
-        from any thread, and must not block.
+    `on_epoch`: called if the store has another epoch than a call expected, with the fingerprint of
+        the key space and the store's epoch (NO_EPOCH if the store has no epoch). It is called
+        before that call ends, from any thread, and must not block.
     `staged`: staging memory of clients that encode blocks; the tier closes it. None without
         encoding.
     """

@@ -30,7 +30,8 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
     seal (see `is_sound`).
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
-    format. Returns CORRUPT if the head is damaged or not one of hotkv, or if the size differs.
+    format. Returns CORRUPT if the head is damaged or was not written by hotkv, or if the size of
+    the block differs from `num_bytes`.
 
     `value_bytes`: length of the value with its head.
     """

@@ -124,9 +124,9 @@ class Workers:
     `connect`: connects a thread to the server.
     `num_writers`: number of threads that execute writes as well as reads; the others only read.
         None: all threads. A tier whose store writes slowly passes a smaller number.
-    `connects_first`: True if each thread connects before it takes a part from the queue. Used if
-        connecting takes long: otherwise a part could wait for its thread to connect while another
-        thread is connected and idle.
+    `connects_first`: True if each thread connects before it takes a part from the queue. A tier
+        sets it if connecting takes long. Otherwise a part could wait until its thread has
+        connected, while another thread is connected and idle.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ REQUESTS_AT_ONCE = 8
 CLOSE_S = 1.0
 """Longest wait, when the tier closes, until cancelled requests have ended."""
 GAP_BYTES = 128 << 10
-"""Two ranges of an object are read with one request if the gap between them is at most this."""
+"""Two ranges of an object are read with one request if the gap between them has at most this number
+of bytes."""
 
 
 # ----------------------------------------------------------------------------------- The access key
@@ -61,8 +62,8 @@ class AccessKey:
 
 
 def read_access_key(path: Path) -> AccessKey:
-    """Returns the access key in the file at `path`. Raises UnusableError if other users may access
-    the file, if it can't be read, or if it has no key."""
+    """Returns the access key in the file at `path`. Raises UnusableError if users outside the
+    file's group have any access to it, if the file can't be read, or if it has no key."""
     try:
         check_private_key(path)
         with path.open("rb") as file:
@@ -78,7 +79,7 @@ def read_access_key(path: Path) -> AccessKey:
     except (OSError, UnsafeError) as error:
         raise UnusableError(f"can't be asked, because of credentials_file: {error}") from error
     except (configparser.Error, KeyError, UnicodeDecodeError):
-        # Without its cause, which quotes lines of the file.
+        # Drop the error, because its text quotes lines of the file.
         key = AccessKey("", "", "")
     if not key.id or not key.secret:
         raise UnusableError(
@@ -277,7 +278,7 @@ class Bucket:
                 credential_provider=credential if key is not None else None,
             )
         except (self._obstore.exceptions.BaseError, ValueError):
-            # Without its cause, which may quote variables of the environment.
+            # Drop the cause, because its text may quote variables of the environment.
             raise UnusableError(
                 "can't be asked: check endpoint, ca_file and AWS_* variables"
             ) from None
@@ -365,7 +366,7 @@ class Bucket:
 
         async def span(path: str, begin: int, end: int) -> memoryview:
             async with limit:
-                # Not obstore's get_ranges, which panics if the object is too short.
+                # Don't use obstore's get_ranges: it panics if the object is too short.
                 try:
                     got = await self._obstore.get_range_async(
                         self._store, path, start=begin, end=end
@@ -394,9 +395,9 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
-        """Returns the names of the objects in a folder, sorted. Reads them in pages of 1000 names,
-        and stops early if it has `most` names, or if `is_enough` is True for the last name of a
-        page."""
+        """Returns the names of the objects in a folder, sorted. Reads the names in pages of 1000,
+        and stops after the page with which it has `most` names, or for whose last name `is_enough`
+        returns True."""
 
         async def request() -> list[str]:
             found: list[str] = []

@@ -54,9 +54,9 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """Returns the `Bucket` that all clients share. If the store has refused its requests
-        (`Bucket.is_refused`), first replaces it by a new `Bucket`, which reads the credentials and
-        certificates again. Raises UnusableError."""
+        """Returns the `Bucket` that all clients share. If the store has refused requests of this
+        `Bucket` (`Bucket.is_refused`), first replaces it by a new `Bucket`, which reads the
+        credentials and certificates again. Raises UnusableError."""
         with self._lock:
             if self._bucket is None or self._bucket.is_refused:
                 self._is_checked = False
@@ -108,7 +108,7 @@ class S3Client:
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Finds out which keys exist, from the index in memory; see `Client.probe`. Asks the bucket
-        only for the epochs, and for the packs of a key space if they were never listed."""
+        only for the epochs, and for the packs of a key space whose packs were never listed."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:

@@ -7,8 +7,8 @@ changed since it was read (If-Match). So if several nodes read the same epoch an
 one of them succeeds.
 
 The keys of blocks contain the epoch. So only a node that does not know of a flush yet asks for
-blocks of an old epoch. The order of its requests prevents it from using them: **the epoch is read
-after the blocks**.
+blocks of an old epoch. The order of its requests prevents this node from using these blocks: **the
+epoch is read after the blocks**.
 
 Proof. The store is strongly consistent: a read that begins after the answer to a write sees that
 write. Suppose a node reads blocks whose keys contain the epoch E. When all blocks have arrived, it
@@ -22,8 +22,8 @@ The proof assumes a single bucket: a replica in another region may show an old e
 connection tests that the store honours If-None-Match and If-Match (`check_conditions`).
 
 If the epoch's object is absent, every block is refused. A new epoch is computed from the clock of
-the node (`protocol.begun`), and not counted from 0. So a bucket that has lost an epoch does not use
-its number again.
+the node (`protocol.begun`), and not counted from 0. So if a bucket has lost an epoch, no later
+epoch has the number of the lost epoch.
 """
 
 import re

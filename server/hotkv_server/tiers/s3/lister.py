@@ -38,7 +38,8 @@ from hotkv_server.tiers.s3.packs import (
 log = logging.getLogger(__name__)
 
 OVERLAP_S = 120.0
-"""A listing considers packs up to this time before the last listing; see the module."""
+"""A listing skips packs that are older than the last listing by more than this time; see the
+module."""
 JUMP_S = OVERLAP_S / 2
 """Least jump of the clock after which a listing skips no packs."""
 UNSEEN = 10**16
@@ -111,9 +112,9 @@ class Lister:
         return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
 
     def ask(self, space: Space, until_s: float) -> None:
-        """Queues a listing of a key space if it is due. If the key space was never listed, blocks
-        until its newest packs are in the index. Raises StoreError if they are not at `until_s`, a
-        time of time.monotonic, or if the listing fails."""
+        """Queues a listing of a key space if a listing is due. If the key space was never listed,
+        blocks until its newest packs are in the index. Raises StoreError if these packs are not in
+        the index at `until_s`, a time of time.monotonic, or if the listing fails."""
         with self._changed:
             folder = self._folder(space)
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
@@ -242,7 +243,8 @@ class Lister:
 
     def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
         """Reads the lists of blocks of these packs, and adds the packs to the index. Returns False
-        if the index had no room for one of them. Then it has no room for older packs either."""
+        if the index had no room for one of the packs. Then the index has no room for older packs
+        either."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
         has_room = True

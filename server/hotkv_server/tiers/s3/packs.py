@@ -37,7 +37,8 @@ Tags = NDArray[np.uint64]
 BLOCKS = "blocks/1"
 """Folder of all packs. The number is the version of the format."""
 MIN_PACK_BYTES = 4 << 20
-"""Least size of the last pack of a write. If fewer bytes are left, they go into the pack before."""
+"""Least size of the last pack of a write. If fewer bytes are left, they go into the preceding pack,
+if there is one."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
 _NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
 _LAST_US = 10**16 - 1
@@ -169,8 +170,9 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
     """Splits the blocks of a write into parts, one for each pack. Yields each part as a slice. A
-    part ends with the block with which it reaches `pack_bytes`. The last part may be smaller, but
-    only the only part of a write may be smaller than MIN_PACK_BYTES.
+    part ends with the block with which it reaches `pack_bytes`. The last part may be smaller than
+    `pack_bytes`. If it would be smaller than MIN_PACK_BYTES, its blocks go into the preceding part,
+    if there is one.
 
     `num_bytes`: sizes of the blocks, int64 [n].
     """

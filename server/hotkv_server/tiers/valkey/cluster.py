@@ -156,8 +156,8 @@ class ClusterPipe:
 
     def _find(self, until_s: float) -> None:
         """Reads the map of hash slots from the first server in the settings that answers. Each
-        server gets an equal share of the remaining time, so that a server that hangs does not
-        prevent a try of the next."""
+        server gets an equal share of the remaining time, so that the next server is tried even if a
+        server hangs."""
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds, 1):
             now_s = time.monotonic()
@@ -210,7 +210,7 @@ class ClusterPipe:
 
 def slot_of(key: bytes) -> int:
     """Returns the hash slot of a key. If the key contains {…}, only the bytes between the first
-    braces are hashed, unless there are none between them."""
+    braces are hashed, unless there is no byte between them."""
     begin = key.find(b"{")
     end = key.find(b"}", begin + 1)
     tag = key[begin + 1 : end] if begin >= 0 and end > begin + 1 else key

@@ -27,14 +27,16 @@ MAX_SECRET_BYTES = 4096
 """Longest password."""
 DEFAULT_USER = "default"
 CHECK_KEY = b"hotkv/1/check"
-"""A key that never exists. The reply to EXISTS of this key shows whether this user may read."""
+"""A key that never exists. The reply to EXISTS of this key shows whether hotkv's user may read."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
 """Maps a role in the reply to HELLO to the error code that the server would answer to commands.
 Other roles are usable."""
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
-"""The same for a mode in the reply to HELLO, if the settings name a single server."""
+"""Maps a mode in the reply to HELLO to an error code, as ROLE_CODES does for roles. Used if the
+settings name a single server."""
 MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
-"""The same for a mode in the reply to HELLO, if the settings name a cluster."""
+"""Maps a mode in the reply to HELLO to an error code, as MODE_CODES does. Used if the settings name
+a cluster."""
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
 """Sends commands, given as RESP bytes, and returns their replies. Blocks at most until the given
@@ -51,8 +53,8 @@ class Login:
 
 def read_login(settings: ValkeySettings) -> Login | None:
     """Returns user name and password. Reads the password from the file that the settings name;
-    returns None if they name no file. Raises UnusableError if other users may access the file, or
-    if it can't be read, is empty or is too long."""
+    returns None if the settings name no file. Raises UnusableError if users outside the file's
+    group have any access to it, or if the file can't be read, is empty or is too long."""
     path = settings.password_file
     if path is None:
         return None
@@ -74,8 +76,9 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
     """Logs in, selects the database, and checks that the server executes commands for keys. Raises
     StoreError.
 
-    In a cluster, neither selects a database nor checks this, because the server may be a replica:
-    only the map of hash slots shows which server executes commands for a key.
+    In a cluster, selects no database, and does not check that the server executes commands for
+    keys, because the server may be a replica: only the map of hash slots shows which server
+    executes commands for a key.
 
     `ask`: sends commands over the connection and returns their replies.
     """

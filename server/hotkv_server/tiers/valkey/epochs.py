@@ -4,8 +4,8 @@ which each flush raises.
 Always true: a raise gives a greater epoch than all epochs that the raising node knows.
 
 The keys of blocks contain the epoch. So only a node that does not know of a flush yet asks for
-blocks of an old epoch. The order of commands in a read prevents it from using them: **the epoch is
-read after the blocks**.
+blocks of an old epoch. The order of the commands in a read prevents this node from using these
+blocks: **the epoch is read after the blocks**.
 
 Proof. The server executes commands one at a time, and the commands of a connection in their order.
 Suppose a node sends GETs for blocks whose keys contain the epoch E, then a GET for the epoch, and
@@ -26,8 +26,8 @@ other nodes can't see the error. So in the first GRACE_S after a restart (`Store
 began before the restart are not trusted. In this time the nodes that know later epochs reconnect.
 
 If the epoch's key is absent, every block is refused. A new epoch is computed from the server's
-clock (`protocol.begun`), and not counted from 0. So a server that has lost an epoch (by a restart,
-FLUSHALL, or eviction under an allkeys policy) does not use its number again.
+clock (`protocol.begun`), and not counted from 0. So if a server has lost an epoch (by a restart,
+FLUSHALL, or eviction under an allkeys policy), no later epoch has the number of the lost epoch.
 """
 
 import threading
@@ -40,9 +40,9 @@ from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
-"""When this node first connects to a server that has just restarted, it does not trust epochs from
-before the server's start for this time. It is longer than the 2.5 s within which nodes that have
-lost the server connect again (`remote.workers`)."""
+"""For this time after its first connection to a server that has just restarted, this node does not
+trust epochs from before the server's start. The time is longer than the 2.5 s within which nodes
+that have lost the server connect again (`remote.workers`)."""
 YOUNG_S = 600.0
 """A server that has run for longer than this counts as not restarted, even if this node connects to
 it for the first time."""
@@ -65,9 +65,9 @@ class StoreClock:
         return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
 
     def restored_below(self, reply: Reply, now_s: float) -> int:
-        """Returns the value for `Shown.restored_below`. If the server has just restarted, this is
-        the least epoch that can have begun after its start. Otherwise it is 0, and also if the
-        reply lacks the figures.
+        """Returns the value for `Shown.restored_below`. If the server has just restarted, the value
+        is the least epoch that can have begun after the server's start. The value is 0 otherwise,
+        and also if the reply does not show when the server started.
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
@@ -153,8 +153,8 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 def parsed(reply: Reply) -> int:
     """Returns the epoch in a reply; NO_EPOCH if the key is absent. Raises UnusableError if the
-    reply means that the whole server is unusable, and LostError if it is not an epoch for another
-    reason."""
+    reply means that the whole server is unusable, and LostError for any other reply that is not an
+    epoch."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

@@ -10,11 +10,11 @@ from hotkv_server.tiers.remote.client import UnusableError
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes with which a server refuses writes, but still executes reads."""
 INCOMPLETE = "INCOMPLETE"
-"""A code of hotkv, not of Valkey, for clusters: the cluster answers with one of INCOMPLETE_CODES,
-or no server has the hash slot of a key."""
+"""An error code of hotkv, not of Valkey. It means that a cluster can't serve a key: it answers with
+one of INCOMPLETE_CODES, or none of its servers has the hash slot of the key."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
-"""Codes with which only servers of a cluster answer. If the settings name a single server, they
-mean that the server belongs to a cluster."""
+"""Codes with which only servers of a cluster answer. If the settings name a single server, such an
+answer means that the server belongs to a cluster."""
 STANDALONE = "STANDALONE"
 """A code of hotkv, not of Valkey: the settings name a cluster, but the server belongs to none."""
 _CLUSTER = "is a cluster: set cluster = true"

@@ -219,7 +219,7 @@ class Replies:
 
     def _take(self, into: memoryview, until_s: float) -> None:
         """Fills `into` with the next bytes. Copies the bytes that are in the buffer already, and
-        receives the others directly into `into`."""
+        receives the remaining bytes directly into `into`."""
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at

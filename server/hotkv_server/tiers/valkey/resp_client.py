@@ -1,7 +1,7 @@
 """Translates a tier's calls into commands for a Valkey or Redis server, or for a cluster.
 
 Always true, in addition to the rules of `remote.client`: when a method returns, it has read all
-replies to its commands. So the next method does not read a reply that is not its own.
+replies to its commands. So the next method reads only replies to its own commands.
 """
 
 import time
@@ -35,9 +35,9 @@ def ttl_ms(base_s: float, depth_blocks: int) -> int:
     124 remaining blocks were usable, compared with 30 under `allkeys-lru`.
 
     The time to live falls steeply at first, because sequences share their first blocks. Then it
-    falls slowly, so that the end of a long sequence does not expire while memory is free. If a deep
-    block was stored after a block before it, it still expires first, unless it was stored later by
-    more than the difference of their times to live.
+    falls slowly, so that the end of a long sequence does not expire while memory is free. A deep
+    block expires before the preceding blocks of its sequence even if it was stored later, as long
+    as it was stored later by less than the difference of the times to live.
 
     `base_s`: time to live of the first block of a sequence, in seconds.
     `depth_blocks`: number of blocks before the block in its sequence.
