@@ -162,10 +162,13 @@ class CacheCore(CacheBooks):
         is not pinned or not verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
-    def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
+    def make_room_above(
+        self, key_space_id: int, runs: Sequence[Run], beside: Sequence[HashList] = ()
+    ) -> Iterator[None]:
         """Makes room, in parts, in host memory for blocks that are about to be promoted from a
-        lower tier. Evicts no block that `runs` (consecutive blocks of a group each) name."""
-        return self._reservations.room_for(key_space_id, runs)
+        lower tier. Evicts no block that `runs` (consecutive blocks of a group each) or the lists
+        `beside` name."""
+        return self._reservations.room_for(key_space_id, runs, beside)
 
     def reserve(
         self,
