@@ -89,6 +89,21 @@ async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any,
         assert waiting.count(len(BLOCKS)) > 1
 
 
+async def test_stores_evict_no_block_whose_prompt_is_on_its_way_up() -> None:
+    prompt, others = list(range(12)), list(range(100, 100 + NUM_SLOTS - 12))
+    async with made() as one:
+        await one.lie_below(prompt[6:])
+        one.put(prompt[:6])
+        one.put(others)
+        await one.until_down(12 + len(others))
+        one.tier.faults.is_hung = True
+        leasing = asyncio.create_task(one.leased(prompt))
+        await eventually(lambda: len(one.books.moves) > 0, "nothing comes up")
+        one.put(list(range(200, 210)))
+        one.tier.faults.is_hung = False
+        assert all(await leasing)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])
 async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool) -> None:
     prompt, others = list(range(12)), range(100, 100 + NUM_SLOTS - 6)

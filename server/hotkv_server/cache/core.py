@@ -163,12 +163,20 @@ class CacheCore(CacheBooks):
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(
-        self, key_space_id: int, runs: Sequence[Run], beside: Sequence[HashList] = ()
+        self, key_space_id: int, runs: Sequence[Run], beside: Sequence[HashList], now_s: float
     ) -> Iterator[None]:
         """Makes room, in parts, in host memory for blocks that are about to be promoted from a
         lower tier. Evicts no block that `runs` (consecutive blocks of a group each) or the lists
-        `beside` name."""
-        return self._reservations.room_for(key_space_id, runs, beside)
+        `beside` name. Ready blocks of these lists count as in use, as the blocks after them come.
+        """
+        record, staying = self.catalog.record(key_space_id), [np.empty(0, np.uint32)]
+        for one in beside:
+            if record.has(one.group_index):
+                words = self.space.index.find(key_space_id, one.group_index, one.hashes)
+                staying.append(words[table.is_ready(words)])
+                if one.group_index < MAX_GROUPS:
+                    self.space.policy.refresh(staying[-1], now_s)
+        return self._reservations.room_for(key_space_id, runs, np.concatenate(staying))
 
     def reserve(
         self,

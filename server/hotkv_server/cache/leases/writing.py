@@ -29,7 +29,6 @@ from hotkv_server.cache.values import (
     BoolMask,
     Cause,
     Entries,
-    HashList,
     Int64s,
     KeySpaceRecord,
     Reservation,
@@ -132,7 +131,7 @@ class Reservations:
         self,
         key_space_id: int,
         runs: Sequence[Run],
-        beside: Sequence[HashList] = (),
+        beside: Entries | None = None,
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
@@ -140,7 +139,7 @@ class Reservations:
         """Makes room, in parts, for any call that adds these blocks. Returns the blocks' state;
         None if other calls ran in between.
 
-        beside: lists whose ready blocks are not evicted for the room.
+        beside: ready entries that are not evicted for the room either.
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
             soon; None if the policy may not hold entries back.
@@ -154,12 +153,8 @@ class Reservations:
             kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
             wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
         index, staying, had_parts = space.index, named.staying, False
-        found = [
-            index.find(key_space_id, one.group_index, one.hashes)
-            for one in beside
-            if record.has(one.group_index)
-        ]
-        staying = np.concatenate([staying, *(words[table.is_ready(words)] for words in found)])
+        if beside is not None:
+            staying = np.concatenate((staying, beside))
         generations: Entries | None = None
         for (slot_bytes, is_kind), count in wanted.items():
             if not space.needs_room(slot_bytes, count):

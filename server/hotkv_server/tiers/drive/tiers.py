@@ -316,7 +316,9 @@ class Tiers:
             ]
             if not runs or self._up_bytes >= self._most_bytes:
                 continue
-            making = self._core.make_room_above(key_space_id, runs, [*groups, *beside])
+            making = self._core.make_room_above(
+                key_space_id, runs, [*groups, *beside], time.monotonic()
+            )
             async for _ in slices(making):
                 self._tell()
             if not source.breaker.take_turn():
