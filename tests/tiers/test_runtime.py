@@ -211,6 +211,19 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
         await one.until_down(len(BLOCKS) + 2)
 
 
+async def test_nothing_is_evicted_for_blocks_of_a_dead_tier() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.put(list(range(100, 100 + NUM_SLOTS)))
+        await one.until_down(len(BLOCKS) + NUM_SLOTS)
+        one.tier.faults.problem = "gone"
+        assert one.below.breaker.take_turn()
+        one.removed.clear()
+        lists = [HashList(0, words_of(BLOCKS))]
+        await one.tiers.prefetch(1, lists, time.monotonic() + 0.05)
+        assert not one.removed
+
+
 async def test_reads_that_fail_lose_nothing_below() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)

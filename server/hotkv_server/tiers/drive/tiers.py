@@ -305,7 +305,7 @@ class Tiers:
         block of the lists for the room, nor of the lists `beside`. `tries`: True also reads from a
         broken tier if a trial call is due (`Breaker`)."""
         for source in self._sources:
-            if not tries and source.breaker.is_open:
+            if not source.breaker.lets_pass or (not tries and source.breaker.is_open):
                 continue
             if self._tasks.is_closing or self._core.draining:
                 return
