@@ -14,7 +14,7 @@ from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList, Run
 from hotkv_server.hints.book.actions import demote
-from hotkv_server.tiers.book.books import TierBooks
+from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import STORED, Copies
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.lower_machine import LowerMachine
@@ -167,6 +167,25 @@ def test_a_block_that_a_call_lists_twice_moves_up_once() -> None:
     coming = tiered.lower.up.begin(1, lists, 2.0)
     assert coming is not None and len(coming) == 3
     tiered.core.check_invariants()
+
+
+def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
+    tiered = Tiered()
+    tiered.add(list(range(8)))
+    (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
+    tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
+    evict(tiered.core, 1, 0, words_of([5, 6]))
+    # A lease lists only blocks that the engine lacks, and may leave some out.
+    for listed in ([3, 4, 5], [1, 6, 7]):
+        up = tiered.lower.up.begin(1, [HashList(0, words_of(listed))], 2.0)
+        assert up is not None and len(up) == 1
+        tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
+        books_of(tiered.core).arrivals.let_go(up)
+    chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
+    # Nothing tells that block 6 follows block 5: its list left that out.
+    assert chain.tolist() == tiered.entries([6]).tolist()
+    chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
+    assert chain.tolist() == tiered.entries(list(range(5))).tolist()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -89,6 +89,40 @@ async def test_blocks_wait_for_what_came_while_they_were_taken(monkeypatch: Any,
         assert waiting.count(len(BLOCKS)) > 1
 
 
+async def test_stores_evict_no_block_whose_prompt_is_on_its_way_up() -> None:
+    prompt, others = list(range(12)), list(range(100, 100 + NUM_SLOTS - 12))
+    async with made() as one:
+        await one.lie_below(prompt[6:])
+        one.put(prompt[:6])
+        one.put(others)
+        await one.until_down(12 + len(others))
+        one.tier.faults.is_hung = True
+        leasing = asyncio.create_task(one.leased(prompt))
+        await eventually(lambda: len(one.books.moves) > 0, "nothing comes up")
+        one.put(list(range(200, 210)))
+        one.tier.faults.is_hung = False
+        assert all(await leasing)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool) -> None:
+    prompt, others = list(range(12)), range(100, 100 + NUM_SLOTS - 6)
+    async with made() as one:
+        await one.lie_below(prompt[6:])
+        one.put(prompt[:6])
+        for at in others[::29]:
+            # Used later than the prompt's head, and all slots are in use.
+            one.put(list(range(at, at + 29)))
+            await one.until_down(12 + at + 29 - others.start)
+        if is_ahead:
+            lists = [HashList(0, words_of(prompt))]
+            ready = one.core.lookup(1, lists)
+            elsewhere = one.tiers.lookups.lies_elsewhere(1, lists, ready)
+            one.tiers.fetch_ahead(one.session, lists, ready, elsewhere)
+            await eventually(lambda: bool(one.core.lookup(1, lists)[0][6:].all()), "not loaded")
+        assert all(await one.leased(prompt)) and one.tier.figures().read_blocks == 6
+
+
 async def test_many_ask_at_once_and_each_block_is_read_once() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
@@ -175,6 +209,19 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
         one.tier.faults.problem = ""
         assert all(await one.leased(BLOCKS))
         await one.until_down(len(BLOCKS) + 2)
+
+
+async def test_nothing_is_evicted_for_blocks_of_a_dead_tier() -> None:
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.put(list(range(100, 100 + NUM_SLOTS)))
+        await one.until_down(len(BLOCKS) + NUM_SLOTS)
+        one.tier.faults.problem = "gone"
+        assert one.below.breaker.take_turn()
+        one.removed.clear()
+        lists = [HashList(0, words_of(BLOCKS))]
+        await one.tiers.prefetch(1, lists, time.monotonic() + 0.05)
+        assert not one.removed
 
 
 async def test_reads_that_fail_lose_nothing_below() -> None:

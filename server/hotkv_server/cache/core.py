@@ -168,11 +168,24 @@ class CacheCore(CacheBooks):
         verified. The offsets stay valid while the lease lasts."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
-    def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
+    def make_room_above(
+        self, key_space_id: int, runs: Sequence[Run], beside: Sequence[HashList], now_s: float
+    ) -> Iterator[None]:
         """Frees slots in host memory for blocks that are about to be promoted from a lower tier.
-        The generator yields after each part of the work. `runs`: the blocks to promote; a block
-        named here is not evicted."""
-        return self._reservations.room_for(key_space_id, runs)
+        The generator yields after each part of the work.
+
+        runs: the blocks to promote; a block named here is not evicted.
+        beside: lists of blocks of the same prompts. Their ready blocks are not evicted either, and
+            count as used at `now_s`, because the prompts still need them after the promotion.
+        """
+        record, staying = self.catalog.record(key_space_id), [np.empty(0, np.uint32)]
+        for one in beside:
+            if record.has(one.group_index):
+                words = self.space.index.find(key_space_id, one.group_index, one.hashes)
+                staying.append(words[table.is_ready(words)])
+                if one.group_index < MAX_GROUPS:
+                    self.space.policy.refresh(staying[-1], now_s)
+        return self._reservations.room_for(key_space_id, runs, np.concatenate(staying))
 
     def reserve(
         self,

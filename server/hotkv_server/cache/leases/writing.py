@@ -134,6 +134,7 @@ class Reservations:
         self,
         key_space_id: int,
         runs: Sequence[Run],
+        beside: Entries | None = None,
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
@@ -142,6 +143,7 @@ class Reservations:
         work. Returns the entries of the named blocks; None if other calls may have run between two
         parts.
 
+        beside: ready entries that are not evicted for the room either.
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
@@ -155,6 +157,8 @@ class Reservations:
             kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
             wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
         index, staying, had_parts = space.index, named.staying, False
+        if beside is not None:
+            staying = np.concatenate((staying, beside))
         generations: Entries | None = None
         for (slot_bytes, is_kind), count in wanted.items():
             if not space.needs_room(slot_bytes, count):

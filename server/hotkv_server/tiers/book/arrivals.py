@@ -104,8 +104,19 @@ class Arrivals:
         index.pin(staying, -1)
         words &= ~table.RESERVED_FLAG
         words[positions[: len(taken)]] = taken
-        self._host.chains.link(key_space_id, group, words, None)
+        self._link(words, positions[: len(taken)])
         return taken
+
+    def _link(self, words: Entries, came: Int64s) -> None:
+        """Links the entries at the positions `came` of a list with the entries before them, and the
+        entries after them with them. Does so only where the depths show that one block follows the
+        other: a list may begin in the middle of a sequence, and may have gaps."""
+        at = np.union1d(came, came + 1)
+        at = at[(at > 0) & (at < len(words))]
+        before, after = words[at - 1], words[at]
+        depths = self._host.index.depths
+        follows = (before != 0) & (after != 0) & (depths(before) + 1 == depths(after))
+        self._host.chains.set_parents(after[follows], before[follows])
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
         """Ends a move up after the tier has stopped writing to its slots. Makes the found blocks

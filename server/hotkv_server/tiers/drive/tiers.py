@@ -226,11 +226,13 @@ class Tiers:
             one.breaker.lets_pass and any(map(len, one.wanted(key_space_id, hit)))
             for one in self._sources
         ):
-            self._tasks.spawn(self._fetch(session, hit))
+            self._tasks.spawn(self._fetch(session, hit, groups))
 
-    async def _fetch(self, session: LiveSession, groups: list[HashList]) -> None:
+    async def _fetch(
+        self, session: LiveSession, hit: list[HashList], groups: list[HashList]
+    ) -> None:
         with self._waiting.counted(session):
-            await self._begin_up(session.record.key_space_id, groups)
+            await self._begin_up(session.record.key_space_id, hit, groups)
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Loads the blocks of these lists from tiers, as many as there is room for. Waits until
@@ -307,12 +309,21 @@ class Tiers:
         return [one for one in coming if one.source.breaker.lets_pass]
 
     async def _begin_up(
-        self, key_space_id: int, groups: list[HashList], *, tries: bool = True
+        self,
+        key_space_id: int,
+        groups: list[HashList],
+        beside: Sequence[HashList] = (),
+        *,
+        tries: bool = True,
     ) -> None:
         """Begins to load the blocks of these lists that tiers are known to have, as many as there
-        is room for. `tries`: True also uses a broken tier if a trial call is due (`Breaker`)."""
+        is room for. Evicts no block of these lists for the room.
+
+        `beside`: further lists whose blocks are not evicted.
+        `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
+        """
         for source in self._sources:
-            if not tries and source.breaker.is_open:
+            if not source.breaker.lets_pass or (not tries and source.breaker.is_open):
                 continue
             if self._tasks.is_closing or self._core.draining:
                 return
@@ -323,7 +334,10 @@ class Tiers:
             ]
             if not runs or self._up_bytes >= self._most_bytes:
                 continue
-            async for _ in slices(self._core.make_room_above(key_space_id, runs)):
+            making = self._core.make_room_above(
+                key_space_id, runs, [*groups, *beside], time.monotonic()
+            )
+            async for _ in slices(making):
                 self._tell()
             if not source.breaker.take_turn():
                 continue
