@@ -2,7 +2,8 @@
 so must not be stored.
 
 KV is inexact if it was computed in a step that decoded sparsely, from other inexact KV, or with
-weights that the engine no longer has.
+weights that the engine no longer has. KV that another connector has loaded (in a MultiConnector)
+counts as inexact too, because that connector may have stored inexact KV.
 
 Always true: a token is exact only if it and every token before it was computed exactly. A block
 loses its mark only when vLLM reallocates the block, or copies an exact block into it. A request
@@ -31,6 +32,7 @@ class Exactness:
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
+        self._own_tokens: dict[str, int] = {}
         self.is_watching = False
         """True in an engine that decodes sparsely; set before its first step."""
 
@@ -59,6 +61,15 @@ class Exactness:
         was not processed. Does nothing while all blocks are exact."""
         if self.is_watching:
             self.distrust_all()
+
+    def matched(self, request_id: str, device_tokens: int) -> None:
+        """Records vLLM's question for a request's hit. vLLM's own hit is `device_tokens` long."""
+        self._own_tokens[request_id] = device_tokens
+
+    def loads(self, request_id: str, num_tokens: int) -> None:
+        """Records that hotkv loads `num_tokens` behind vLLM's own hit for the request."""
+        if request_id in self._own_tokens:
+            self._own_tokens[request_id] += num_tokens
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
@@ -113,6 +124,10 @@ class Exactness:
     ) -> None:
         if is_admitted:
             tables = state.get_block_ids(request_id)
+            own = self._own_tokens.pop(request_id, computed)
+            # Of a hit that ends within a block vLLM tells the whole blocks only.
+            if any(size and computed // size > own // size for size in self._block_tokens):
+                self._mark(tables or (), own, computed)
             self._exact_tokens[request_id] = (
                 0 if tables is None else self._exact_prefix(tables, computed)
             )
@@ -120,19 +135,22 @@ class Exactness:
         if is_sparse and computed < exact:
             exact = self._exact_tokens[request_id] = computed
         if exact < computed + num_tokens:
+            # The block in which exactness ends was filled while it was exact, or is being filled in
+            # this step.
             tables = state.get_block_ids(request_id)
-            for tokens, ids in zip(self._block_tokens, tables or (), strict=False):
-                # The block in which exactness ends was filled while it was exact, or is being
-                # filled in this step.
-                first = max(exact, computed) // tokens if tokens else 0
-                self._inexact[
-                    ids[first : -(-(computed + num_tokens) // tokens) if tokens else None]
-                ] = True
-            self._inexact[NULL_BLOCK] = False
+            self._mark(tables or (), max(exact, computed), computed + num_tokens)
+
+    def _mark(self, tables: Sequence[Sequence[int]], first: int, stop: int) -> None:
+        """Marks the blocks of the tokens [first, stop) as inexact."""
+        for tokens, ids in zip(self._block_tokens, tables, strict=False):
+            part = slice(first // tokens, -(-stop // tokens)) if tokens else slice(None)
+            self._inexact[ids[part]] = True
+        self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
         """Forgets a request that has ended. The request's inexact blocks stay marked."""
         self._exact_tokens.pop(request_id, None)
+        self._own_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
         """Returns the number of tokens before the first block that is marked as inexact, among the

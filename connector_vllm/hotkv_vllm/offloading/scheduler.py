@@ -175,6 +175,8 @@ class DoorScheduler:
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
         """Records vLLM's own hit and the answer that vLLM's offloading gave."""
         self._written.matched(request.request_id, device_hit_tokens)
+        if self._exactness is not None:
+            self._exactness.matched(request.request_id, device_hit_tokens)
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return
@@ -189,6 +191,8 @@ class DoorScheduler:
         """Reports a request that the engine has admitted. A hit in vLLM's primary tier counts as
         a hit in the engine's own cache."""
         self._admitted.add(request.request_id)
+        if self._exactness is not None:
+            self._exactness.loads(request.request_id, external_tokens)
         state = self._states.get(request.request_id)
         if state is not None and self._reports is not None:
             device_hit_tokens = state.use.device_hit_tokens
