@@ -14,6 +14,7 @@ from hotkv_sparse import SparseConfig
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import prompt
+from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
 
@@ -67,6 +68,30 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     stored = {block_hash for _, _, block_hash in server.blocks}
     exact = set(request.block_hashes[: 150 // BLOCK_TOKENS])
     assert stored.intersection(request.block_hashes) == exact
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_blocks_that_another_connector_loads_are_not_shared(
+    approximate: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """It may have kept them from a sparse answer."""
+    sparse = approximate(within=beside("LoadingConnector", ours_first=False))
+    sparse.generate("connects", prompt(9, 5), 2)
+    tokens = prompt(1, 200)
+
+    def fill(name: str, *what: Any) -> None:
+        sparse.sparse_rows = frozenset({name})
+        loads_into(sparse)(name, *what)
+
+    monkeypatch.setattr(PLAN, "is_async", is_async)
+    monkeypatch.setattr(PLAN, "fill", fill)
+    sparse.generate("a", tokens[:90], 1)
+    PLAN.tokens |= {"b": 192}
+    sparse.generate("b", tokens, 1)
+    assert sparse.external["b"] == 128
+    sparse.generate("c", tokens, 1)
+    sparse.generate("stores end", prompt(9, 40))
+    assert engine().generate("d", tokens, 1)[1] == 64
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 and the values that are hashed with a block's tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from tests.vllm.harness import prompt
+from tests.vllm.specs import window_spec
+from tests.vllm.tiny import BLOCK_TOKENS
 
 TOKENS = 16
 GROUPS = (TOKENS, 2 * TOKENS, 0)
@@ -173,3 +176,36 @@ def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
         assert len(one.outputs["a"]) == 100 and "hook_errors" not in one.counters
         most.append(max(counts))
     assert most[0] == most[1] <= 4, "blocks that the step fills, or writes"
+
+
+@pytest.mark.parametrize(
+    ("window", "ids", "stored"),
+    [
+        (80, [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
+        (80, [0, 2, 3, 4, 5, 6, 7, 8], [0, 2, 3, 4, 5, 6, 7, 8]),
+        pytest.param(80, [1, 0, 3, 4, 5], [1, 0, 3, 0, 5], id="a hit at its end needs more"),
+        pytest.param(40, [1, 0, 3, 4, 5], [0, 0, 3, 4, 5], id="no block before a hole"),
+        pytest.param(40, [1, 2, 3, 4, 0, 6, 7, 8], [1, 2, 3, 4, 0, 6, 7, 0], id="no later hole"),
+        pytest.param(40, [0, 0, 0, 0, 0, 0, 7, 8], [0, 0, 0, 0, 0, 0, 7, 8], id="none before it"),
+    ],
+)
+def test_chunks_of_windows_have_each_block_in_its_place(
+    window: int, ids: list[int], stored: list[int]
+) -> None:
+    group = SimpleNamespace(
+        kv_cache_spec=replace(window_spec(), sliding_window=window),
+        tokens_per_block=BLOCK_TOKENS,
+        tokens_per_chunk=4 * BLOCK_TOKENS,
+    )
+    config = SimpleNamespace(
+        blocks_per_chunk=4, kv_group_configs=(group,), alignment_tokens=4 * BLOCK_TOKENS
+    )
+    state = SimpleNamespace(block_ids=[*ids], next_stored_chunk_idx=0)
+    offloading = SimpleNamespace(
+        config=config,
+        _sliding_window_groups=(0,),
+        _req_status={"a": SimpleNamespace(group_states=[state])},
+    )
+    step = SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set())
+    steps.leave_out_holes(offloading, step)
+    assert state.block_ids == stored

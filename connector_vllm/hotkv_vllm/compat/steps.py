@@ -206,32 +206,50 @@ def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
 
 def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
     """Keeps vLLM's offloading from storing a chunk of several blocks without a block that a hit
-    needs which ends in the chunk.
+    needs which ends in the chunk, and from storing blocks in the places of others.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
     Source: vLLM 0.32 and 0.33. They look at a chunk's last block only. Earlier blocks are missing
-    (0) if they lie before the windows of a hit on the device, or were reallocated.
+    (0) if they lie before the windows of a hit on the device, or were reallocated. The blocks of a
+    store that are there follow each other in its chunks, from the place of the first one on.
     """
-    per_chunk = offloading.config.blocks_per_chunk
-    groups = offloading.config.kv_group_configs
+    config = offloading.config
     # Hits end at the end of a chunk of any group, or one token earlier.
-    unit = math.gcd(*(group.tokens_per_chunk for group in groups))
-    for request_id in chain(
-        scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids
-    ):
+    unit = math.gcd(*(group.tokens_per_chunk for group in config.kv_group_configs))
+    ended = scheduler_output.finished_req_ids
+    for request_id in chain(scheduler_output.num_scheduled_tokens, ended):
         status = offloading._req_status.get(request_id)
-        for at in offloading._sliding_window_groups if status and per_chunk > 1 else ():
-            spec, state = groups[at].kv_cache_spec, status.group_states[at]
-            if isinstance(spec, MambaSpec):
+        if status is None or config.blocks_per_chunk == 1:
+            continue
+        for at in offloading._sliding_window_groups:
+            group, state = config.kv_group_configs[at], status.group_states[at]
+            if isinstance(group.kv_cache_spec, MambaSpec):
                 continue
-            ids, size = state.block_ids, groups[at].tokens_per_chunk
-            for chunk in range(state.next_stored_chunk_idx, len(ids) // per_chunk):
-                first_token = _first_needed_token(spec, chunk * size + unit - 1)
-                stop = (chunk + 1) * per_chunk
-                first = max(chunk * per_chunk, first_token // groups[at].tokens_per_block)
-                if 0 in ids[first:stop]:
-                    ids[stop - 1] = 0
+            first = state.next_stored_chunk_idx
+            if request_id in ended and config.alignment_tokens:
+                # vLLM considers chunks behind the last possible hit once more.
+                first -= min(first, max(0, config.alignment_tokens // group.tokens_per_chunk - 1))
+            _leave_out_holes(group, state.block_ids, first, unit)
+
+
+def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
+    """Sets blocks in `ids` to 0 so that of the chunks that vLLM would store only the first one
+    lacks blocks, and only at its beginning."""
+    size = group.tokens_per_chunk
+    per_chunk = size // group.tokens_per_block
+    is_first = True
+    for chunk in range(first_chunk, len(ids) // per_chunk):
+        start, stop = chunk * per_chunk, (chunk + 1) * per_chunk
+        if not ids[stop - 1]:
+            continue
+        begin = next((at + 1 for at in range(stop - 1, start - 1, -1) if not ids[at]), start)
+        needed_token = _first_needed_token(group.kv_cache_spec, chunk * size + unit - 1)
+        if begin > start and not (is_first and begin <= needed_token // group.tokens_per_block):
+            ids[stop - 1] = 0
+            continue
+        ids[start:begin] = [0] * (begin - start)
+        is_first = False
 
 
 def _first_needed_token(spec: Any, hit_tokens: int) -> int:

@@ -2,7 +2,8 @@
 stands for, so it must not be stored.
 
 KV is inexact if it was computed in a step that decoded sparsely, or from other inexact KV, or with
-weights that the engine no longer has.
+weights that the engine no longer has. KV that another connector of a MultiConnector has loaded
+counts as inexact too, because that connector may have stored inexact KV.
 
 Always true:
 - A token is exact only if it and every token before it was computed exactly.
@@ -39,6 +40,7 @@ class Exactness:
         self._block_tokens = tuple(tokens_per_block)
         self._inexact = np.zeros(num_blocks, np.bool_)
         self._exact_tokens: dict[str, int] = {}
+        self._own_tokens: dict[str, int] = {}
         self.is_watching = False
 
     def __repr__(self) -> str:
@@ -66,6 +68,15 @@ class Exactness:
         planned. Does nothing unless `is_watching`."""
         if self.is_watching:
             self.distrust_all()
+
+    def matched(self, request_id: str, device_tokens: int) -> None:
+        """Records vLLM's question for a request's hit. vLLM's own hit is `device_tokens` long."""
+        self._own_tokens[request_id] = device_tokens
+
+    def loads(self, request_id: str, num_tokens: int) -> None:
+        """Records that hotkv loads `num_tokens` behind vLLM's own hit for the request."""
+        if request_id in self._own_tokens:
+            self._own_tokens[request_id] += num_tokens
 
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
@@ -123,6 +134,10 @@ class Exactness:
     ) -> None:
         if is_admitted:
             tables = state.get_block_ids(request_id)
+            own = self._own_tokens.pop(request_id, computed)
+            # Of a hit that ends within a block vLLM tells the whole blocks only.
+            if any(size and computed // size > own // size for size in self._block_tokens):
+                self._mark(tables or (), own, computed)
             self._exact_tokens[request_id] = (
                 0 if tables is None else self._exact_prefix(tables, computed)
             )
@@ -130,20 +145,26 @@ class Exactness:
         if is_sparse and computed < exact:
             exact = self._exact_tokens[request_id] = computed
         if exact < computed + num_tokens:
+            # The block in which exactness ends was filled while it was exact, or is being filled in
+            # this step.
             tables = state.get_block_ids(request_id)
-            for tokens, ids in zip(self._block_tokens, tables or (), strict=False):
-                # The first block to mark has the first inexact token, or the first token of this
-                # step if an earlier token was inexact already.
-                first = max(exact, computed) // tokens if tokens else 0
-                self._inexact[
-                    ids[first : -(-(computed + num_tokens) // tokens) if tokens else None]
-                ] = True
-            self._inexact[NULL_BLOCK] = False
+            self._mark(tables or (), max(exact, computed), computed + num_tokens)
+
+    def _mark(self, tables: Sequence[Sequence[int]], first: int, stop: int) -> None:
+        """Marks the blocks that contain the tokens [first, stop) as inexact.
+
+        tables: block ids of the request, per vLLM group.
+        """
+        for tokens, ids in zip(self._block_tokens, tables, strict=False):
+            part = slice(first // tokens, -(-stop // tokens)) if tokens else slice(None)
+            self._inexact[ids[part]] = True
+        self._inexact[NULL_BLOCK] = False
 
     def ended(self, request_id: str) -> None:
         """Forgets a request that has ended. Its inexact blocks stay marked, because other requests
         may hit them in vLLM's prefix cache."""
         self._exact_tokens.pop(request_id, None)
+        self._own_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
         """Returns the number of tokens before the first block that is marked as inexact;

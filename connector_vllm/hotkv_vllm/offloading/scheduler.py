@@ -188,6 +188,8 @@ class DoorScheduler:
         answer: tokens that vLLM's offloading can load; None for "ask again".
         """
         self._written.matched(request.request_id, device_hit_tokens)
+        if self._exactness is not None:
+            self._exactness.matched(request.request_id, device_hit_tokens)
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return
@@ -205,6 +207,8 @@ class DoorScheduler:
         external_tokens: tokens that vLLM's offloading loads.
         """
         self._admitted.add(request.request_id)
+        if self._exactness is not None:
+            self._exactness.loads(request.request_id, external_tokens)
         state = self._states.get(request.request_id)
         if state is not None and self._reports is not None:
             device_hit_tokens = state.use.device_hit_tokens

@@ -138,6 +138,7 @@ class Admission:
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
         self.written.matched(request.request_id, num_computed_tokens)
+        self._exactness.matched(request.request_id, num_computed_tokens)
         self.room.comes(request)
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
@@ -236,6 +237,7 @@ class Admission:
         """
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
+        self._exactness.loads(request.request_id, num_external_tokens)
         self.room.admitted(request.request_id, blocks)
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is not None and cache is not None:
