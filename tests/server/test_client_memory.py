@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +46,9 @@ from hotkv_server.node.session import OUTBOX_MESSAGES
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import session as session_service
 from hotkv_server.wire.edge import Edge
-from hotkv_server.wire.guard.interceptor import MAX_PARTS
+from hotkv_server.wire.guard import interceptor
+from hotkv_server.wire.guard.audit import AuditLog
+from hotkv_server.wire.guard.interceptor import MAX_PARTS, EdgeInterceptor
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
 from hotkv_server.wire.session import SessionService, SessionStream
 from tests.robustness.raw_client import Footprint
@@ -424,6 +426,37 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await service._open((await anext(requests())).open_session, Peer())
+
+
+async def test_guests_who_do_not_read_their_end_are_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as callers of reflection, who need no rights."""
+    monkeypatch.setattr(interceptor, "MAX_UNREAD_ENDS", 1)
+    told, for_ever = list[str](), asyncio.Event()
+
+    async def abort(code: Any, details: str, trailers: Any) -> None:
+        told.append(details)
+        await for_ever.wait()
+
+    async def write(message: Any) -> None:
+        await for_ever.wait()
+
+    async def answers() -> AsyncGenerator[int, None]:
+        yield 1
+
+    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    async with live_node(tmp_path) as node:
+        audit, who = AuditLog("off"), lambda _: Peer()
+        door = EdgeInterceptor(node, Pace(1e6), Guests(1), audit, who, ())
+        calls = []
+        for _ in range(3):
+            calls.append(asyncio.create_task(door._as_guest(answers(), context)))
+            await asyncio.sleep(0.02)
+        assert ["longest" in told[0], "do not read" in told[1], len(told)] == [True, True, 2]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.long
