@@ -1,14 +1,17 @@
 """The memory that clients can make the server allocate is bounded, for each kind of attack and for
 all at once. Clients that send malformed messages or do not read must wait; others need not."""
 
+import asyncio
 import contextlib
 import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -38,12 +41,20 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
+from hotkv_server.node import sessions as node_sessions
 from hotkv_server.node.session import OUTBOX_MESSAGES
-from hotkv_server.wire.guard.interceptor import MAX_PARTS
-from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace
+from hotkv_server.security.identity import AccessControl, Peer
+from hotkv_server.wire import session as session_service
+from hotkv_server.wire.edge import Edge
+from hotkv_server.wire.guard import interceptor
+from hotkv_server.wire.guard.audit import AuditLog
+from hotkv_server.wire.guard.interceptor import MAX_PARTS, EdgeInterceptor
+from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
+from hotkv_server.wire.session import SessionService, SessionStream
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.hostile import marked_engine, unary_stream_of
+from tests.server.nodes import live_node
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes, http_port
 from tests.support.waiting import wait_for
 
@@ -366,6 +377,86 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
                 num_overtaken += not nonsense[-1].done()
             assert {call.code() for call in nonsense} == {grpc.StatusCode.INVALID_ARGUMENT}
     assert num_overtaken > TURNS // 2
+
+
+async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A call ends only when its client reads, which gRPC can't be made to ignore."""
+    monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
+    monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
+    for_ever, ends, refusals = asyncio.Event(), list[str](), list[str]()
+    streams: list[SessionStream] = []
+    init = SessionStream.__init__
+
+    def noted(stream: SessionStream, *arguments: Any) -> None:
+        streams.append(stream)
+        init(stream, *arguments)
+
+    async def requests() -> AsyncIterator[Any]:
+        opening = _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))
+        yield opening
+        for number in range(1, 300):
+            request = _wire.ping()
+            request.request_id = number
+            yield request
+        await for_ever.wait()
+
+    async def abort(code: Any, details: str, trailers: Any) -> None:
+        (refusals if "unread answers" in details else ends).append(details)
+        await for_ever.wait()
+
+    async def write(message: Any) -> None:
+        await for_ever.wait()
+
+    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    monkeypatch.setattr(SessionStream, "__init__", noted)
+    async with live_node(tmp_path) as node:
+        edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
+        service = SessionService(edge)
+        calls = [asyncio.create_task(service.Connect(requests(), context))]
+        while not ends:
+            await asyncio.sleep(0.01)
+        assert repr(streams[0]._outbox) == "SessionOutbox(0 messages, 0 bytes)"
+        assert not node.sessions
+        calls.append(asyncio.create_task(service.Connect(requests(), context)))
+        while not refusals:
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await service._open((await anext(requests())).open_session, Peer())
+
+
+async def test_guests_who_do_not_read_their_end_are_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as callers of reflection, who need no rights."""
+    monkeypatch.setattr(interceptor, "MAX_UNREAD_ENDS", 1)
+    told, for_ever = list[str](), asyncio.Event()
+
+    async def abort(code: Any, details: str, trailers: Any) -> None:
+        told.append(details)
+        await for_ever.wait()
+
+    async def write(message: Any) -> None:
+        await for_ever.wait()
+
+    async def answers() -> AsyncGenerator[int, None]:
+        yield 1
+
+    context: Any = SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    async with live_node(tmp_path) as node:
+        audit, who = AuditLog("off"), lambda _: Peer()
+        door = EdgeInterceptor(node, Pace(1e6), Guests(1), audit, who, ())
+        calls = []
+        for _ in range(3):
+            calls.append(asyncio.create_task(door._as_guest(answers(), context)))
+            await asyncio.sleep(0.02)
+        assert ["longest" in told[0], "do not read" in told[1], len(told)] == [True, True, 2]
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 @pytest.mark.long

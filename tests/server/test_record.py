@@ -22,6 +22,7 @@ from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.simulate.trace import load_trace
+from hotkv_server.told.kernel import MAX_ROWS
 from tests.server.commands import HOTKV
 from tests.server.support import hashes, number_of
 from tests.support.waiting import wait_for
@@ -149,10 +150,11 @@ class Told:
     def __init__(self, num_spaces: int, pause_s: float = 0.0) -> None:
         self.num_spaces, self.pause_s, self.seconds = num_spaces, pause_s, 0.0
 
-    def key_spaces(self) -> list[dict[str, Any]]:
+    def key_spaces(self, number: int = 0) -> list[dict[str, Any]]:
         space = {"hash_byte_count": 4, "hash_block_token_count": 16}
         row = {"model": "LlamaForCausalLM", "model_name": "m", "key_space": space}
-        return [{"key_space_id": 1 + at, **row} for at in range(self.num_spaces)]
+        rows = [{"key_space_id": 1 + at, **row} for at in range(self.num_spaces)]
+        return [one for one in rows if number in (0, one["key_space_id"])][:MAX_ROWS]
 
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.seconds, began_s = seconds, time.monotonic()
@@ -168,6 +170,7 @@ class Told:
     [
         (1, 0, 100, 1, (3, 4, 3, 1, False)),
         (2, 2, 4, 2, (3, 4, 3, 1, False)),
+        (300, 300, 100, 300, (3, 4, 3, 1, False)),
         (1, 1, 3, 1, (2, 4, 3, 1, True)),
         (1, 1, 2, 1, (1, 2, 2, 0, True)),
     ],

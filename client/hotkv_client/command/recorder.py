@@ -80,7 +80,9 @@ def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[
 
     key_space_id: 0: the server's only key space.
     """
-    known = {space["key_space_id"]: space for space in client.key_spaces()}
+    # A list of all of them has only those with the most blocks.
+    listed = client.key_spaces(key_space_id) or client.key_spaces()
+    known = {space["key_space_id"]: space for space in listed}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
     if number not in known:
         choices = (

@@ -110,8 +110,8 @@ def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
     """Returns the tokens of a key space's smallest block; 0 if the server does not know the key
     space."""
     if isinstance(key_space, int):
-        known = {one["key_space_id"]: one["key_space"] for one in client.key_spaces()}
-        space: dict[str, Any] = known.get(key_space, {})
+        known = [one["key_space"] for one in client.key_spaces(key_space)]
+        space: dict[str, Any] = known[0] if known else {}
     else:
         space = key_space
     return min((int(one["block_token_count"]) for one in space.get("groups", ())), default=0)

@@ -43,10 +43,12 @@ class Feed(Generic[T]):
     def put(self, item: T) -> bool:
         """Queues an item. Returns False if the feed is full and the item is lost.
 
-        An empty feed accepts an item of any size.
+        An empty feed accepts an item of any size. After a loss all items are lost until the reader
+        has been told: a reader that lags for long would otherwise never be.
         """
         num_bytes = item.num_bytes + ITEM_BYTES
-        kept = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
+        has_room = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
+        kept = has_room and not self._lost
         if kept:
             self._items.append(item)
             self._num_bytes += num_bytes

@@ -17,6 +17,7 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import slices
@@ -27,6 +28,9 @@ from hotkv_server.node.session import LiveSession, SessionMemory, check_handles,
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
+MAX_UNREAD_ENDS = 512
+"""Most streams of ended sessions whose clients have not read the end; gRPC can't end such a stream.
+In fair shares; a client beyond its share opens no session."""
 
 
 class Sessions:
@@ -35,6 +39,7 @@ class Sessions:
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
     run_effects: function that carries out the effects of the core's decisions.
+    unread_ends: bounds the streams of ended sessions whose clients have not read the end.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Sessions:
         self._meet = meet
         self._run_effects = run_effects
         self._open: dict[str, LiveSession] = {}
+        self.unread_ends = FairBound(MAX_UNREAD_ENDS)
 
     def __repr__(self) -> str:
         return f"Sessions({len(self._open)} open)"

@@ -253,12 +253,15 @@ class SessionOutbox:
         self._num_written = 0
         self._watch: asyncio.TimerHandle | None = None
         self._was_read = asyncio.Event()
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"SessionOutbox({len(self._messages)} messages, {self._unread_bytes} bytes)"
 
     def put(self, message: session_pb2.ConnectResponse) -> None:
-        """Queues a message. Ends the session if the queue is full."""
+        """Queues a message; does nothing after `close`. Ends the session if the queue is full."""
+        if self._is_closed:
+            return
         if len(self._messages) >= OUTBOX_MESSAGES:
             self._on_end(unread())
             return
@@ -318,9 +321,16 @@ class SessionOutbox:
             await self._was_read.wait()
 
     def close(self) -> None:
-        """Cancels the timer that watches whether the client reads."""
+        """Stops the queue: later messages are ignored. Cancels the timer that watches whether the
+        client reads."""
+        self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
+
+    def drop(self) -> None:
+        """Drops all messages of a closed outbox. Call this method when `send_all` has ended."""
+        self._messages.clear()
+        self._unread_bytes = 0
 
     def has_much(self) -> bool:
         """Returns True if the client has left so much unread that the server reads no further
@@ -381,6 +391,10 @@ class SessionStream:
             for task in (*endings, notices):
                 task.cancel()
             await asyncio.gather(*endings, notices, return_exceptions=True)
+            # The client may never read the end of the stream.
+            self._outbox.drop()
+            while not self._session.notices.empty():
+                self._session.notices.get_nowait()
         return self._why
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
@@ -480,6 +494,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._node = edge.node
+        self._unread_ends = edge.node.sessions.unread_ends
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
@@ -507,9 +522,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             # Shielded, so that a broken stream can't interrupt the closing of the session.
             await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
-            # Abort last, because it waits for the client to read.
             log.warning("session ended number=%d: %s", session.record.number, why.message)
-            await abort(context, as_refusal(self._node, why, session.name))
+            owner = self._node.core.sessions.owner(session.record)
+            self._unread_ends.take(owner, 1)
+            try:
+                # Abort last, because it waits for the client to read.
+                await abort(context, as_refusal(self._node, why, session.name))
+            finally:
+                self._unread_ends.give(owner, 1)
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         _version(opening)
@@ -530,7 +550,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             read_representations(opening.representations),
         )
         tenant = self._edge.access.admit(peer, key_space.tenant)
-        self._check_sessions(tenant)
+        self._check_sessions(tenant, opening.engine_id if tenant is None else tenant.name)
         engine_id, engine_name = (
             text if tenant is None or not text else f"{tenant.name}/{text}"
             for text in (opening.engine_id, opening.engine_name)
@@ -561,7 +581,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             )
         return session
 
-    def _check_sessions(self, tenant: Tenant | None) -> None:
+    def _check_sessions(self, tenant: Tenant | None, owner: str) -> None:
+        if not self._unread_ends.room(owner):
+            what = "ended sessions with unread answers"
+            raise HotKVError(
+                Reason.OVERLOADED, f"{self._unread_ends.refusal(owner, what)}; read them"
+            )
         if tenant is None or not tenant.max_sessions:
             return
         num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions)

@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -138,6 +138,9 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
+MAX_UNREAD_ENDS = 256
+"""Most guests of a listener that were ended and do not read it: gRPC can't end their calls. Beyond
+this, no guest is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
 """Function that raises HotKVError if the peer of a call, given by the call's context, is not an
 admin."""
@@ -226,6 +229,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._who = who
         self._admins = admins
         self._guard = guard
+        self._num_unread_ends = 0
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
@@ -256,14 +260,21 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
             return grpc.stream_unary_rpc_method_handler(answered, parse, respond)
         if handler.unary_stream is not None:
+            if not is_ours:
+
+                async def watched(requests: AsyncIterator[Any], context: Any) -> None:
+                    _begin(context)
+                    request = await self._only(requests, context, guard)
+                    await self._as_guest(handler.unary_stream(request, context), context)
+
+                return grpc.stream_stream_rpc_method_handler(watched, parse, respond)
 
             async def streamed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
                 _begin(context)
                 with self._audited(audited, context) as note:
                     request = await self._only(requests, context, guard)
                     note(request)
-                    answers = handler.unary_stream(request, context)
-                    async for response in answers if is_ours else self._as_guest(answers, context):
+                    async for response in handler.unary_stream(request, context):
                         yield response
 
             return grpc.stream_stream_rpc_method_handler(streamed, parse, respond)
@@ -276,15 +287,17 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 await serve(requests, context)
 
             return grpc.stream_stream_rpc_method_handler(written, parse, respond)
+        if not is_ours:
+
+            async def asked(requests: AsyncIterator[Any], context: Any) -> None:
+                _begin(context)
+                await self._as_guest(serve(self._each(requests, context), context), context)
+
+            return grpc.stream_stream_rpc_method_handler(asked, parse, respond)
 
         async def conversed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
             _begin(context)
-            answers = (
-                serve(requests, context)
-                if is_ours
-                else self._as_guest(serve(self._each(requests, context), context), context)
-            )
-            async for response in answers:
+            async for response in serve(requests, context):
                 yield response
 
         return grpc.stream_stream_rpc_method_handler(conversed, parse, respond)
@@ -336,15 +349,26 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await self._pace.turn()
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
-    async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the answers of a call to health, reflection or channelz. Counts the call as a
+    async def _as_guest(self, answers: AsyncGenerator[Any, None], context: Any) -> None:
+        """Writes the answers of a call to health, reflection or channelz. Counts the call as a
         guest, because it may last."""
         try:
+            if self._num_unread_ends >= MAX_UNREAD_ENDS:
+                raise HotKVError(
+                    Reason.OVERLOADED,
+                    f"{MAX_UNREAD_ENDS} such calls have ended, and their clients do not read it",
+                )
             with self._guests.stay():
-                async for response in answers:
-                    yield response
+                async with contextlib.aclosing(answers):
+                    async for response in answers:
+                        await context.write(response)
         except HotKVError as error:
-            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+            self._num_unread_ends += 1
+            try:
+                # Waits until the client has read all answers.
+                await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+            finally:
+                self._num_unread_ends -= 1
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Yields the requests of a stream. Ends the call at a malformed request."""
