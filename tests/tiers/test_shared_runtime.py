@@ -16,6 +16,7 @@ from hotkv_server.tiers.drive import shared as tier_shared
 from tests.core.support import evict, words_of
 from tests.support.waiting import eventually
 from tests.tiers.nodes import BLOCKS, SharedNode, nodes
+from tests.tiers.support import quickest_s
 
 
 async def test_one_node_stores_and_another_finds() -> None:
@@ -250,6 +251,20 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         await a.share(BLOCKS)
         assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
         assert len(b.shared._found) == 4
+
+
+async def test_a_long_prompt_of_which_the_tier_has_little_holds_the_loop_for_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with nodes() as (a, b):
+        await a.share(BLOCKS)
+        assert all(await b.looked_up(BLOCKS))
+        monkeypatch.setattr(b.epochs, "is_confirmed", lambda *_: True)
+        absent = np.random.default_rng(1).integers(0, 1 << 32, (1 << 17, 8), np.uint32)
+        lists = [HashList(0, np.concatenate((absent, words_of(BLOCKS))))]
+        (mask,) = b.shared.lies_here(1, lists)
+        assert np.flatnonzero(mask).tolist() == list(range(1 << 17, len(mask)))
+        assert quickest_s(lambda: b.shared.lies_here(1, lists), 10) < 0.025
 
 
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
