@@ -13,7 +13,7 @@ from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore import restore
+from hotkv_server.cache.restore import BelowSpace, restore, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of
@@ -22,6 +22,7 @@ from tests.core.support import (
     SLAB,
     begin_store,
     evict_all,
+    insert,
     make_key_space,
     make_table,
     taken_over,
@@ -87,6 +88,30 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
             own = words_of(range(number, num_blocks, num_spaces))
             assert core.space.index.find(1 + number, 0, own).all()
     assert found[500] < 4 * found[1]
+
+
+@pytest.mark.parametrize("is_below", [False, True])
+def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_below: bool) -> None:
+    num_blocks, (name, policy) = 60_000, ("m", POLICIES["hotness"](60_010))
+    old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
+    old[1:, :8] = words_of(range(num_blocks))
+    old[1:, table.W_KEY_SPACE], old[1:, table.W_GROUP_STATE] = 1, table.STATE_READY << 16
+    old[1:, table.W_SIZE], old[1:, table.W_OFFSET] = 1, np.arange(num_blocks)
+    old[1:, table.W_DEPTH] = np.arange(num_blocks) % 100
+    config = CoreConfig((num_blocks + 10) * SLOT_ALIGN, SLAB, num_blocks + 10)
+    core = CacheCore(config, make_table(num_blocks + 10), policy)
+    core.catalog.register(make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), (), 0.0)
+    if is_below:
+        restored = restore_below(BelowSpace(core.space, core.catalog), old, {1: 1}, 5.0)
+    else:
+        restored = restore(core, old, {1: 1}, None, 5.0)
+    assert restored.blocks == num_blocks
+    back = core.space.index.find(1, 0, words_of(range(num_blocks)))
+    (new,) = insert(core.space, 1, 0, words_of([-1]), SLOT_ALIGN, np.zeros(1, np.int64))
+    core.space.publish(np.array([new], np.uint32), 9.0)
+    heat = policy.heat(np.append(back, np.uint32(new)))
+    assert heat[:-1].max() < heat[-1]
+    assert (heat[:-1:100] > heat[99::100]).all(), "a tail is hotter than its head"
 
 
 @settings(max_examples=150, deadline=None)

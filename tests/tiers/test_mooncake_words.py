@@ -72,4 +72,5 @@ def test_a_child_that_ends_is_lost_and_reaped(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tier, "CHILD", "hotkv_no_such_module")
     settings = MooncakeSettings(master="127.0.0.1:1", local_hostname="127.0.0.1")
     with open("/dev/null", "rb") as file, pytest.raises(LostError, match="lost its child"):
-        tier.MooncakeClient(settings, Region(0, 1, "arena"), file.fileno(), time.monotonic() + 20)
+        memories = [(Region(0, 1, "arena"), file.fileno())]
+        tier.MooncakeClient(settings, memories, time.monotonic() + 20)

@@ -31,9 +31,12 @@ from hotkv_server.cache.room.space import Space, keep_bounds
 from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
-ADMIT_PARTS = 64
-"""Number of parts in which restored blocks become ready, so that the policy learns the order of
-their last uses. The blocks used longest ago come first."""
+ADMIT_PARTS, ADMIT_BLOCKS = 64, 1 << 12
+"""Restored blocks become ready in parts, so that the policy learns the order of their last uses;
+the blocks used longest ago come first. If the times of use are known, there are at least
+ADMIT_PARTS parts. A part has at most ADMIT_BLOCKS blocks. A policy treats a part as a chain, whose
+first blocks are hotter than its last: the first of millions would be hotter than all new blocks for
+hours."""
 
 
 # Entries that readers of the arena may still read, because residencies of the old server pinned
@@ -253,8 +256,9 @@ def restore_below(
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         below.space.pool.claim(size * SLOT_ALIGN, offsets)
     came = came[np.argsort(old[came, table.W_DEPTH], kind="stable")]
-    words = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2])
-    below.space.publish(new_of[came], now_s, checks=words.view(np.uint64)[:, 0])
+    for part, at_s in _heads_last(came, now_s):
+        words = np.ascontiguousarray(old[part, table.W_CHECK : table.W_CHECK + 2])
+        below.space.publish(new_of[part], at_s, checks=words.view(np.uint64)[:, 0])
     parents = old[came, table.W_PARENT]
     known = np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
     below.space.chains.set_parents(new_of[came], known)
@@ -378,6 +382,15 @@ def _link_entries(
     return num_smaller
 
 
+def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
+    """Splits blocks that are sorted by depth into parts of at most ADMIT_BLOCKS, the deepest first.
+    Returns each part with its time of last use: a second after that of the part before, the last
+    part at `now_s`."""
+    num_parts = -(-len(blocks) // ADMIT_BLOCKS)
+    parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
+    return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]
+
+
 def _publish(
     core: CacheCore,
     old: Words,
@@ -404,12 +417,16 @@ def _publish(
         else np.minimum(np.nan_to_num(last_used_s[came], nan=now_s), now_s)
     )
     order = np.lexsort((old[came, table.W_DEPTH], used_s))
-    for part in np.array_split(
-        order[is_block[order]], ADMIT_PARTS if last_used_s is not None else 1
-    ):
-        if len(part):
-            part = part[np.argsort(old[came[part], table.W_DEPTH], kind="stable")]
-            space.publish(new_of[came[part]], float(used_s[part].max()), checks=checks[part])
+    order = order[is_block[order]]
+    if last_used_s is None:
+        parts = _heads_last(order, now_s)
+    else:
+        num_parts = max(ADMIT_PARTS, -(-len(order) // ADMIT_BLOCKS))
+        split = np.array_split(order, num_parts)
+        parts = [(part, float(used_s[part].max())) for part in split if len(part)]
+    for part, at_s in parts:
+        part = part[np.argsort(old[came[part], table.W_DEPTH], kind="stable")]
+        space.publish(new_of[came[part]], at_s, checks=checks[part])
     blocks = came[is_block]
     parents = old[blocks, table.W_PARENT]
     space.chains.set_parents(

@@ -10,11 +10,12 @@ threads.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.table import Words
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Int64s
@@ -30,7 +31,6 @@ from hotkv_server.tiers.drive.tasks import (
     blocks_of,
     future,
     on_loop,
-    tier_keys,
 )
 from hotkv_server.tiers.protocol import (
     Blocks,
@@ -48,6 +48,74 @@ MAX_FOUND = 1 << 16
 """Most blocks that are remembered as found in the tier."""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
+
+
+class FoundBlocks:
+    """Remembers the blocks that probes have found in the tier. A block is named by the head of its
+    key in the tier (the key without the block's hash) and its hash.
+
+    Remembers at most MAX_FOUND blocks. If there are more, forgets first the blocks of the head to
+    which blocks were added longest ago.
+
+    Always true: `among` makes Python objects only for blocks that are probably remembered, because
+    a lookup may name 131,072 blocks.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[bytes, dict[bytes, float]] = {}
+        # The first 8 bytes of the hashes of a head, sorted; made at the next question.
+        self._begins: dict[bytes, NDArray[np.uint64]] = {}
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __repr__(self) -> str:
+        return f"FoundBlocks({len(self)} of {len(self._until_s)} heads)"
+
+    def among(self, head: bytes, hashes: Words, at_s: float) -> BoolMask:
+        """Returns a mask [n] of the blocks that are remembered beyond `at_s`, a time of
+        time.monotonic."""
+        mask = np.zeros(len(hashes), np.bool_)
+        if (known := self._until_s.get(head)) is None:
+            return mask
+        if (begins := self._begins.get(head)) is None:
+            joined = b"".join(block_hash[:8] for block_hash in known)
+            begins = self._begins[head] = np.sort(np.frombuffer(joined, np.uint64))
+        of_blocks = hashes.view(np.uint64)[:, 0]
+        places = np.minimum(begins.searchsorted(of_blocks), len(begins) - 1)
+        for row in np.flatnonzero(begins[places] == of_blocks).tolist():
+            mask[row] = known.get(hashes[row].tobytes(), 0.0) > at_s
+        return mask
+
+    def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
+        """Remembers blocks until `until_s`."""
+        known = self._until_s.pop(head, {})
+        self._num_blocks -= len(known)
+        known.update(dict.fromkeys(hashes, until_s))
+        if known:
+            self._keep(head, known)
+        while self._num_blocks > MAX_FOUND:
+            oldest = next(iter(self._until_s))
+            left = self._until_s[oldest]
+            self.drop(oldest, list(left)[: self._num_blocks - MAX_FOUND])
+
+    def drop(self, head: bytes, hashes: Iterable[bytes]) -> None:
+        """Forgets blocks."""
+        if (known := self._until_s.get(head)) is None:
+            return
+        self._num_blocks -= len(known)
+        for block_hash in hashes:
+            known.pop(block_hash, None)
+        self._keep(head, known)
+
+    def _keep(self, head: bytes, known: dict[bytes, float]) -> None:
+        self._begins.pop(head, None)
+        self._num_blocks += len(known)
+        if known:
+            self._until_s[head] = known
+        else:
+            del self._until_s[head]
 
 
 class TierShared:
@@ -80,7 +148,7 @@ class TierShared:
         self._epochs = epochs
         self._core = core
         self._books = books_of(core)
-        self._found: dict[bytes, float] = {}
+        self._found = FoundBlocks()
 
     def __repr__(self) -> str:
         return f"TierShared({self.tier!r})"
@@ -100,18 +168,20 @@ class TierShared:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
             return
-        keys = [
-            key
-            for keys in self._keys(key_space_id, groups, self._absent(key_space_id, groups))
-            for key in keys
-            if self._found.get(key, 0.0) <= until_s
-        ][:MAX_PROBED]
+        keys: list[bytes] = []
+        asked: list[tuple[bytes, list[bytes]]] = []
+        for head, one, at in self._named(key_space_id, groups):
+            hashes = rows(one.hashes, at)
+            hashes = hashes[~self._found.among(head, hashes, until_s)][: MAX_PROBED - len(keys)]
+            if len(hashes):
+                asked.append((head, [words.tobytes() for words in hashes]))
+                keys += [b"%s/%s" % (head, block_hash) for block_hash in asked[-1][1]]
         if not keys or not self.breaker.take_turn():
             return
         ended: asyncio.Future[tuple[Codes]] = future()
         expected = self._epochs.expected(self.name, key_space_id)
         # An answer that is too late for this lookup still serves the next lookup.
-        ended.add_done_callback(lambda answer: self._heard(keys, answer))
+        ended.add_done_callback(lambda answer: self._heard(asked, answer))
         self.tier.probe(keys, until_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
 
@@ -124,13 +194,13 @@ class TierShared:
         """Returns, for each list in `groups`, the positions of the blocks that were found in the
         tier in the last FOUND_S and are neither in host memory nor on the disk. Returns no
         positions if the store's last confirmation of the key space's epoch is too old."""
-        absent, now_s = self._absent(key_space_id, groups), time.monotonic()
-        if not self._epochs.is_confirmed(self.name, key_space_id):
-            return [at[:0] for at in absent]
-        return [
-            at[[self._found.get(key, 0.0) > now_s for key in keys]] if keys else at[:0]
-            for at, keys in zip(absent, self._keys(key_space_id, groups, absent), strict=True)
-        ]
+        now_s = time.monotonic()
+        wanted = [np.empty(0, np.int64) for _ in groups]
+        if not self._epochs.is_confirmed(self.name, key_space_id) or not len(self._found):
+            return wanted
+        for number, (head, one, at) in enumerate(self._named(key_space_id, groups)):
+            wanted[number] = at[self._found.among(head, rows(one.hashes, at), now_s)]
+        return wanted
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns, for each list in `groups`, a mask: True for each block that `wanted` returns."""
@@ -143,9 +213,8 @@ class TierShared:
         """Begins to load the `wanted` blocks: reserves slots in host memory, for as many blocks as
         there is room for. Returns None if no block gets a slot."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
-        for keys in self._keys(key_space_id, groups, wanted):
-            for key in keys:
-                self._found.pop(key, None)
+        for (head, one, _), at in zip(self._named(key_space_id, groups), wanted, strict=True):
+            self._found.drop(head, (words.tobytes() for words in rows(one.hashes, at)))
         return self._books.arrivals.begin(
             key_space_id, groups, wanted, lambda group: record.shape(group).slot_bytes
         )
@@ -177,30 +246,28 @@ class TierShared:
             for one, at in zip(groups, absent, strict=True)
         ]
 
-    def _keys(
-        self, key_space_id: int, groups: list[HashList], positions: list[Int64s]
-    ) -> list[list[bytes]]:
+    def _named(
+        self, key_space_id: int, groups: list[HashList]
+    ) -> Iterator[tuple[bytes, HashList, Int64s]]:
+        """Yields for each list the head of its blocks' keys, the list, and the positions of the
+        blocks that are neither in host memory nor on the disk."""
         prefix = self._epochs.prefix(self.name, key_space_id)
-        return [
-            tier_keys(prefix, [one.group_index] * len(at), rows(one.hashes, at))
-            if one.group_index < MAX_GROUPS
-            else []
-            for one, at in zip(groups, positions, strict=True)
-        ]
+        for one, at in zip(groups, self._absent(key_space_id, groups), strict=True):
+            yield b"%s/%d" % (prefix, one.group_index), one, at
 
-    def _heard(self, keys: list[bytes], answer: "asyncio.Future[tuple[Codes]]") -> None:
-        """Called with the tier's answer to a probe for `keys`: remembers the blocks that the tier
-        has."""
-        if not answer.cancelled():
-            (codes,) = answer.result()
-            self._remember(
-                [key for key, code in zip(keys, codes.tolist(), strict=True) if code == Read.FOUND]
-            )
+    def _heard(
+        self, asked: list[tuple[bytes, list[bytes]]], answer: "asyncio.Future[tuple[Codes]]"
+    ) -> None:
+        """Called with the tier's answer to a probe: remembers the blocks that the tier has.
 
-    def _remember(self, keys: list[bytes]) -> None:
-        now_s = time.monotonic()
-        for key in keys:
-            self._found.pop(key, None)
-            self._found[key] = now_s + FOUND_S
-        while len(self._found) > MAX_FOUND:
-            del self._found[next(iter(self._found))]
+        asked: the blocks of the probe: heads of keys, each with the hashes of its blocks.
+        """
+        if answer.cancelled():
+            return
+        (codes,) = answer.result()
+        until_s, begin = time.monotonic() + FOUND_S, 0
+        for head, hashes in asked:
+            of_head = codes[begin : begin + len(hashes)].tolist()
+            begin += len(hashes)
+            found = [one for one, code in zip(hashes, of_head, strict=True) if code == Read.FOUND]
+            self._found.add(head, found, until_s)
