@@ -36,10 +36,10 @@ ADMIT_PARTS = 64
 their last uses. The blocks used longest ago come first."""
 
 
-# Entries that readers of the arena may still read, because residencies of the old server pinned
-# them. Either all of them are pinned for the time of the grace (`Grace`), or the readers' validity
-# words are revoked before any slot is used. Blocks that were flushed while pinned return as
-# detached entries: lookups can't find them, and they keep their slots.
+# The entries that residencies of the old server pinned: clients may still read them in the arena.
+# Either all of these entries are pinned until the grace (`Grace`) ends, or the clients' validity
+# words are revoked before any slot is used for another block. Blocks that were flushed while pinned
+# return as detached entries: lookups can't find them, and they keep their slots.
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
@@ -88,10 +88,10 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Pins the entries that clients of the old server may still read, until the grace ends. If some
-    of the entries were dropped, or a tenant is above its bound, revokes those clients' validity
-    words instead and pins no entry. Returns how many entries are pinned, and True if clients lost
-    entries.
+    """Pins the entries that clients of the old server may still read, until the grace (`Grace`)
+    ends. If one of the entries was dropped, or a tenant uses more than its burst bound, pins no
+    entry; instead revokes the validity words of those clients. Returns how many entries are pinned,
+    and True if there were such entries and they are not pinned.
 
     entries: new entry number of each of the `kept_rows`; 0 for a record that was dropped.
     """
@@ -122,8 +122,11 @@ class Restorable(Protocol):
 @dataclass(frozen=True, slots=True)
 class BelowSpace:
     """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
-    `encoded_bytes`: function from a slot size to the place size that an earlier server may have
-    used for encoded blocks, see `place_sizes`; None if that server encoded no blocks."""
+
+    encoded_bytes: function that takes a slot size, and returns the smaller size of the places in
+        which an earlier server may have stored blocks of that slot size in encoded (compressed)
+        form, see `tiers.book.place_sizes`. None if that server encoded no blocks.
+    """
 
     space: Space
     catalog: Catalog
@@ -132,8 +135,8 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Groups, slot sizes and offsets of some old records: groups uint32 [n]; sizes and offsets in
-    bytes, int64 [n]."""
+    """Groups, slot sizes and offsets of some records of the old table: groups uint32 [n]; sizes and
+    offsets in bytes, int64 [n]."""
 
     groups: Entries
     sizes: Int64s
@@ -155,13 +158,15 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """The result of a restore: numbers of blocks and of representations that returned, and of
-    dropped records by reason.
+    """The result of a restore.
 
     kept: number of entries that the old server's residencies had pinned and that are pinned again.
-    lost_readers: True if such an entry could not be retained. Then no entry is pinned, and the
-        readers' validity words were revoked.
-    encoded: number of blocks that lie encoded in places smaller than their slot size.
+    lost_readers: True if an entry that those residencies had pinned could not be retained. Then no
+        entry is pinned, and the validity words of the old server's clients were revoked.
+    blocks, representations: numbers of entries that were restored.
+    encoded: number of blocks that lie in encoded (compressed) form in places smaller than their
+        slot size.
+    dropped: number of records that were not restored, by reason.
     """
 
     kept: int = 0
@@ -185,15 +190,16 @@ def restore(
     now_s: float,
     marks: NDArray[np.uint8] | None = None,
 ) -> Restored:
-    """Fills an empty core from the records [n, 18] of an old table. Returns what came back and what
-    was dropped.
+    """Fills an empty core from the records [n, 18] of an old table. Returns the numbers of restored
+    and of dropped records.
 
     key_spaces: number of each key space in this core, by its number in the old table. The core's
         catalog knows these key spaces, with their representations in the old order.
     last_used_s: time of last use of each entry, float64 [n] by old entry number, in seconds of
-        `now_s`; nan for newer entries. None if unknown.
+        `now_s`; nan for entries that were added after the times were saved. None if no times were
+        saved.
     marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
-        its table has no marks.
+        the old table has no marks.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -230,7 +236,7 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
-    table. Blocks are not compared with their seals (check values) here, but at each later read.
+    table. Does not compare blocks with their seals (check values): each later read of a block does.
 
     key_spaces: number of each key space in the core, by its number in the old table.
     """
@@ -320,9 +326,9 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns which records share no byte of the arena with another record, and no slab with a slot
-    of another run (adjacent slabs that hold slots of one size). If records overlap, all of them are
-    dropped, because any of them may be wrong."""
+    """Returns a mask: False for each record whose slot overlaps the slot of another record, or lies
+    in a slab that also has a slot of another run (adjacent slabs that hold slots of one size). If
+    two records overlap, both are marked False, because either may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -350,8 +356,8 @@ def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
     """Adds reserved entries to the index for the records at the positions `rows` of the old table.
-    Returns how many of the entries lie in places that are smaller than the slot size of their
-    group.
+    Returns how many of the entries lie in places smaller than the slot size of their group
+    (encoded blocks on a disk).
 
     numbers: the number of each record's key space in the core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
@@ -430,8 +436,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations may return: their block returned, has their key, and links back
-    to them.
+    """Returns which representations may be made ready: those whose block was restored, has the same
+    key space and hash, and names the representation in its record.
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.

@@ -1,10 +1,10 @@
 """Retention pins: pin entries until a given time, because requests asked to retain their blocks.
 Such a pin is called a hold here.
 
-Always true: an entry has at most one hold, which lasts until the latest time requested. A hold is
-exactly one pin. All held bytes together never exceed the budget, and a tenant's held bytes never
-exceed its share of the budget. An entry that does not fit is not held. A hold has no owner: it
-outlives the session that requested it.
+Always true: an entry has at most one hold, which lasts until the latest time that a request asked
+for. A hold is exactly one pin. All held bytes together never exceed the budget, and a tenant's held
+bytes never exceed the tenant's part of the budget. An entry that would exceed a budget is not held.
+A hold does not belong to a session: it continues when the session that asked for it ends.
 """
 
 from collections.abc import Iterator
@@ -94,7 +94,8 @@ class RetentionPins:
         )
 
     def _room_bytes(self, fresh: Entries) -> int:
-        """Returns how many more bytes may be held for the tenant to which these entries belong."""
+        """Returns how many more bytes may be held for the tenant to which the entries `fresh`
+        belong."""
         room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
         if not self._tenants.is_used or not len(fresh):
             return room_bytes
