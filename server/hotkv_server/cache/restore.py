@@ -196,8 +196,8 @@ def restore(
     key_spaces: number of each key space in this core, by its number in the old table. The core's
         catalog knows these key spaces, with their representations in the old order.
     last_used_s: time of last use of each entry, float64 [n] by old entry number, in seconds of
-        `now_s`; nan for entries that were added after the times were saved. None if no times were
-        saved.
+        `now_s`; nan for an entry whose time was not saved, for example because it is newer. None if
+        no times were saved.
     marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
         the old table has no marks.
     """

@@ -19,7 +19,8 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""Up to this many entry numbers, a survey is made within the call, in some milliseconds."""
+"""If the index has at most this many entry numbers, `latest` makes the survey itself, in some
+milliseconds, instead of starting a task."""
 FRESH_S = 0.5
 """A survey is not repeated before this time has passed, in seconds."""
 
@@ -39,8 +40,8 @@ class Survey:
 
 
 class LiveSurvey:
-    """Stores a node's latest survey (census of its entries, and map of the arena). Makes another
-    survey when a caller asks and the latest is old."""
+    """Stores a node's latest survey (census of its entries, and map of the arena). When a caller
+    asks for it and it is old, begins another survey."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -53,8 +54,9 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """Returns the latest survey; None until the first survey is complete. If the latest is old,
-        begins another survey, which a later call returns."""
+        """Returns the latest survey; None until the first survey is complete. If the latest survey
+        is old, begins another, which a later call returns. A survey is old after FRESH_S, or later
+        if it took long (RESTING_SHARE)."""
         latest = self._latest
         if not self._is_idle:
             return latest
