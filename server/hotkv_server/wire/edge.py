@@ -1,6 +1,6 @@
-"""Helpers that the services of a listener (socket or port) have in common: `Edge` has the
-listener's objects, `calls_of` returns the calls as capabilities wrap them, and `prompt_hashes`
-reads the prompt that a call names."""
+"""Helpers that several gRPC services use. `Edge` has the objects of a listener (socket or port),
+`calls_of` returns the functions that serve calls, with the wrappers of capabilities, and
+`prompt_hashes` reads the prompt that a call names."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,9 +32,9 @@ listener."""
 class Edge:
     """The objects of one listener (socket or port), which its services use.
 
-    identify: function that returns the peer of a call, with its proven identity. Its arguments are
-        the call's message, which may hold a ticket, and the call's context. Raises HotKVError for
-        an invalid proof.
+    identify: function that returns the peer of a call, with the identity that the peer has proven.
+        Its arguments are the call's message, which may have a ticket, and the call's context.
+        Raises HotKVError if the proof (for example the ticket) is not valid.
     pace: delays answers to malformed messages.
     guests: bounds the calls that may last without a session.
     has_descriptor_socket: True if clients of this listener can use the descriptor socket.
@@ -73,8 +73,8 @@ class Calls(Protocol):
 
 
 def calls_of(node: Node) -> Calls:
-    """Returns the functions that serve the calls in `Calls`: those of the module `calls`, wrapped
-    by this node's capabilities."""
+    """Returns the functions that serve the calls in `Calls`: the functions of the module `calls`,
+    wrapped by the capabilities of this node (`Capability.traced`)."""
     served: Calls = calls
     for one in node.capabilities:
         served = one.traced(served)
