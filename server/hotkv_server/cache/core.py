@@ -177,8 +177,8 @@ class CacheCore(CacheBooks):
 
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
         """Frees slots in host memory for blocks that are about to be promoted from a lower tier.
-        The generator yields after each part of the work. `runs`: the blocks to promote; those that
-        are in host memory already are not evicted."""
+        The generator yields after each part of the work. `runs`: the blocks to promote. Blocks of
+        `runs` that are in host memory already are not evicted."""
         return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
@@ -213,7 +213,7 @@ class CacheCore(CacheBooks):
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease before it expires. If copies are running under the lease, it ends when the
         copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if
-        only another engine has one."""
+        another engine has a lease with this id, but not the session's engine."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:
@@ -289,8 +289,8 @@ class CacheCore(CacheBooks):
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store after its copy has finished. Blocks of which every shard is written now
-        become ready. Returns `BlockResult` values, an array for each run of `begin_store`.
+        """Ends a store after its copy has finished. Makes the blocks ready of which every shard has
+        been written. Returns `BlockResult` values, an array for each run of `begin_store`.
 
         A representation whose block is not ready by now is dropped; the representation's result is
         ABORTED.
@@ -350,8 +350,9 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts the named blocks that are not pinned, in parts. Yields for each part how many
-        blocks it evicted, and how many stayed because they were pinned or reserved."""
+        """Evicts, in parts, those of the named blocks that are ready and not pinned. Yields for
+        each part how many blocks it evicted, and how many stayed because they were pinned or
+        reserved."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -544,7 +545,7 @@ def _check_copies(core: CacheCore) -> None:
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Returns the number of pins on each entry [capacity + 1] that neither leases nor retentions
-    hold: pins of the grace period, of pinners and of tiers below."""
+    hold: pins of `Grace`, of pinners and of tiers below."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

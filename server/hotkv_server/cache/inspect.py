@@ -217,12 +217,13 @@ def counts(core: CacheCore) -> Counts:
 
 
 def counters(core: CacheCore) -> dict[str, int]:
-    """Returns the counts of events since the start, by the names of `Counters`."""
+    """Returns the counts of events since the server's start, by the names of `Counters`."""
     return asdict(core.counters)
 
 
 def policy_figures(core: CacheCore) -> dict[str, float]:
-    """Returns the values that the eviction policy has adapted to the traffic, by metric name."""
+    """Returns the figures of the eviction policy by metric name, for example the parameters that it
+    has chosen for the present traffic."""
     return core.space.policy.figures()
 
 
@@ -470,7 +471,7 @@ class ArenaMap:
 def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
     """Builds the map of the arena in parts. Yields None after each part, and at the end the map.
 
-    now_s: the current time of the core's clock.
+    now_s: the current time, on the same clock as `now_s` in calls of the core.
     """
     space, pool = core.space, core.space.pool
     slabs_per_cell = -(-pool.num_slabs // MAX_CELLS)

@@ -60,7 +60,8 @@ class ReaderWords:
 
     generation: number that this server gives to the residencies that it opens; higher than the
         number of any earlier server.
-    has_earlier_readers: True while clients may still read residencies of an earlier server.
+    has_earlier_readers: True while clients may still read blocks that residencies of an earlier
+        server pinned.
     """
 
     def __init__(self, words: Uint64s) -> None:

@@ -43,8 +43,8 @@ their last uses. The blocks used longest ago come first."""
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
-    """Returns the positions in the old table of the records whose blocks clients of the old server
-    may still read in the arena; empty if there are no such clients.
+    """Finds the records of blocks that clients of the old server may still read in the arena.
+    Returns the records' positions in the old table; empty if there are no such clients.
 
     states: the states of all records.
     marks: by old entry number, 1 for entries that clients may read. None if the old table has no
@@ -276,8 +276,8 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Returns the key space number of each entry in the new core; 0 if the core does not have that
-    key space."""
+    """Returns for each key space number of the old table the number of the same key space in the
+    new core; 0 if the core does not have the key space."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)

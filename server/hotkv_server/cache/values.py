@@ -65,7 +65,7 @@ class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
     capacity: most entries, that is blocks and representations together.
-    unadmitted_share: largest share that read leases may pin under which no load has begun yet.
+    unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
     residency_share: largest share that residencies may reserve and pin.
     residency_grace_s: how long after a restart clients of the earlier server may continue to read
@@ -126,8 +126,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """The blocks of one group that a load copies: their positions, int64 [n], in the hash list that
-    the read lease was acquired for."""
+    """The blocks of one group that a load copies. `positions`: int64 [n], positions in the list of
+    hashes that the call for the read lease had for this group."""
 
     group_index: int
     positions: Int64s
@@ -211,7 +211,7 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of events since the start. They count blocks unless the name says otherwise.
+    """Numbers of events since the server's start. They count blocks unless the name says otherwise.
 
     lookup_blocks: blocks that lookups named.
     lookup_hit_blocks: blocks that lookups named and that were ready.

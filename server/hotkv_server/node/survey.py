@@ -29,7 +29,7 @@ FRESH_S = 0.5
 class Survey:
     """A finished survey: a census of the entries, and a map of the arena.
 
-    ended_s: when the survey ended, in seconds of the core's clock.
+    ended_s: when the survey ended, in seconds of the monotonic clock.
     took_s: time of the event loop that the survey used, in seconds.
     """
 

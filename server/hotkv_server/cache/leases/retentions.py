@@ -17,7 +17,7 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Entry numbers that each step of `expire` examines: a millisecond or two."""
+"""Entry numbers that each step of `expire` examines; a step takes a millisecond or two."""
 
 
 class RetentionPins:

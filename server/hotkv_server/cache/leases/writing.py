@@ -215,8 +215,8 @@ class Reservations:
         has_promise: bool = False,
     ) -> Reservation:
         """Reserves slots for the blocks of a call that `make_room` has checked, as far as there is
-        room. The caller calls it right after the last part of `make_room`. `has_promise`: True if
-        the room was reserved for a residency."""
+        room. The caller calls this method right after the last part of `make_room`. `has_promise`:
+        True if the room was reserved for a residency."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -305,7 +305,8 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED."""
+        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED if the
+        owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.listed)
@@ -366,8 +367,8 @@ class Reservations:
         now_s: float,
         has_promise: bool,
     ) -> None:
-        """Reserves slots for the blocks of run `at` that have no entry, as far as there is room.
-        Writes the new entry numbers into `words` and the outcome into `results`."""
+        """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
+        is room. Writes the new entry numbers into `words` and the outcome into `results`."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):

@@ -44,7 +44,7 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 
 
 PART_ENTRIES = 1 << 16
-"""Entry numbers that each part of long work examines: a few milliseconds."""
+"""Entry numbers that each part of long work examines; a part takes a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
 """Most entries that each part of long work removes."""
 
@@ -174,10 +174,8 @@ class Removal:
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts those of the given entries that are ready and not pinned. Returns how many it
-        evicted.
-
-        An evicted block has a notice; an evicted representation has none.
-        """
+        evicted. Adds an eviction notice for the evicted blocks, but not for the evicted
+        representations."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -188,8 +186,8 @@ class Removal:
         return count + len(rest)
 
     def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts blocks with a notice. The caller has checked that they are ready and not pinned.
-        Returns how many it evicted."""
+        """Evicts blocks and adds an eviction notice for them. The caller has checked that the
+        blocks are ready and not pinned. Returns how many blocks it evicted."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s:
@@ -204,8 +202,8 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks with a notice, pinned blocks too. A pinned block becomes detached:
-        it keeps its slot until `reap` frees the slot."""
+        """Removes ready blocks, pinned blocks too, and adds an eviction notice for them. A pinned
+        block becomes detached: it keeps its slot until `reap` frees the slot."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -216,8 +214,9 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, without a notice. `cause`: remembered
-        as the reason of the removal, so that `causes` returns it; NONE is not remembered."""
+        """Removes reserved entries that will not be written, without an eviction notice. `cause`:
+        remembered as the reason of the removal, so that `causes` returns it; NONE is not
+        remembered."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)
@@ -225,8 +224,9 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved, pinned entries, without a notice: lookups and stores no longer find
-        them, but a tier may still write to their slots. The slots stay in use until `reap` frees
+        """Detaches reserved, pinned entries, without an eviction notice. Used when a tier hangs
+        while it reads blocks into the entries' slots: lookups and stores no longer find the
+        entries, but the tier may still write to the slots. The slots stay in use until `reap` frees
         them."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)

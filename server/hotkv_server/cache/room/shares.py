@@ -310,8 +310,9 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Returns True if the tenant `taker` would stay within its guarantee with `more_bytes`
-        more. Blocks of other tenants are then evicted first to make room for it."""
+        """Returns True if the tenant `taker` would stay within its guarantee if it used
+        `more_bytes` more. To make room for these bytes, blocks of other tenants are then evicted
+        first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
@@ -370,8 +371,8 @@ def most_pinned(capacity_bytes: int) -> int:
 
 
 class PinBudget:
-    """Counts the bytes of long pins by kind, and says how many more bytes may be pinned. The class
-    that makes the pins of a kind updates the count of this kind.
+    """Counts, by kind of pin, the bytes that are pinned for long or reserved for that, and says how
+    many more bytes may be pinned. The class that makes the pins of a kind updates its count.
 
     resident_bytes: reserved for residencies or pinned by them.
     held_bytes: pinned by holds (pins that requests asked for).

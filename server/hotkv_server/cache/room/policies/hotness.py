@@ -85,7 +85,8 @@ class Contender:
         from other blocks. With 1 and a short `memory_s`, it distinguishes only blocks that were
         used again recently.
     recency: 1 or -1. With -1, frequency decides; of blocks with equal frequency, the most recently
-        used is evicted first, which suits a loop over more blocks than fit.
+        used is evicted first. This suits traffic that uses, again and again in the same order, more
+        blocks than the cache can hold.
     hold_s: a block is not evicted within this time after its last use. If room could be made only
         by evicting such blocks, a new block is not stored. So if a conversation's next turn comes
         within this time, its blocks are still there; blocks of further conversations are not

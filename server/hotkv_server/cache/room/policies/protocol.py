@@ -94,7 +94,8 @@ class Policy(Protocol):
         live (`Retention.ttl_s`) if that is later."""
 
     def figures(self) -> dict[str, float]:
-        """Returns the values that the policy has adapted to the traffic, by metric name."""
+        """Returns figures of the policy by metric name, for example the parameters that it has
+        chosen for the present traffic."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the policy's arrays and counts disagree. Takes time linear in
