@@ -254,16 +254,16 @@ class BlocksBelow(Protocol):
         already."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Promotes those of the blocks that lie in tiers into host memory and pins them there.
-        Waits for a bounded time. The caller passes the result to `let_go`, which unpins the
-        blocks."""
+        """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.
+        Waits for that for a bounded time. The caller passes the result to `let_go`, which unpins
+        the blocks."""
 
     def let_go(self, held: Any) -> None:
         """Releases the pins that a call of `bring_up` has made. `held`: the result of that call."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Promotes those of the listed blocks that lie in tiers below host memory, as far as there
-        is room. Returns when the blocks are promoted, or at the time `until_s`."""
+        """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
+        when the blocks are promoted, or at the time `until_s`."""
 
 
 class Tracer(Protocol):
@@ -498,7 +498,8 @@ class Capability:
 
     @property
     def tracer(self) -> Tracer | None:
-        """The tracer that makes spans for work below a call; None without tracing."""
+        """The tracer that makes spans for the parts of a traced call; None if this capability does
+        not trace calls."""
         return None
 
     @property
@@ -512,8 +513,8 @@ class Capability:
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of the conversation that hints of routers call `session_id`.
-        This id is not the id of an engine's session with this server.
+        """Returns the latest prompts of the conversation to which hints of routers refer by
+        `session_id`. This id is not the id of an engine's session with this server.
 
         Each item: tenant, key space id, hash words. `tenant`: returns only prompts of this tenant;
         an empty text means all tenants.

@@ -102,7 +102,8 @@ QUIET_LAG_S = 0.005
 """After a delay longer than this, `LoopLag` measures every TICK_S again, not every QUIET_TICK_S."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""If the loop is later than this, the thread records which function the loop runs."""
+"""If the loop is late by more than this, in seconds, the thread of `LoopLag` records which function
+the loop is running."""
 HUNG_S = 10.0
 ARM_S = 5.0
 """Interval at which faulthandler's timer is restarted. Each restart starts a thread."""
@@ -168,7 +169,7 @@ class LoopLag:
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """Returns the longest delay of approximately the last `seconds`."""
+        """Returns the longest delay in the last `seconds` seconds, approximately."""
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 

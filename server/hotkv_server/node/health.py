@@ -8,8 +8,8 @@ Always true: a part (loop or thread) that has died stays a problem. A part that 
 problem until it continues. While there is a problem, the server reports that it does not serve, and
 systemd's watchdog gets no signal. If an invariant of the core is broken, the core's answers are no
 longer reliable. The server then grants no lease and stores no block, and the process ends. The next
-server uses the arena and the block table, which do not depend on the memory of this process. On the
-event loop only.
+server continues with the files of the arena and the block table, which it checks when it restores
+the blocks. On the event loop only.
 """
 
 import asyncio

@@ -22,8 +22,9 @@ from hotkv_server.node.session import LiveSession
 
 
 class InPlace:
-    """Returns the arena offsets of leased blocks to clients. Compares blocks first that have not
-    been compared with their check values since the server's start. On the event loop only.
+    """Returns the arena offsets of leased blocks to clients. Blocks that an earlier server stored
+    are first compared with their check values, unless that was done already. On the event loop
+    only.
 
     tell: called when blocks have been condemned.
     """

@@ -125,8 +125,8 @@ class SessionMemory:
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
     """Raises HotKVError if the layout names a device that this server does not see, or if `order`
-    is not valid: the marks (points in its device's queue) that the engine offers for ordering
-    transfers."""
+    is not valid. `order`: the marks that the engine offers. A mark is a point in the queue of the
+    engine's device, for which a transfer can wait."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -191,7 +191,7 @@ def open_session_memory(
     fds: descriptors by handle id; closed here, also if the call raises.
     on_cut: called when the server finds that a client has truncated its file, see `FileMapping`.
     tenant: the tenant to whom the memory belongs.
-    Raises INVALID_LAYOUT.
+    Raises INVALID_LAYOUT if a file or an allocation does not fit the layout or can't be opened.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -271,7 +271,7 @@ class LiveSession:
     settled: set when a transfer or a read of the arena ends.
     received_fds: descriptors that came over the descriptor socket and were not registered yet, by
         handle id.
-    fence: mapped page by which the engine revokes stores; None without it.
+    fence: mapped page by which the engine revokes stores; None if the client has sent no such page.
     on_end: function that ends the session's stream, given the reason.
     """
 

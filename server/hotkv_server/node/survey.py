@@ -40,8 +40,8 @@ class Survey:
 
 
 class LiveSurvey:
-    """Stores a node's latest survey (census of its entries, and map of the arena). When a caller
-    asks for it and it is old, begins another survey."""
+    """Stores a node's latest survey (census of its entries, and map of the arena). If a caller asks
+    for the survey when it is old, makes another survey."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -55,8 +55,9 @@ class LiveSurvey:
 
     def latest(self, now_s: float) -> Survey | None:
         """Returns the latest survey; None until the first survey is complete. If the latest survey
-        is old, begins another, which a later call returns. A survey is old after FRESH_S, or later
-        if it took long (RESTING_SHARE)."""
+        is old, makes another: in this call if the cache has few entries (AT_ONCE_ENTRIES),
+        otherwise in the background, so that a later call returns it. A survey is old after FRESH_S,
+        or later if it took long (RESTING_SHARE)."""
         latest = self._latest
         if not self._is_idle:
             return latest

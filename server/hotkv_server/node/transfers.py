@@ -452,7 +452,8 @@ class Transfers:
         """Starts a load under a read lease. The result, a future, is done after the last write to
         the engine's memory.
 
-        block_ids: where to write each block of `runs` in the engine's memory.
+        block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
+            is copied.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         after: writes begin only after the engine's device has passed this mark.
         message_bytes: size of the request's message, which counts as memory of the transfer.
@@ -488,7 +489,7 @@ class Transfers:
         """Makes room for the blocks of a store, then starts it. The result, a future, is done when
         the blocks are ready or refused, after the last read of the engine's memory.
 
-        block_ids: where each block of `runs` lies in the engine's memory.
+        block_ids: for each block of `runs`, its block id in the engine's memory.
         timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.

@@ -76,8 +76,8 @@ class Room:
 
         is_block: True if the slots are for blocks. Representations of other blocks may then be
             dropped to make room.
-        has_promise: True if the room was reserved for a residency; representations may be dropped
-            for the residency too.
+        has_promise: True if the room was reserved for a residency. Representations of other blocks
+            may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `Space.may_keep` returns False.
@@ -434,13 +434,13 @@ class Space:
 
         The caller has called `make_room` before. `insert` itself evicts only the tenant's own
         blocks, if its burst bound (the most bytes that it may use) requires that. While the arena
-        grows, fewer slots are reserved: see `grow`. The caller passes the keys that got no slot to
-        `decline`.
+        is still being prefaulted, fewer slots may be reserved: see `grow`. The caller passes the
+        keys that got no slot to `decline`.
 
         depths: number of blocks before each block in its chain.
         lease: number of the write lease or move that owns the entries.
-        has_promise: True if the room was reserved for a residency; the room is then not refused
-            while the arena grows.
+        has_promise: True if the room was reserved for a residency. Then no slots are refused
+            because the arena is still being prefaulted.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
