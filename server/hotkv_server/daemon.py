@@ -74,7 +74,7 @@ class OpenedNode:
         """Maps the memory, opens devices and tiers, and restores the blocks of an earlier server.
         Blocks the calling thread. Raises StartError.
 
-        reset: drops the blocks of an earlier server.
+        reset: if True, drops the blocks of an earlier server.
         """
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
@@ -204,7 +204,7 @@ async def end_broken(node: Node, herald: Herald) -> NoReturn:
 
 
 async def wait_for_end(node: Node) -> None:
-    """Returns when the node has drained or an invariant has broken."""
+    """Waits until the node has drained or an invariant has broken."""
     waits = [asyncio.create_task(event.wait()) for event in (node.drained, node.health.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:

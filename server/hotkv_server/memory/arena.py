@@ -170,7 +170,7 @@ USE_MAGIC: Final = b"HOTKVUS1"
 
 
 class BusyError(OSError):
-    """Raised if another server has locked the directory. The message names its pid."""
+    """Raised if another server has locked the directory. The message names the server's pid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,8 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Prefaults a part of the arena behind `filled_bytes` that holds restored blocks. Call it
-        before `start`. Blocks; raises OSError."""
+        """Prefaults a part of the arena behind `filled_bytes` in which restored blocks lie. May be
+        called only before `start`. Blocks the calling thread. Raises OSError if memory is short."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:

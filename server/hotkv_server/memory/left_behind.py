@@ -69,7 +69,8 @@ class ArenaLeft:
 
 
 def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
-    """Writes a file beside the arena that tells people which server uses it. Raises OSError."""
+    """Writes a file beside the arena that names the server which uses the arena, for people and for
+    `find`. Raises OSError."""
     scratch = directory / f"{OWNER_FILE}.new"
     scratch.write_text(
         json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()})
@@ -84,7 +85,7 @@ def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
 
 
 def remove(found: ArenaLeft) -> int:
-    """Removes an arena. Returns how many bytes are freed once no engine maps its files.
+    """Removes an arena. Returns how many bytes are freed once no engine maps the arena's files.
 
     Raises BusyError if a server uses the arena, or OSError.
     """

@@ -2,8 +2,9 @@
 files.
 
 A mapping owns one descriptor; `close` unmaps the file and closes the descriptor. Always true:
-address and file offset are congruent modulo 2 MiB. The kernel provides huge pages only then, and
-Python's own mmap does not ensure it. A view from `array` must not be used after `close`.
+address and file offset are congruent modulo 2 MiB. Otherwise the kernel would not provide huge
+pages; Python's own mmap does not choose such an address. A view from `array` must not be used after
+`close`.
 """
 
 import ctypes
@@ -56,7 +57,8 @@ class _Action(ctypes.Structure):
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
-"""The guarded mappings, by address: length, and the function to call after a fault."""
+"""The guarded mappings, by address: the length, and the function to call when a thread touches the
+mapping beyond the end of its file."""
 
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """NUMA: chooses the NUMA nodes of the arena's memory, and the processors for a device's copy
 threads.
 
-The nodes are read from /sys, without CUDA, because memory must be placed before it is prefaulted.
-If the kernel refuses a placement, the server continues and logs one line.
+The nodes are read from /sys and not through CUDA: memory must be placed before it is prefaulted,
+and CUDA may not have started by then. If the kernel refuses a placement, the server continues and
+logs one line.
 """
 
 import contextlib

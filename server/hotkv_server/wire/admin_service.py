@@ -197,8 +197,9 @@ def _explain(
 
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
-    """Returns for each block [n] of a group the first tier in which it lies, as a position in
-    `lying`; -1 if it is in host memory or in no tier. `index`: the index of the group."""
+    """Returns for each block [n] of a group the first tier below host memory in which the block
+    lies, as a position in `lying`. Returns -1 for a block that is in host memory or in no tier.
+    `index`: the index of the group."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in reversed(list(enumerate(lying))):
         first[one.masks[index]] = number
@@ -357,8 +358,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _named(
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
-        """Returns the hash words of the blocks that the request names; None if it names all blocks.
-        Raises HotKVError."""
+        """Returns the hash words of the blocks that the request names; None if the request asks for
+        all blocks. Raises INVALID_FIELD if it does both or neither."""
         if request.all == bool(request.hashes):
             raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
         if request.all:

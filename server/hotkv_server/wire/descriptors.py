@@ -1,6 +1,7 @@
 """The descriptor socket: issues tickets, receives the file descriptors of engine memory, and sends
-descriptors of the arena and the block table, by SCM_RIGHTS. These are read-only, except that users
-in `arena_writers` get a writable descriptor of the arena. docs/wire.md has the protocol.
+descriptors of the arena and the block table, by SCM_RIGHTS. The sent descriptors are read-only,
+except that users in `arena_writers` get a writable descriptor of the arena. docs/wire.md has the
+protocol.
 
 SO_PEERCRED gives the peer's user id, which must be allowed by the settings or belong to a tenant.
 On each connection, a peer sends one of two requests. Either it asks for a ticket, by which it

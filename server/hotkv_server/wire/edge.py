@@ -24,8 +24,8 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Most streams of the call SelectBlocks on a listener. They also count among all calls of the
-listener."""
+"""Most streams of the call SelectBlocks on a listener. These streams also count among all calls of
+the listener (`wire.server.MAX_CALLS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
     hashes: packed hashes of the prompt; if empty, the hashes are computed from the tokens.
     token_ids: packed int32.
-    Takes long for long prompts. Raises INVALID_HASH, or INVALID_FIELD if the key space's hashes
-    can't be computed from tokens.
+    Takes long for long prompts, so it is called on a thread. Raises INVALID_HASH if `hashes` is not
+    valid, INVALID_FIELD if the key space's hashes can't be computed from tokens.
     """
     if hashes:
         return read_hashes("hashes", hashes, space.hash_bytes)

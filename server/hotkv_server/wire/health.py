@@ -51,8 +51,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Sends the present state of a service, then each new state. Skips a state that changed
-        again before the client read the state before it."""
+        """Sends the present state of a service, then each new state. If the state changes several
+        times before the client has read the last answer, sends only the newest state."""
         told = None
         while True:
             changed, state = (

@@ -166,8 +166,9 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Returns the answer to a message that a capability serves. `answer`: what the capability's
-        function returned. Returns None if the answer is sent later, or if there is none."""
+        """Returns the answer to a message that a capability serves. Returns None if the answer is
+        sent later, or if the message has no answer. `answer`: the value that the capability's
+        function (`SessionCall`) has returned."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
@@ -224,8 +225,8 @@ UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
 """While a client has left this many messages or bytes unread, the server reads no further requests
 from it."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A session is ended if its client leaves more than KEPT_BYTES unread and reads nothing for
-SLOW_READER_S."""
+"""A session is ended if its client reads nothing for SLOW_READER_S seconds, while it has left more
+than KEPT_BYTES or at least UNREAD_ANSWERS messages unread."""
 OUTBOX_BYTES = 32 << 20
 
 
@@ -238,7 +239,7 @@ class SessionOutbox:
         session's first message is always sent alone.
 
     Always true: the queue is bounded, in messages and in bytes. The session ends if the queue is
-    full, or if the client leaves more than KEPT_BYTES unread and reads nothing for SLOW_READER_S.
+    full, or if much is unread and the client reads nothing for SLOW_READER_S (see there).
     """
 
     def __init__(
@@ -441,8 +442,9 @@ class SessionStream:
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices as they come. A store may evict blocks that many sessions know, so
-        evictions within NOTICE_PAUSE_S are combined in one message."""
+        """Queues notices as they come. All sessions of a key space are notified of each eviction in
+        it, so a session may get many notices: those that come within NOTICE_PAUSE_S are combined in
+        one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
@@ -612,7 +614,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 def _version(opening: session_pb2.OpenSession) -> int:
-    """Returns the protocol version that client and server both speak. Raises VERSION_MISMATCH."""
+    """Returns the protocol version that client and server will speak. Raises VERSION_MISMATCH if
+    there is no version that both can speak."""
     oldest = opening.protocol_version
     newest = opening.newest_protocol_version or oldest
     version = agreed_version(oldest, newest)

@@ -42,7 +42,7 @@ class AuditLog:
     """Writes the audit log: a line for each recorded call of an operator.
 
     covers: which calls are recorded: off, changes (the methods in CHANGING) or all.
-    path: file for the lines, in JSON; None: they go to the server's log.
+    path: file for the lines, each a JSON object; None: the lines go to the server's log.
     Raises OSError if the file can't be written.
     """
 
