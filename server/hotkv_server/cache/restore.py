@@ -97,7 +97,8 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
-    # A tenant above its bound must give up blocks at once.
+    # If a tenant uses more than its bound, some of its blocks must be evicted at once, so they must
+    # not be pinned.
     if len(entries) and is_whole and not core.space.tenants.over_bound():
         grace.begin(entries)
         return len(entries), False

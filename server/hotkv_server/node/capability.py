@@ -125,7 +125,8 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
     return told if isinstance(told, dict) else await told
 
 
-# Protocols: what capabilities need from each other and from the node.
+# Protocols: each describes an object that a capability or the node needs from another capability,
+# or a value that the two exchange.
 
 
 @dataclass(frozen=True, slots=True)

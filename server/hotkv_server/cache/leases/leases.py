@@ -34,7 +34,7 @@ from hotkv_server.integrity.check_values import Sums
 # that a read lease pins is unpinned exactly once. An entry that a write lease reserves is published
 # or dropped exactly once. A lease records which blocks its first call named, so that a call with
 # the same id and other blocks is refused. An owner's leases count against two bounds (`FairBound`):
-# one of their number, one of their `weight`, the bytes of memory that they use.
+# a bound on their number, and a bound on their `weight` (the bytes of memory that they use).
 
 
 LEASE_BYTES = 1024

@@ -40,7 +40,7 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # As `_next_end_s`, but only for holds that began after the current run of `expire` did.
+        # As `_next_end_s`, but only for holds that began after the current call of `expire`.
         self._next_new_end_s = np.inf
 
     @property

@@ -13,10 +13,10 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSh
 # A `FairBound` limits a shared resource so that no single owner can use it up.
 #
 # Always true: all owners together hold no more units than the capacity. An owner may hold a few
-# units (the floor, `FLOOR_SHARE`) in any case. To hold more, it must leave as many units free as it
-# holds itself. So a single owner gets at most half of the capacity. If n owners acquire as much as
-# they can, each gets 1/(n + 1) of it, and the rest is free for another owner. An owner is a tenant,
-# or an engine if no tenants are configured.
+# units (the floor, `FLOOR_SHARE`) as long as units are free. To acquire more, it must leave at
+# least as many units free as it then holds. So a single owner gets at most half of the capacity. If
+# n owners acquire as much as they can, each gets 1/(n + 1) of it, and the rest is free for another
+# owner. An owner is a tenant, or an engine if no tenants are configured.
 
 
 FLOOR_SHARE = 64

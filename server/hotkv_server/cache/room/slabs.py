@@ -319,8 +319,8 @@ class _SlabClass:
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
         self.free = FreeSlots()
         self.num_slabs = self.num_slots = 0
-        # How many slots in free slabs could still be lent, and the state of the pool for which that
-        # was computed.
+        # How many slots the free slabs could provide for this size, and the state of the pool for
+        # which that was computed.
         self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
 

@@ -134,7 +134,7 @@ class GhostTable:
 # place at which the last refill stopped, until it has seen enough evictable entries. It queues the
 # coldest 1/SHARE of them, sorted, so the work for each victim is constant on average. If a slot
 # size is rare among many entries, a refill must scan many: ten million entries take a tenth of a
-# second. To avoid that `take` does this at once, `sweep` refills the queue in parts before.
+# second. So that `take` need not do this at once, `sweep` refills the queue before, in parts.
 #
 # A use of an entry writes only the entry's state in the policy. So the queue skips an entry whose
 # state has changed since it was queued. An entry that was added after a refill, or that was used
