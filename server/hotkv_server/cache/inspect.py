@@ -185,13 +185,13 @@ class BlockFigures:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of a prompt in one group, and what the cache knows of each.
+    """The blocks of a prompt in one group, and the state of each block in the cache.
 
     hashes: uint32 words [n, 8].
     words: an entry word for each hash [n]: the entry number, with the high bit set while the entry
         is reserved; 0 if the hash has no entry.
     causes: `Cause` of each block's last removal [n], as far as it is remembered.
-    below: whether each block is ready on the disk [n]; shared tiers are not asked.
+    below: True for each block that is ready on the disk [n]; shared tiers are not asked.
     """
 
     hashes: Words

@@ -275,9 +275,8 @@ class KeySpaceRecord:
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the index of the group to which the blocks of these representations belong.
-        `group_index`: the index of a kind of representation; for the index of a group, returns the
-        index itself."""
+        """Returns the group of the blocks that have representations of the kind `group_index`. If
+        `group_index` is the index of a group, returns it unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS

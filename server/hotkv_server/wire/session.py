@@ -239,7 +239,7 @@ class SessionOutbox:
         session's first message is always sent alone.
 
     Always true: the queue is bounded, in messages and in bytes. The session ends if the queue is
-    full, or if much is unread and the client reads nothing for SLOW_READER_S (see there).
+    full, or if much is unread (see KEPT_BYTES) and the client does not read for SLOW_READER_S.
     """
 
     def __init__(
@@ -442,9 +442,9 @@ class SessionStream:
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices as they come. All sessions of a key space are notified of each eviction in
-        it, so a session may get many notices: those that come within NOTICE_PAUSE_S are combined in
-        one message."""
+        """Queues notices as they come. All sessions of a key space are notified of each eviction of
+        its blocks, so a session may get many notices. Notices that come within NOTICE_PAUSE_S are
+        combined into one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)

@@ -273,8 +273,9 @@ class TenantBook:
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Returns the bytes that must stay available for the other tenants: for each of them its
-        bytes in `taken` (by tenant number), or `share` of its guarantee if that is more."""
+        """Returns how many bytes must stay available for the other tenants' residencies. That is
+        the sum over these tenants of the bytes that a tenant's residencies use already (`taken`, by
+        tenant number), or of `share` of the tenant's guarantee if that is more."""
         others = {*range(len(self._guaranteed)), *taken} - {tenant}
         return sum(
             max(

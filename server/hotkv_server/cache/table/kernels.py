@@ -137,12 +137,13 @@ def plan_runs(
     """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
-    then the rest of each gap. A rest lengthens the run before it, up to `longest` slabs, if that
-    run has the same slot size and gains at least as many slots as the rest would have alone.
+    then the slabs that are left at the end of a gap. These are added to the run before them, up to
+    `longest` slabs, if that run has the same slot size and gains at least as many slots as a new
+    run of these slabs would have. Otherwise they become a run.
 
-    Returns the number of pieces (ranges of slabs) that were chosen, and of their slots. Writes for
-    each piece the first slab of its run, the first slab of the piece and its number of slabs to the
-    front of `plan` [pieces, 3], unless `plan` is empty.
+    Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
+    them. Writes for each piece the first slab of its run, the first slab of the piece and the
+    piece's number of slabs to the front of `plan` [pieces, 3], unless `plan` is empty.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
     # The first pass took whole runs only from slabs before this slab.

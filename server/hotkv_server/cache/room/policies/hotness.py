@@ -78,7 +78,7 @@ class Contender:
     """A setting of the formula heat = recency · (time of last use) + half_life_s · (min(c,
     most_doublings) + LEAK · c), in seconds.
 
-    c is log2 of the uses; each use counts half as much after `memory_s`.
+    c is log2 of the number of uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
     most_doublings: bounds c. With 1, the formula distinguishes only blocks that were used again
