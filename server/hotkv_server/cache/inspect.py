@@ -502,8 +502,8 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Returns the entries [n] with slots in the part of the scan that begins at `start`, and which
-    of them are ready blocks."""
+    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries [n] among them
+    that have a slot, and a mask of the entries that are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]

@@ -151,7 +151,7 @@ class Epochs(Protocol):
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if it is certain that all blocks of the key space in host memory were stored
-        after the last flush of the key space, even if another node has flushed it."""
+        after the last flush of the key space by any node."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
         """Waits, for a bounded time, until `may_serve` returns True. Returns False if it did not

@@ -108,9 +108,9 @@ class Names:
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown. That is the name that the engine `engine_id`
-        reported; otherwise the latest name that any engine of the key space reported; otherwise
-        `otherwise`.
+        """Returns the name by which a model is shown: the name that the engine `engine_id` has
+        reported. If there is no such name, returns the latest name that any engine of the key space
+        has reported; if there is none either, returns the argument `otherwise`.
 
         digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
         """
@@ -118,9 +118,9 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space is shown. That is the name that the
-        engine `engine_id` reported; otherwise the latest name that any engine of the key space
-        reported; otherwise `key_space.model`."""
+        """Returns the name by which the model of a key space is shown: the name that the engine
+        `engine_id` has reported. If there is no such name, returns the latest name that any engine
+        of the key space has reported; if there is none either, returns `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file

@@ -1,8 +1,8 @@
 """The node: connects the core, its memory, its copy engine and the capabilities on one event loop.
 
-Owns the timer and the drain. Every method runs on the event loop, except `save_use`, which blocks
-the calling thread. The copy engine's threads copy blocks (`node.transfers`), and other threads map
-the memory of engines (`node.sessions`).
+The node also runs the timer, and executes a drain. Every method runs on the event loop, except
+`save_use`, which blocks the calling thread. The copy engine's threads copy blocks
+(`node.transfers`), and other threads map the memory of engines (`node.sessions`).
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Node:
     capabilities: optional parts of the server; add them before `start`.
     copy_engine: copies blocks. The node does not close it: the code that made it does.
     tiers: the tiers below host memory; None without such tiers.
-    drained: set when a drain has ended.
+    drained: event that is set when a drain has ended.
     """
 
     def __init__(

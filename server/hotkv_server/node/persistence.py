@@ -1,5 +1,5 @@
-"""Persistence: `Persistence` writes the node's state for the next server, and `take_over` restores
-the state of an earlier server."""
+"""`Persistence` writes the node's state (key spaces and times of last use) for the next server.
+`take_over` restores the blocks and the state of an earlier server."""
 
 import asyncio
 import logging

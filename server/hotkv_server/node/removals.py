@@ -193,9 +193,9 @@ class Removals:
         """Called at each turn of the timer: evicts blocks of tenants that exceed their burst bound
         (the most bytes that a tenant may use).
 
-        Works for at most KEEPING_S in a turn; the next turn continues. When a pass over the blocks
-        has begun, the next pass begins after KEEP_EVERY_S at the earliest, and only if pins were
-        released or blocks were stored since.
+        Works for at most KEEPING_S in a turn; the next turn continues. A pass over all blocks
+        begins at most every KEEP_EVERY_S, and only if pins were released or blocks were stored
+        since the last pass began.
         """
         space = self._core.space
         if self._keeping is None:

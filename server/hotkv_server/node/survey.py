@@ -2,9 +2,10 @@
 pages.
 
 Always true: a caller never waits for a survey of many entries. Such a survey runs in the
-background, in steps with pauses between them. It runs only when a caller asks for it. While it runs
-it uses about BUSY_SHARE of the event loop's time, and in the long run RESTING_SHARE. On the event
-loop only.
+background, in steps with pauses between them. A survey begins only when a caller asks for it. While
+a survey runs, it uses about BUSY_SHARE of the event loop's time. The next survey begins only after
+a pause, so that all surveys together use at most about RESTING_SHARE of the time. On the event loop
+only.
 """
 
 import asyncio

@@ -185,9 +185,9 @@ async def _acquire_later(
 async def unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
-    """Returns `groups` unchanged if its blocks in host memory may be granted. If they may be older
-    than a flush on another node, returns lists of random hashes of the same lengths, which match no
-    block."""
+    """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If
+    these blocks may be older than a flush on another node, returns lists of random hashes of the
+    same lengths, which match no block."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups

@@ -255,9 +255,9 @@ class RpcServer:
         return server
 
     def _peer_of_ticket(self, opening: Any, context: Any) -> Peer:
-        """Returns the peer that fetched the ticket in the message `opening`; without a ticket, a
-        peer without proofs. Raises UNAUTHENTICATED if the ticket is not valid, unless access is
-        open to all."""
+        """Returns the peer that fetched the ticket in the message `opening`. If the message has no
+        ticket, returns a peer that has proven no identity. Raises UNAUTHENTICATED if the ticket is
+        not valid, unless access is open to all."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())

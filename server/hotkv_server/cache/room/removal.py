@@ -548,8 +548,8 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts all entries for which `may_go` is True in the runs that contain a chosen slab,
-        slab by slab. Yields after each part; returns how many entries it evicted."""
+        """Evicts, slab by slab, the entries in all runs that contain a chosen slab, except entries
+        for which `may_go` is False. Yields after each part; returns how many entries it evicted."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 

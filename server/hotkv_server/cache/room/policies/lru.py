@@ -57,7 +57,8 @@ class Stamps:
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the stamps of entries, for demoted entries the stamp that they had before."""
+        """Returns the stamp of each entry; for a demoted entry, the stamp that it had before its
+        demotion."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 

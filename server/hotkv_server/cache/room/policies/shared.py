@@ -376,8 +376,8 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Removes entries from the next part that are no longer valid (`_valid`). Joins the part
-        with the part before it if both fit into one."""
+        """Compacts the next part: removes the entries of the part that are no longer valid
+        (`_valid`). Joins the part with the part before it if both together are small enough."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
