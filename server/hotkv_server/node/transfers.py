@@ -238,9 +238,9 @@ class Transfer:
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
 
-    Always true: the answer comes after the last access to the engine's memory and to the slots. A
-    load copies only blocks that have been compared with their check values. A load fails if one of
-    its blocks is condemned before the load ends.
+    Always true: the answer comes after the last access to the engine's memory and to the slots. If
+    blocks of a load must still be compared with their check values, the comparison comes before the
+    copy. A load fails if one of its blocks is condemned before the load ends.
     """
 
     def __init__(

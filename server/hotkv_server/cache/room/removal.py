@@ -354,8 +354,8 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Returns for each slab how many of the blocks for which `counted` is True lie in it, wholly or
-    in part. Block i lies in the slabs from `first[i]` to `last[i]`."""
+    """Counts, for each slab, the blocks that lie in the slab wholly or in part. Leaves out blocks
+    for which `counted` is False. Block i lies in the slabs from `first[i]` to `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
