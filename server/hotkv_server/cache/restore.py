@@ -2,11 +2,12 @@
 or was killed. Entries are blocks or representations (compact forms of a block's keys, for sparse
 attention).
 
-Always true: ready entries return, each under its key and in its slot. So do detached entries
+Always true: ready entries are restored, each under its key and in its slot. So are detached entries
 (flushed while pinned) that clients may still read in the arena. A record that contradicts the key
 spaces, the arena or another entry is dropped, never repaired. A restore reads the records of the
 old table and ignores its buckets. The new table is another file, so a killed restore has changed
-nothing. Restoring reads no slot: every entry returns unverified.
+nothing. A restore does not read the slots: every restored entry counts as unverified, and is
+compared with its check value later.
 
 The state in a record says whether the record can be trusted. A server marks a record ready after it
 has written the rest of the record and the block's bytes, and clears the mark before it reuses the
@@ -394,8 +395,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations whose block returned. Drops all other
-    representations.
+    """Makes restored blocks ready, then the representations whose block was restored. Drops all
+    other representations.
 
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.

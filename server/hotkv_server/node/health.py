@@ -254,9 +254,9 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Describes, for the log, the entries of the cache that an exception may concern. Returns a line
-    with the present state of each entry (`inspect.story`), at most MAX_STORIES lines. Returns an
-    empty list if the variables in the traceback do not lead to a `BlockIndex`.
+    """Describes, for the log, the entries of the cache that an exception may concern. Returns a
+    line with the present state of each entry (`inspect.story`), at most MAX_STORIES lines. Returns
+    an empty list if the variables in the traceback do not lead to a `BlockIndex`.
 
     Finds the entries in the frames of the traceback, innermost first: in local variables with a
     name in ENTRY_NAMES, which hold entry numbers.

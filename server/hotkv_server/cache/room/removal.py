@@ -519,9 +519,10 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets the `cost` of slabs to inf that are reserved for the promised slots of other sizes
-        (`SlabFloors`). For each other size, reserves as many of its slabs as its promised slots
-        need: the most costly. If it has fewer slabs than that, also reserves free slabs."""
+        """Sets `cost` to inf for the slabs that are reserved for the promised slots of other sizes
+        (`SlabFloors`). For each other size, these are as many of its slabs as its promised slots
+        need, the most costly first. If the size has fewer slabs than that, free slabs are reserved
+        too."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the eviction policies. Import this module at the first use and through
-`hotkv_proto.native.require`, which names the fix if Numba is missing: importing Numba takes a
-second. `tests/core/test_hotness.py`, `test_duel.py` and `test_ghosts.py` compare the kernels with
-plain Python implementations of the same rules.
+"""Numba kernels of the eviction policies. Importing Numba takes a second, so import this module
+only when it is first used, through `hotkv_proto.native.require`. If Numba is missing, that function
+raises an error that says how to install it. `tests/core/test_hotness.py`, `test_duel.py` and
+`test_ghosts.py` compare the kernels with plain Python implementations of the same rules.
 
 Terms: a ghost is a record of an evicted block. A contender is a setting of the formula of
 `Hotness`. Its shadow cache stores keys without bytes, and shows how many hits the setting would get
