@@ -1,5 +1,5 @@
-"""The command `hotkv-server arenas`: lists arenas in shared memory, and removes arenas whose server
-has ended."""
+"""The command `hotkv-server arenas`: lists the arenas of servers in shared memory, and removes
+arenas that no server uses."""
 
 import argparse
 import json
@@ -119,7 +119,8 @@ def show(found: list[ArenaLeft], *, as_json: bool) -> None:
 
 
 def server_of(arena: ArenaLeft) -> str:
-    """Returns whether a server uses the arena, or for how long it has been gone, in a few words."""
+    """Returns a few words for the table: whether a server uses the arena, and if not, how long ago
+    the arena's files last changed."""
     if arena.is_running is None:
         return f"unknown, user id {arena.uid}"
     if arena.is_running:

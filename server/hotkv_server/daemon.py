@@ -1,8 +1,10 @@
-"""The daemon: maps and prefaults a first part of its memory, restores the blocks of an earlier
-server, binds its sockets, and is then ready. On SIGTERM it drains, then stops.
+"""The life of the daemon, from its start to its end. It maps its memory, prefaults the first part,
+restores the blocks of an earlier server, and binds its sockets; then it is ready. On SIGTERM it
+drains, then stops.
 
-Decides the order of start and stop; `startup` has the steps. If an invariant of the core is broken,
-the process closes and saves nothing, and exits as if it were killed, with BROKEN_STATUS.
+This module decides the order of the steps; the package `startup` implements them. If an invariant
+of the core is broken, the process exits with BROKEN_STATUS at once, without closing or saving
+anything, as if it were killed.
 """
 
 import asyncio
@@ -42,10 +44,11 @@ log = logging.getLogger(__name__)
 BROKEN_STATUS = 70
 """Exit status after a broken invariant (EX_SOFTWARE); a service manager starts the server again."""
 LAST_WORDS_S = 0.5
-"""Time for which a server with a broken invariant stays up, so that health checks and systemd learn
-of it."""
+"""Time, in seconds, for which a server with a broken invariant stays up before it exits, so that
+health checks and systemd learn of the problem."""
 STOP_S = 40.0
-"""Longest time of a stop after the drain: for transfers in flight, sessions and files."""
+"""Longest time of a stop after the drain, in seconds: for ending transfers and sessions, and for
+writing files."""
 SAVE_WAIT_S = 5.0
 STOP_CALLS_S = 0.5
 """Longest time that the server waits, after the drain, for calls that it is still answering."""
@@ -53,7 +56,7 @@ STOP_CALLS_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class OpenedNode:
-    """The node, and the parts that it was made of and that must be closed after it.
+    """The node, and the parts that the node uses. The parts must be closed after the node.
 
     cuda: the server's devices and copy engine.
     below: the tiers below host memory; None without tiers.
@@ -71,7 +74,7 @@ class OpenedNode:
         """Maps the memory, opens devices and tiers, and restores the blocks of an earlier server.
         Blocks the calling thread. Raises StartError.
 
-        reset: drops the blocks of an earlier server.
+        reset: if True, drops the blocks of an earlier server.
         """
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
@@ -113,10 +116,11 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
-        """Closes all parts. The node is closed already. Blocks the calling thread.
+        """Closes all parts. The caller has closed the node before. Blocks the calling thread.
 
-        keep: True leaves the blocks to the next server; False removes them.
-        has_served: False if the start has failed; files that belong to no single cache then stay.
+        keep: if True, the blocks stay in memory for the next server; if False, they are removed.
+        has_served: False if the start has failed. Then, even if `keep` is False, the files that
+            another cache can use stay (`memory.arena.KEPT_FILES`).
         """
         self.memory.filling.close()
         self.cuda.close()
@@ -189,7 +193,8 @@ class Herald:
 
 
 async def end_broken(node: Node, herald: Herald) -> NoReturn:
-    """Reports that an invariant is broken, then exits the process at once, as a kill would."""
+    """Reports that an invariant is broken, then exits the process without closing anything, so that
+    the next start recovers as after a kill."""
     node.abandon()
     await herald.tell()
     await asyncio.sleep(LAST_WORDS_S)
@@ -199,7 +204,7 @@ async def end_broken(node: Node, herald: Herald) -> NoReturn:
 
 
 async def wait_for_end(node: Node) -> None:
-    """Returns when the node has drained or an invariant has broken."""
+    """Waits until the node has drained or an invariant has broken."""
     waits = [asyncio.create_task(event.wait()) for event in (node.drained, node.health.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -207,7 +212,7 @@ async def wait_for_end(node: Node) -> None:
 
 
 def reload(reloader: Reloader) -> None:
-    """Reads the settings again. Notifies systemd before and after."""
+    """Reads the settings again. Notifies systemd before and after that."""
     now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
     try:
@@ -239,12 +244,12 @@ def say_ready(
 async def serve(
     settings: Settings, *, reset: bool = False, load: Callable[[], Settings] | None = None
 ) -> None:
-    """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises
-    StartError.
+    """Runs the server until it has drained after SIGTERM, SIGINT or a drain call of an operator.
+    Raises StartError if the server can't start.
 
-    reset: drops the blocks that an earlier server left.
-    load: reads the settings again at SIGHUP; raises ValueError if they are wrong. None: SIGHUP
-        changes nothing.
+    reset: if True, drops the blocks that an earlier server left.
+    load: function that reads the settings again at SIGHUP; raises ValueError if they are wrong.
+        None: SIGHUP changes nothing.
     """
     started_s = time.monotonic()
     # By default SIGHUP ends the process. If SIGHUP comes before the server is ready, the settings

@@ -1,5 +1,5 @@
-"""The server's log: lines of text or of JSON. If a line is about a call, it has the request id of
-the call."""
+"""The server's log: lines of text or of JSON. A line that is logged while the server serves a call
+has the call's request id."""
 
 import contextvars
 import json
@@ -9,7 +9,7 @@ import time
 
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(call)s"
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
-"""The request id of the call that the current task serves; empty in other tasks."""
+"""The request id of the call that the current task serves; empty in tasks that serve no call."""
 
 
 def set_up(level: str, form: str) -> None:

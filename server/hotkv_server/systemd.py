@@ -1,5 +1,5 @@
-"""Notifies systemd (sd_notify) of the server's state, if systemd started it. A notice that can't be
-sent is logged, and the server continues."""
+"""Notifies systemd (sd_notify) of the server's state, if systemd has started the server. A notice
+that can't be sent is logged, and the server continues."""
 
 import contextlib
 import logging
@@ -15,7 +15,8 @@ EXTENSION_S = 30.0
 
 
 def notify(*lines: str) -> None:
-    """Sends notices, such as `READY=1`, to systemd. Does nothing if systemd expects none."""
+    """Sends notices, such as `READY=1`, to systemd. Does nothing if systemd does not expect notices
+    (the variable NOTIFY_SOCKET is not set)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -36,12 +37,12 @@ def extension(seconds: float) -> str:
 
 @contextlib.contextmanager
 def patience(what: str, progress: Callable[[], int]) -> Iterator[None]:
-    """While the `with` block runs, asks systemd for more time to start or stop as long as
-    `progress` rises. Does so on a thread, because the code in the block may occupy the calling
-    thread.
+    """While the `with` block runs, asks systemd again and again for more time to start or stop the
+    server, as long as the number that `progress` returns rises. Asks on a thread, because the code
+    in the block may occupy the calling thread.
 
     what: what the server is doing, for systemd's status line.
-    progress: function that returns the bytes that are done.
+    progress: function that returns how many bytes the block has processed.
     """
     over = threading.Event()
 

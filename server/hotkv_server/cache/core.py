@@ -1,13 +1,15 @@
-"""The core: sessions, key spaces, leases and transfers over a space of slots (places for blocks).
+"""`CacheCore`, the core of the cache: its sessions, key spaces, leases and transfers, and the slots
+(places in the arena) that hold blocks.
 
 Every method of `CacheCore` is a decision: it checks its arguments, changes the state and returns a
-result. Notices of evicted blocks wait until `take_effects` returns them. A call that raises has
-changed nothing. No clock, no I/O, no locks: a single owner calls the core and passes `now_s`.
+result. The core collects notices of evicted blocks until `take_effects` returns them. A call that
+raises has changed nothing. No clock, no I/O, no locks: only the node's event loop calls the core,
+and it passes the current time as `now_s`.
 
-Always true: after a store has ended, the next lookup finds its blocks. A pinned slot is never
-evicted; if its block is flushed, its bytes stay unchanged. A lease that ends during a copy keeps
-its slots until the copy ends. A block becomes ready only when every shard (each rank's part) is
-written.
+Always true: after a store has ended, the next lookup finds its blocks. A pinned block is never
+evicted. If a pinned block is flushed, the bytes in its slot stay unchanged until its last pin is
+released. A lease that ends during a copy keeps its slots until the copy ends. A block becomes ready
+only when every shard (the part of the block from one rank) is written.
 
 Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
 representation is a compact form of a block's keys, for sparse attention.
@@ -51,11 +53,12 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Work of one part when many leases are ended: `_portions` adds leases to a part until their work
-reaches this number. The unit is a block; a lease counts LEASE_BLOCKS plus the blocks that it
-lists."""
+"""Size of one part of the work when many leases are ended, in blocks. `_portions` adds leases to a
+part until their sizes together reach this number. The size of a lease is LEASE_BLOCKS plus the
+number of blocks that the lease lists."""
 LEASE_BLOCKS = 1 << 10
-"""Work of ending a lease itself, without its blocks, as a number of blocks (LEASED_BLOCKS)."""
+"""Added to the size of each lease (see LEASED_BLOCKS): ending a lease takes some time even if it
+lists no blocks, about as long as ending it for this many blocks."""
 BLOCKS = 1 << 12
 """Most blocks that one part of a long operation evicts, flushes or pins."""
 SCANNED_ENTRIES = 1 << 17
@@ -105,14 +108,14 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and its kinds of representations when they are
-        seen first."""
+        """Opens a session. Registers its key space and its kinds of representations if they are not
+        registered yet."""
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
     def close_session(self, number: int, now_s: float) -> None:
-        """Ends a session and its leases. Does nothing if the session is unknown. The session's
-        transfers must have ended before."""
+        """Ends a session, its leases and its pins. Does nothing if the session is unknown. The
+        caller has ended all transfers of the session before."""
         if number not in self.sessions:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
@@ -135,8 +138,8 @@ class CacheCore(CacheBooks):
     # Lookup and uses
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask per list. The answer is only a hint: a lookup
-        neither pins nor touches blocks."""
+        """Returns for each list of hashes a mask of the blocks that are ready. The answer is only a
+        hint: a lookup does not pin the blocks, and does not count as a use of them."""
         return self._uses.lookup(key_space_id, groups)
 
     def touch(
@@ -146,9 +149,10 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Records that the engine used these blocks from its own device cache, so that the policy
-        evicts them later. The policy weighs the use by `retention`. If `retention.pin` is set, also
-        pins the blocks for `retention.ttl_s` seconds, as far as the budget for such pins allows."""
+        """Records that the engine used these blocks from its own device cache, so that the eviction
+        policy evicts them later. `retention.priority` decides how many uses the policy counts. If
+        `retention.pin` is set, also pins the blocks for `retention.ttl_s` seconds, until the budget
+        for such pins (`CoreConfig.held_share`) is used up."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
     # Leases
@@ -156,16 +160,19 @@ class CacheCore(CacheBooks):
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
     ) -> LeaseGrant:
-        """Acquires a read lease: pins the named blocks that are ready, as far as the tenant's
-        budget allows. Repeating the call returns the same blocks. Raises DUPLICATE_ID if `lease_id`
-        is in use for another call."""
+        """Acquires a read lease: pins the named blocks that are ready, until the tenant's budget
+        for leases without a load (`CoreConfig.unadmitted_share`) is used up. Repeating the call
+        returns the same blocks. Raises DUPLICATE_ID if the engine already uses `lease_id` for
+        another lease: on other blocks, a write lease, or a lease that was released during a copy.
+        """
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
 
     def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
-        group, in the order of the `acquire` call; -1 for a block that is not pinned or not
-        verified. The offsets stay valid while the lease lasts."""
+        group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
+        not pin, and for a block that must still be compared with its check value. The offsets stay
+        valid while the lease lasts."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
     def make_room_above(
@@ -174,7 +181,8 @@ class CacheCore(CacheBooks):
         """Frees slots in host memory for blocks that are about to be promoted from a lower tier.
         The generator yields after each part of the work.
 
-        runs: the blocks to promote; a block named here is not evicted.
+        runs: the blocks to promote. Blocks of `runs` that are in host memory already are not
+            evicted.
         beside: lists of blocks of the same prompts. Their ready blocks are not evicted either, and
             count as used at `now_s`, because the prompts still need them after the promotion.
         """
@@ -219,7 +227,7 @@ class CacheCore(CacheBooks):
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease before it expires. If copies are running under the lease, it ends when the
         copies end. Returns False if no engine has a lease with this id. Raises FOREIGN_LEASE if
-        only another engine has one."""
+        another engine has a lease with this id, but not the session's engine."""
         session = self.sessions.record(session_number)
         lease = self.leases.get(session.engine_id, lease_id)
         if lease is None:
@@ -266,8 +274,9 @@ class CacheCore(CacheBooks):
         """Starts a store and reserves slots for its blocks. Returns the slots to copy to. The
         generator first evicts blocks to make room and yields after each part.
 
-        If `options` names a residency, two kinds of blocks are pinned for it: blocks that are ready
-        and verified now, and blocks that this store makes ready.
+        If `options` names a residency, the store's blocks are pinned for the residency: at once if
+        they are ready already and need no comparison with their check value, otherwise when this
+        store makes them ready.
         """
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id
@@ -294,12 +303,14 @@ class CacheCore(CacheBooks):
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store after its copy has finished. Blocks that now have every shard written become
-        ready. Returns `BlockResult` values, an array for each run of `begin_store`.
+        """Ends a store after its copy has finished. Makes the blocks ready of which every shard has
+        been written. Returns `BlockResult` values, an array for each run of `begin_store`.
 
         A representation whose block is not ready by now is dropped; the representation's result is
         ABORTED.
 
+        succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
+            dropped; their result is ABORTED.
         sums: sums of the copied bytes, for check values; an array for each run in the order of
             `begin_store`. May be empty.
         """
@@ -311,9 +322,9 @@ class CacheCore(CacheBooks):
     # generator says otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the leases and retention pins that have expired. Also ends the grace period (the
-        time in which clients of an earlier server may read the arena) once it is over. A lease with
-        running copies ends when the copies end."""
+        """Ends the leases and retention pins that have expired. Also unpins the blocks that `Grace`
+        pins for clients of an earlier server, once the time for those clients is over. An expired
+        lease with running copies ends when the copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -353,8 +364,9 @@ class CacheCore(CacheBooks):
     def evict(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[tuple[int, int]]:
-        """Evicts the named blocks that are not pinned, in parts. Yields for each part how many
-        blocks it evicted, and how many stayed because they were pinned or reserved."""
+        """Evicts, in parts, those of the named blocks that are ready and not pinned. Yields for
+        each part how many blocks it evicted, and how many stayed because they were pinned or
+        reserved."""
         for entries in self._named_parts(key_space_id, group_index, hashes):
             dropped = self.space.removal.evict(entries, Cause.OPERATOR)
             yield dropped, len(entries) - dropped
@@ -362,7 +374,7 @@ class CacheCore(CacheBooks):
     def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: table.Words | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """Predicts the result of `evict` without a change; of `evict_all` if `hashes` is None.
+        """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
         Works in parts. Yields for each part three numbers: blocks that would be evicted, blocks
         that would stay, and bytes that would become free."""
         if hashes is not None:
@@ -384,7 +396,7 @@ class CacheCore(CacheBooks):
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[Entries]:
         """Yields the entries of the named blocks part by part. Skips an entry that was removed from
-        the index since the first step, even if its number was reused."""
+        the index after the first step, even if another block has its number now."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]
@@ -504,9 +516,9 @@ class CacheCore(CacheBooks):
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Reports that the bytes of these blocks contradict their check values. The pinners are
-        notified. If clients of an earlier server may have read the blocks in the arena, their
-        validity words are revoked, so that they distrust what they read."""
+        """Notifies the pinners that the bytes of these blocks contradict their check values. If
+        clients of an earlier server may have read one of the blocks in the arena, also revokes
+        those clients' validity words (`ReaderWords`), so that the clients discard the bytes."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
@@ -539,7 +551,7 @@ class CacheCore(CacheBooks):
 
 def _check_copies(core: CacheCore) -> None:
     """Raises AssertionError if the `num_copies` of a lease is wrong, or if a released lease without
-    copies is still in the book."""
+    copies is still in the lease book."""
     for lease in core.leases.all():
         assert lease.num_copies == core.transfers.count(lease), "copies miscounted"
         assert not lease.released or lease.num_copies, "a released lease without copies was kept"
@@ -547,7 +559,7 @@ def _check_copies(core: CacheCore) -> None:
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Returns the number of pins on each entry [capacity + 1] that neither leases nor retentions
-    hold: pins of the grace period, of pinners and of tiers below."""
+    hold: pins of `Grace`, of pinners and of tiers below."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

@@ -1,4 +1,4 @@
-"""Histograms: count values by upper bound, and sum them, instead of storing each value.
+"""`Histogram`: counts values by size and sums them, so that it need not store each value.
 
 Always true: counts and sum never fall. A value equal to a bound counts under that bound, as in
 Prometheus. Adding a value costs a search among few bounds and two additions. Not thread-safe: a
@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Bounds for response times of a server, from a lookup to a load from a remote tier."""
+"""Bounds for the durations of a server's calls: the shortest are lookups, the longest are loads
+from a remote tier."""
 AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0, 604800.0)
 """Bounds for ages of blocks: a second to a week."""
 SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))

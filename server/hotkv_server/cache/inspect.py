@@ -24,17 +24,17 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
 
-# The census counts all entries, a part of the entry numbers at a time.
+# The census counts all entries, in parts: each part examines a range of entry numbers.
 
 
 PART_ENTRIES = 1 << 17
-"""Entry numbers that each part of a census examines: a millisecond or two."""
+"""Entry numbers that each part of a census examines; a part takes a millisecond or two."""
 
 
 @dataclass(slots=True)
 class Census:
     """Counts of all entries, which `census` makes in parts. An entry that is inserted or removed
-    meanwhile may count or not.
+    between two parts may count or not.
 
     num_blocks: ready blocks.
     pinned_bytes: bytes of the slots of pinned entries.
@@ -122,9 +122,10 @@ class Counts:
 class RoomFigures:
     """How a tier's storage is used, in bytes, blocks and slabs.
 
-    capacity_bytes: bytes that the tier can use now; of the arena, the part that has memory.
-    full_capacity_bytes: bytes that the tier can use once all of the arena has memory.
-    used_bytes: bytes of slots that are reserved, ready or detached.
+    capacity_bytes: bytes that the tier can use now. For the arena, which is prefaulted after the
+        start: the bytes that have memory now.
+    full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
+    used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
     pinned_bytes: bytes of the slots of pinned entries.
     representation_bytes: bytes of the slots of representations.
     num_blocks: number of ready blocks.
@@ -184,13 +185,13 @@ class BlockFigures:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The blocks of a prompt in one group, and what the cache knows of each.
+    """The blocks of a prompt in one group, and the state of each block in the cache.
 
     hashes: uint32 words [n, 8].
     words: an entry word for each hash [n]: the entry number, with the high bit set while the entry
         is reserved; 0 if the hash has no entry.
     causes: `Cause` of each block's last removal [n], as far as it is remembered.
-    below: whether each block is ready on the disk [n]; shared tiers are not asked.
+    below: True for each block that is ready on the disk [n]; shared tiers are not asked.
     """
 
     hashes: Words
@@ -216,12 +217,13 @@ def counts(core: CacheCore) -> Counts:
 
 
 def counters(core: CacheCore) -> dict[str, int]:
-    """Returns the counts of events since the start, by the names of `Counters`."""
+    """Returns the counts of events since the server's start, by the names of `Counters`."""
     return asdict(core.counters)
 
 
 def policy_figures(core: CacheCore) -> dict[str, float]:
-    """Returns the values that the eviction policy has adapted to the traffic, by metric name."""
+    """Returns the figures of the eviction policy by metric name, for example the parameters that it
+    has chosen for the present traffic."""
     return core.space.policy.figures()
 
 
@@ -255,8 +257,8 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
-    """Returns the figures of the tier below host memory whose places the core assigns (the disk);
-    None if there is no such tier. The tier's blocks are never pinned or unverified."""
+    """Returns the figures of the disk tier; None if there is no disk. The figures of pinned and
+    unverified blocks are 0, because the disk has no such blocks."""
     space = next((one.space for one in core.below if one.space is not None), None)
     if space is None:
         return None
@@ -310,8 +312,8 @@ def leases_of_engines(core: CacheCore) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class HashPrefix:
-    """The first hexadecimal digits of a hash. Raises ValueError if `digits` is empty, longer than a
-    hash, or not hexadecimal.
+    """The first hexadecimal digits of a block hash, by which operators search for blocks. Raises
+    ValueError if `digits` is empty, longer than a hash, or not hexadecimal.
 
     digits: lower or upper case; their number may be odd.
     """
@@ -339,9 +341,9 @@ class HashPrefix:
 def find_blocks(
     core: CacheCore, start: int, most: int, key_space_id: int, prefix: HashPrefix | None = None
 ) -> Iterator[list[int]]:
-    """Finds the entries of blocks in order of their numbers, beginning with the number `start`.
-    Yields after each part the list of all entries found so far; the last list has `most` entries,
-    or all matching entries if these are fewer.
+    """Finds the entries of blocks in order of their entry numbers, from the number `start` on.
+    Yields after each part the list of all entries found so far. The last list has `most` entries;
+    fewer only if fewer entries match.
 
     key_space_id: 0 for all key spaces.
     prefix: finds only blocks whose hash begins with `prefix`.
@@ -431,8 +433,8 @@ def story(index: BlockIndex, entry: int) -> str:
     )
 
 
-# The map of the arena shows for each part of it the slot size it is lent to, how full it is, and
-# when it was last used.
+# The map of the arena cuts the arena into cells. It shows for each cell the slot size that its
+# slabs are lent to, how full the cell is, and when its blocks were last used.
 #
 # Always true: a map has at most MAX_CELLS cells, however large the arena. A cell is a range of
 # adjacent slabs; all cells but the last have the same length. The scan over all entries runs in
@@ -441,17 +443,18 @@ def story(index: BlockIndex, entry: int) -> str:
 
 MAX_CELLS = 2048
 MAP_PART_ENTRIES = 1 << 16
-"""Entry numbers that each part of the scan examines: about a millisecond."""
+"""Entry numbers that each part of the scan examines; a part takes about a millisecond."""
 F64s = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """A map of host memory: the arena is cut into n cells of equal size, in order from its start.
+    """A map of the arena, which is cut into n cells of equal size. Arrays have a value for each
+    cell, in order from the arena's start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: slot size of the cell's first lent slab. FREE if no slab is lent to a slot size,
-        ABSENT if no slab has memory.
+    slot_bytes: the slot size to which the cell's first lent slab is lent (`SlabPool`). FREE if no
+        slab of the cell is lent, ABSENT if no slab of the cell has memory.
     used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
     idle_s: seconds since the last use of the cell's ready blocks, averaged on a logarithmic scale:
         expm1 of the mean of log1p(seconds), weighted by bytes. NaN if the cell has no ready block.
@@ -466,9 +469,9 @@ class ArenaMap:
 
 
 def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
-    """Builds the map of host memory in parts. Yields None after each part, and the map last.
+    """Builds the map of the arena in parts. Yields None after each part, and at the end the map.
 
-    now_s: the current time of the core's clock.
+    now_s: the current time, on the same clock as `now_s` in calls of the core.
     """
     space, pool = core.space, core.space.pool
     slabs_per_cell = -(-pool.num_slabs // MAX_CELLS)
@@ -499,8 +502,8 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Returns the entries [n] with slots in the part of the scan that begins at `start`, and which
-    of them are ready blocks."""
+    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries [n] among them
+    that have a slot, and a mask of the entries that are ready blocks."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -528,8 +531,9 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """Returns for each cell the slot size of its first lent slab. If no slab of the cell is lent:
-    FREE, or ABSENT if no slab has memory."""
+    """Returns for each cell the slot size to which its first lent slab is lent. If no slab of the
+    cell is lent, returns FREE for the cell; ABSENT if no slab of the cell has memory. `owner`: the
+    result of `SlabPool.slab_owner`."""
     num_cells = -(-len(owner) // slabs_per_cell)
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner

@@ -19,10 +19,11 @@ from hotkv_server.cache.values import BoolMask, Entries
 # Validity words: a reader checks the word of its session to see whether its residencies are still
 # valid (`hotkv_proto.words`). An odd word says that they are.
 #
-# Always true: a session's word becomes odd with its first residency. It becomes even if a residency
-# ends for another reason than its engine's call. A word never has the same odd value twice. A word
-# of an earlier server's session keeps its value and is not reused until that server's readers must
-# have stopped. Before a block that a reader may still read is unpinned, the reader's word changes.
+# Always true: a session's word becomes odd when the session opens its first residency. The word
+# becomes even when a residency of the session ends, unless the engine itself has ended the
+# residency. A word never has the same odd value twice. A word of an earlier server's session keeps
+# its value and is not reused until the grace (`Grace`) ends. Before a block that a reader may still
+# read is unpinned, the word of the reader's session changes.
 
 
 Uint64s = NDArray[np.uint64]
@@ -34,10 +35,11 @@ Marks = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ReaderMemory:
-    """Memory for readers that outlives the server, as arrays over mapped files.
+    """The state that the server stores in files about its readers, as arrays over the mapped files.
+    The files outlive the server.
 
     words: the validity words, which readers map too.
-    marks: 1 for each entry that a reader may read, by entry number; the next server retains these
+    marks: by entry number, 1 for each entry that a reader may read; the next server retains these
         entries.
     """
 
@@ -46,18 +48,20 @@ class ReaderMemory:
 
 
 def no_readers(capacity: int) -> ReaderMemory:
-    """Returns private memory for a core that has no readers. `capacity`: number of entries."""
+    """Returns empty words and marks, without files, for a core that has no readers. `capacity`:
+    number of entries."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
 class ReaderWords:
     """Writes the validity words, one for each session that has residencies. After a client has read
-    blocks in the arena, it checks that its session's word is unchanged: the blocks were then still
-    pinned.
+    blocks in the arena, it compares its session's word with the value from before. If the word is
+    unchanged, the blocks were still pinned while the client read them.
 
     generation: number that this server gives to the residencies that it opens; higher than the
         number of any earlier server.
-    has_earlier_readers: True while clients may still read residencies of an earlier server.
+    has_earlier_readers: True while clients may still read blocks that residencies of an earlier
+        server pinned.
     """
 
     def __init__(self, words: Uint64s) -> None:
@@ -66,7 +70,7 @@ class ReaderWords:
         self._earlier = 1 + np.flatnonzero(words[1 : MAX_SESSION_WORD + 1] & np.uint64(1))
         self._of_session: dict[int, int] = {}
         taken = set(self._earlier.tolist())
-        # Low words are assigned first, because they share pages.
+        # Words with low numbers are assigned first, so that the words in use lie on few pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
         # Written before any residency uses this generation, so that the next server chooses a
         # higher one.
@@ -85,7 +89,7 @@ class ReaderWords:
         return bool(len(self._earlier))
 
     def check_room(self, session_number: int) -> None:
-        """Raises OVERLOADED if the session has no word and all words are in use."""
+        """Raises OVERLOADED if the session needs a validity word and all words are in use."""
         if session_number not in self._of_session and not self._free:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -103,8 +107,9 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Makes a session's validity word even and frees it. The client then distrusts what it
-        reads under the old value. Does nothing if the session has no word."""
+        """Makes a session's validity word even and frees the word. The client then discards the
+        bytes that it has read since it last checked the word. Does nothing if the session has no
+        word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)
@@ -118,8 +123,8 @@ class ReaderWords:
         self._earlier = self._earlier[:0]
 
     def check_invariants(self, in_sessions: set[int]) -> None:
-        """Raises AssertionError if a word is lost, assigned twice or has a wrong value.
-        `in_sessions`: numbers of the sessions that have residencies."""
+        """Raises AssertionError if a validity word is neither free nor assigned, is assigned twice,
+        or has a wrong value. `in_sessions`: numbers of the sessions that have residencies."""
         assert in_sessions <= set(self._of_session), "a session with residencies has no word"
         in_use = [*self._of_session.values(), *self._earlier.tolist()]
         assert sorted([*in_use, *self._free]) == list(range(1, MAX_SESSION_WORD + 1)), (
@@ -135,22 +140,23 @@ class ReaderWords:
         )
 
 
-# The grace: for some seconds after a restart, blocks that readers of the previous server may still
-# read stay unchanged.
+# The grace: the time after a restart, some seconds long, in which blocks that readers of the
+# previous server may still read stay unchanged.
 #
-# The old server's marks name the entries that its residencies pinned; `restore` restores these
-# entries and passes them to `begin`. Always true: until the grace ends, `Grace` holds one pin on
-# each such entry and marks it, so that the next server finds it too. When the grace ends, the
-# validity words change first, and the entries are unpinned after. If an entry can't be retained,
-# the words change before its slot is used.
+# The marks (`ReaderMemory.marks`) that the old server has left name the entries that its
+# residencies pinned. `cache.restore` restores these entries and passes them to `begin`. Always
+# true: until the grace ends, `Grace` holds one pin on each such entry and marks the entry, so that
+# a further restart finds it too. When the grace ends, the readers' validity words change first;
+# then the entries are unpinned. If an entry can't be retained, the words change before another
+# block uses the entry's slot.
 
 
 PART_ENTRIES = 1 << 16
 
 
 class Grace:
-    """Pins the entries that readers of an earlier server may read, until the grace (time after a
-    restart) ends.
+    """Pins the entries that readers of an earlier server may read, until the grace (some seconds
+    after the restart) ends.
 
     entries: the entries that this object pins.
     until_s: when the grace ends, in seconds of `now_s`; inf until the end is known.
@@ -172,7 +178,8 @@ class Grace:
 
     @property
     def is_on(self) -> bool:
-        """True while this object pins entries, or readers of an earlier server may read."""
+        """True while this object pins entries, or while readers of an earlier server may read the
+        arena."""
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
@@ -180,8 +187,8 @@ class Grace:
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
-        """Pins and marks the entries that an earlier server's residencies had pinned. The entries
-        must be ready or detached (flushed while pinned), and each listed once."""
+        """Pins and marks the entries that an earlier server's residencies had pinned. `entries`:
+        each is ready or detached (flushed while pinned), and is listed once."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True
@@ -191,14 +198,14 @@ class Grace:
 
     def revoke(self) -> None:
         """Revokes the validity words of earlier servers' readers, if there are such readers. The
-        readers then distrust the bytes that they have read."""
+        readers then discard the bytes that they have read since they last checked their word."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Ends the grace (time after a restart in which entries stay pinned for readers of an
-        earlier server) if it is over. Yields after each part of the work. `is_read`: returns which
-        entries [n] this server's own readers may read; these entries stay marked."""
+        """Unpins the entries of this object if `until_s` has passed; otherwise does nothing. Yields
+        after each part of the work. `is_read`: function that returns which entries [n] this
+        server's own readers may read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()
@@ -212,8 +219,8 @@ class Grace:
             yield
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the pinned entries are miscounted or one of them has no slot.
-        Takes time linear in the capacity."""
+        """Raises AssertionError if the pinned entries are miscounted, or if a pinned entry is
+        neither ready nor detached. Takes time linear in the capacity."""
         assert np.array_equal(np.sort(self.entries), np.flatnonzero(self._held)), (
             "kept entries miscounted"
         )

@@ -2,11 +2,12 @@
 or was killed. Entries are blocks or representations (compact forms of a block's keys, for sparse
 attention).
 
-Always true: ready entries return, each under its key and in its slot. So do detached entries
+Always true: ready entries are restored, each under its key and in its slot. So are detached entries
 (flushed while pinned) that clients may still read in the arena. A record that contradicts the key
 spaces, the arena or another entry is dropped, never repaired. A restore reads the records of the
 old table and ignores its buckets. The new table is another file, so a killed restore has changed
-nothing. Restoring reads no slot: every entry returns unverified.
+nothing. A restore does not read the slots: every restored entry counts as unverified, and is
+compared with its check value later.
 
 The state in a record says whether the record can be trusted. A server marks a record ready after it
 has written the rest of the record and the block's bytes, and clears the mark before it reuses the
@@ -39,15 +40,15 @@ first blocks are hotter than its last: the first of millions would be hotter tha
 hours."""
 
 
-# Entries that readers of the arena may still read, because residencies of the old server pinned
-# them. Either all of them are pinned for the time of the grace (`Grace`), or the readers' validity
-# words are revoked before any slot is used. Blocks that were flushed while pinned return as
-# detached entries: lookups can't find them, and they keep their slots.
+# The entries that residencies of the old server pinned: clients may still read them in the arena.
+# Either all of these entries are pinned until the grace (`Grace`) ends, or the clients' validity
+# words are revoked before any slot is used for another block. Blocks that were flushed while pinned
+# return as detached entries: lookups can't find them, and they keep their slots.
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
-    """Returns the positions in the old table of the records whose blocks clients of the old server
-    may still read in the arena; empty if there are no such clients.
+    """Finds the records of blocks that clients of the old server may still read in the arena.
+    Returns the records' positions in the old table; empty if there are no such clients.
 
     states: the states of all records.
     marks: by old entry number, 1 for entries that clients may read. None if the old table has no
@@ -91,16 +92,17 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Pins the entries that clients of the old server may still read, until the grace ends. If some
-    of the entries were dropped, or a tenant is above its bound, revokes those clients' validity
-    words instead and pins no entry. Returns how many entries are pinned, and True if clients lost
-    entries.
+    """Pins the entries that clients of the old server may still read, until the grace (`Grace`)
+    ends. If one of the entries was dropped, or a tenant uses more than its burst bound, pins no
+    entry; instead revokes the validity words of those clients. Returns how many entries are pinned,
+    and True if there were such entries and they are not pinned.
 
     entries: new entry number of each of the `kept_rows`; 0 for a record that was dropped.
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
-    # A tenant above its bound must give up blocks at once.
+    # If a tenant uses more than its bound, some of its blocks must be evicted at once, so they must
+    # not be pinned.
     if len(entries) and is_whole and not core.space.tenants.over_bound():
         grace.begin(entries)
         return len(entries), False
@@ -125,8 +127,11 @@ class Restorable(Protocol):
 @dataclass(frozen=True, slots=True)
 class BelowSpace:
     """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
-    `encoded_bytes`: function from a slot size to the place size that an earlier server may have
-    used for encoded blocks, see `place_sizes`; None if that server encoded no blocks."""
+
+    encoded_bytes: function that takes a slot size, and returns the smaller size of the places in
+        which an earlier server may have stored blocks of that slot size in encoded (compressed)
+        form, see `tiers.book.place_sizes`. None if that server encoded no blocks.
+    """
 
     space: Space
     catalog: Catalog
@@ -135,8 +140,8 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Groups, slot sizes and offsets of some old records: groups uint32 [n]; sizes and offsets in
-    bytes, int64 [n]."""
+    """Groups, slot sizes and offsets of some records of the old table: groups uint32 [n]; sizes and
+    offsets in bytes, int64 [n]."""
 
     groups: Entries
     sizes: Int64s
@@ -158,13 +163,15 @@ class Shapes:
 
 @dataclass(slots=True)
 class Restored:
-    """The result of a restore: numbers of blocks and of representations that returned, and of
-    dropped records by reason.
+    """The result of a restore.
 
     kept: number of entries that the old server's residencies had pinned and that are pinned again.
-    lost_readers: True if such an entry could not be retained. Then no entry is pinned, and the
-        readers' validity words were revoked.
-    encoded: number of blocks that lie encoded in places smaller than their slot size.
+    lost_readers: True if an entry that those residencies had pinned could not be retained. Then no
+        entry is pinned, and the validity words of the old server's clients were revoked.
+    blocks, representations: numbers of entries that were restored.
+    encoded: number of blocks that lie in encoded (compressed) form in places smaller than their
+        slot size.
+    dropped: number of records that were not restored, by reason.
     """
 
     kept: int = 0
@@ -188,15 +195,16 @@ def restore(
     now_s: float,
     marks: NDArray[np.uint8] | None = None,
 ) -> Restored:
-    """Fills an empty core from the records [n, 18] of an old table. Returns what came back and what
-    was dropped.
+    """Fills an empty core from the records [n, 18] of an old table. Returns the numbers of restored
+    and of dropped records.
 
     key_spaces: number of each key space in this core, by its number in the old table. The core's
         catalog knows these key spaces, with their representations in the old order.
     last_used_s: time of last use of each entry, float64 [n] by old entry number, in seconds of
-        `now_s`; nan for newer entries. None if unknown.
+        `now_s`; nan for an entry whose time was not saved, for example because it is newer. None if
+        no times were saved.
     marks: by old entry number, 1 for entries that the old server's residencies had pinned. None if
-        its table has no marks.
+        the old table has no marks.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
@@ -233,7 +241,7 @@ def restore_below(
     below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier below host memory from the records [n, 18] of the tier's old
-    table. Blocks are not compared with their seals (check values) here, but at each later read.
+    table. Does not compare blocks with their seals (check values): each later read of a block does.
 
     key_spaces: number of each key space in the core, by its number in the old table.
     """
@@ -274,8 +282,8 @@ def _kept(
 
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
-    """Returns the key space number of each entry in the new core; 0 if the core does not have that
-    key space."""
+    """Returns for each key space number of the old table the number of the same key space in the
+    new core; 0 if the core does not have the key space."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -324,9 +332,9 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns which records share no byte of the arena with another record, and no slab with a slot
-    of another run (adjacent slabs that hold slots of one size). If records overlap, all of them are
-    dropped, because any of them may be wrong."""
+    """Returns a mask: False for each record whose slot overlaps the slot of another record, or lies
+    in a slab that also has a slot of another run (adjacent slabs that hold slots of one size). If
+    two records overlap, both are marked False, because either may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -354,8 +362,8 @@ def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
     """Adds reserved entries to the index for the records at the positions `rows` of the old table.
-    Returns how many of the entries lie in places that are smaller than the slot size of their
-    group.
+    Returns how many of the entries lie in places smaller than the slot size of their group
+    (encoded blocks on a disk).
 
     numbers: the number of each record's key space in the core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
@@ -400,8 +408,8 @@ def _publish(
     now_s: float,
     report: Restored,
 ) -> None:
-    """Makes restored blocks ready, then the representations whose block returned. Drops all other
-    representations.
+    """Makes restored blocks ready, then the representations whose block was restored. Drops all
+    other representations.
 
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.
@@ -447,8 +455,8 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations may return: their block returned, has their key, and links back
-    to them.
+    """Returns which representations may be made ready: those whose block was restored, has the same
+    key space and hash, and names the representation in its record.
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.

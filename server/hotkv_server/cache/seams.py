@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class StorePins(Protocol):
-    """Pins the blocks of one store when they become ready. Skips blocks that its `Pinner` does not
-    need. The positions of a call are in rising order."""
+    """Pins blocks of one store for the `Pinner` that made this object. The core passes the blocks
+    that are ready, and later the blocks that the store makes ready. Skips blocks that the `Pinner`
+    need not pin. The positions in a call are in rising order."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         """Pins blocks that are ready and verified. `positions` [n]: the number of blocks before
@@ -80,8 +81,9 @@ class Pinner(Protocol):
 
 
 class Below(Protocol):
-    """Stores blocks in tiers below host memory. `space`: the places of the tier whose places the
-    core assigns (the disk); None if every tier assigns its places itself."""
+    """Stores blocks in tiers below host memory. `space`: the places on the disk and the entries in
+    them, which the core manages; None without a disk. The other tiers manage their blocks
+    themselves."""
 
     @property
     def space(self) -> "Space | None": ...
@@ -99,7 +101,8 @@ class Below(Protocol):
 
     def has_blocks(self, key_space_id: int) -> bool:
         """Returns True if a block of the key space lies in `space`, or is being moved to or from
-        any tier. Does not ask other tiers for blocks; False if there is no `space`."""
+        any tier. Does not ask the other tiers whether they have such blocks. Returns False if there
+        is no `space`."""
 
     def offer_stored(self, entries: Entries) -> None:
         """Offers to the tiers below blocks that an engine has just stored, in chain order. The
@@ -110,8 +113,9 @@ class Below(Protocol):
         accept a block that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks of host memory for demotion to `space`. Returns which of them [n] lie
-        there already or are being moved there; none if there is no `space`."""
+        """Offers ready blocks of host memory for demotion to `space`. Returns a mask [n]: True for
+        each block that lies in `space` already or is being moved to it. All False if there is no
+        `space`."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
         """Returns which blocks of a list are ready in `space`, as a mask."""
@@ -121,9 +125,9 @@ class Below(Protocol):
         already in flight makes no block ready."""
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Drops the blocks of a key space from `space`. The caller has stopped the moves of the key
-        space (`stopped`). Scans `portion` entry numbers in each part, and yields how many blocks
-        the part dropped."""
+        """Drops the blocks of a key space from `space`, in parts. Each part scans `portion` entry
+        numbers. Yields for each part how many blocks it dropped. The caller has stopped the moves
+        of the key space (`stopped`)."""
 
     def reserved(self) -> Entries:
         """Returns the entries in host memory that are reserved for blocks being promoted."""

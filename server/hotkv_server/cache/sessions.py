@@ -22,12 +22,15 @@ from hotkv_server.cache.values import (
 # The catalog: the key spaces that this server knows, and the kinds of representations that sessions
 # have declared for their blocks.
 #
-# Always true: equal fingerprints have the same number. Equal kinds of representations in one key
-# space have the same group index. A number is never reused. Every registered key space can be
-# served: a block of each group fits the arena. The catalog never forgets a key space that has a
-# session or a slot. A tenant whose share is used up can register another key space if one of its
-# key spaces has no session: the key space whose last session ended longest ago is then forgotten,
-# preferably one without a block.
+# Always true: key spaces with equal fingerprints have the same number. Equal kinds of
+# representations in one key space have the same group index. A number is never reused. Every
+# registered key space can be served: a block of each group fits the arena. The catalog never
+# forgets a key space that has a session or a slot.
+#
+# Each tenant may register only its share of key spaces (`Catalog.share_out`). To register one more,
+# another key space of the tenant must be forgotten first. `Catalog.surplus` chooses it: a key space
+# without a session, if possible without a block; of these, the key space whose last session ended
+# longest ago.
 
 
 MAX_SHARDS = 31
@@ -36,10 +39,10 @@ MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
 """Most memory that the key spaces of all tenants together may use (`weight_bytes`)."""
 FORGET_S = 600.0
-"""Time after its last session in which the catalog still knows a key space without a block."""
+"""A key space without a block is forgotten this many seconds after its last session has ended."""
 _ENTRY_BYTES = 96
-"""Bytes that a string or a number uses in addition to its characters, in memory and in the state
-file."""
+"""Bytes that each string or number of a key space uses in addition to its characters, in memory and
+in the state file together."""
 
 
 def _invalid(message: str) -> HotKVError:
@@ -115,7 +118,8 @@ class Catalog:
         self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
     ) -> tuple[int, tuple[int, ...]]:
         """Registers a key space and kinds of representations the first time they are seen. Returns
-        the number of the key space and the group index of each kind."""
+        the number of the key space and the group index of each kind. Raises OVERLOADED if the
+        tenant's share of the catalog is used up (`share_out`)."""
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -156,19 +160,20 @@ class Catalog:
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Counts one session of the key space less. Records the time `now_s` if it was the last
-        session."""
+        """Subtracts one from the number of sessions of the key space. If that was the last session,
+        records `now_s` as the time when it ended."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """Returns the number of the key space to forget next, so that `key_space` can be
-        registered. Returns 0 if there is room already, or if no key space may be forgotten.
+        """Returns the number of the key space to forget, so that `key_space` can be registered.
+        Returns 0 if the tenant's share of the catalog has room already, or if no key space of the
+        tenant may be forgotten.
 
-        Raises HotKVError if the key space can't be registered whatever is forgotten, for example
-        because a block does not fit the arena.
+        Raises HotKVError if forgetting key spaces can't help, for example because a block of
+        `key_space` does not fit the arena.
         """
         self._check(key_space, kinds)
         if self._has_room(key_space, kinds):
@@ -327,8 +332,8 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if two key spaces share a row (KEY_SPACE_ROWS), or if the totals of a
-    tenant's key spaces are wrong."""
+    """Raises AssertionError if two key spaces share a row (KEY_SPACE_ROWS), or if the catalog has
+    miscounted a tenant's key spaces or their memory."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )
@@ -412,8 +417,8 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and its kinds of representations when they are
-        seen first."""
+        """Opens a session. Registers its key space and its kinds of representations if they are not
+        registered yet."""
         if not engine_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "engine_id is empty; give one id to all sessions of an engine"
@@ -440,7 +445,7 @@ class SessionBook:
 
     def owner(self, session: SessionRecord) -> str:
         """Returns the owner for whom a session's leases and transfers count in shared bounds
-        (`FairBound`): its tenant, or its engine if no tenants are configured."""
+        (`FairBound`): the session's tenant, or its engine if no tenants are configured."""
         return (
             self._catalog.record(session.key_space_id).key_space.tenant
             if self._tenants.is_used

@@ -65,8 +65,8 @@ class CoreConfig:
     """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
 
     capacity: most entries, that is blocks and representations together.
-    unadmitted_share: largest share that read leases may pin before a load has begun under them.
-    held_share: largest share that may be pinned because requests asked to retain blocks.
+    unadmitted_share: largest share that read leases may pin while no load has begun under them.
+    held_share: largest share that may be pinned because requests asked to retain their blocks.
     residency_share: largest share that residencies may reserve and pin.
     residency_grace_s: how long after a restart clients of the earlier server may continue to read
         the blocks of their residencies in the arena.
@@ -74,8 +74,8 @@ class CoreConfig:
         arena.
     check_stride: stride of check values, see `integrity.check_values`; 0 turns check values off.
     tenants: shares by tenant name. A tenant that is not listed has no guarantee and no limit.
-    is_backed: True if the whole arena has memory at the start. If False, `Space.grow` later reports
-        how much of the arena has memory.
+    is_backed: True if the whole arena has memory (is prefaulted) at the start. If False, calls of
+        `Space.grow` later report how much of the arena has memory.
     """
 
     arena_bytes: int
@@ -99,8 +99,9 @@ class CoreConfig:
 class HashList:
     """Block hashes of a group in chain order, as uint32 words [n, 8].
 
-    depths: for each block, the number of blocks before it in its sequence. None if the list begins
-        with the first block of a sequence and has no gaps, or if the depths are not known.
+    depths: for each block, the number of blocks before it in its sequence (prompt). None if the
+        list begins with the first block of a sequence and has no gaps, or if the depths are not
+        known.
     """
 
     group_index: int
@@ -125,8 +126,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """The blocks of one group that a load copies: their positions, int64 [n], in the hash list that
-    the read lease was acquired for."""
+    """The blocks of one group that a load copies. `positions`: int64 [n], positions in the list of
+    hashes that the call for the read lease had for this group."""
 
     group_index: int
     positions: Int64s
@@ -162,8 +163,9 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed. NONE: no removal of the block is remembered. It was never stored, or
-    it was removed long ago; only the causes of the last removals are remembered."""
+    """Why a block was removed. NONE: no removal of the block is remembered. Either the block was
+    never removed, or its removal is long ago: only the causes of the last removals are
+    remembered."""
 
     NONE = 0
     ROOM = 1
@@ -194,7 +196,8 @@ class EvictionNotice:
 class SessionRecord:
     """A live session.
 
-    number: the session's public number; only the node knows its secret id.
+    number: the session's public number. The secret id that its client uses in calls is known only
+        to the node.
     representations: group index of each kind of representation that the session declares.
     """
 
@@ -208,7 +211,7 @@ class SessionRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """Numbers of events since the start. They count blocks unless the name says otherwise.
+    """Numbers of events since the server's start. They count blocks unless the name says otherwise.
 
     lookup_blocks: blocks that lookups named.
     lookup_hit_blocks: blocks that lookups named and that were ready.
@@ -272,9 +275,8 @@ class KeySpaceRecord:
         return self.representations[group_index - MAX_GROUPS]
 
     def block_group(self, group_index: int) -> int:
-        """Returns the index of the group to which the blocks of these representations belong.
-        `group_index`: the index of a kind of representation; for the index of a group, returns the
-        index itself."""
+        """Returns the group of the blocks that have representations of the kind `group_index`. If
+        `group_index` is the index of a group, returns it unchanged."""
         return (
             group_index
             if group_index < MAX_GROUPS

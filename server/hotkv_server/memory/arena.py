@@ -1,12 +1,12 @@
 """The arena (the file of host memory with all slots) and the files beside it: block table, key
 spaces, and the blocks' times of last use.
 
-All files lie in one directory on tmpfs, which one server locks. They outlive the server: the next
-server over the directory continues with the arena unchanged and builds its own table from the old
-table's records (`Leftover`). Always true: until `adopt` the directory stays as the old server left
-it, so a start that is killed loses nothing. Before the server is ready, all buckets of the table,
-some of its records and some of the arena have memory. The rest is prefaulted in the background:
-first the records, then the arena (`filling`).
+All files lie in one directory on tmpfs, which the server locks while it runs. The files outlive the
+server: the next server that uses the directory continues with the arena unchanged, and builds a new
+table from the records of the old table (`Leftover`). Always true: the old table and the state file
+stay as the old server left them until `adopt`, so a start that is killed loses no block. Before the
+server is ready, all buckets of the table, some of its records and some of the arena have memory.
+The rest is prefaulted in the background: first the records, then the arena (`memory.filling`).
 """
 
 import errno
@@ -30,16 +30,16 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
 
 # ----------------------------------------------------------------------- Records of the block table
-# The records of the table get memory in pieces, from the first record on. The start prefaults some;
-# the thread that fills the arena prefaults the rest.
+# The records of the table get memory in pieces, from the first record on. The start of the server
+# prefaults the first FIRST_ENTRIES records; the thread that fills the arena prefaults the others.
 #
-# Always true: the first `num_entries` records have memory, and the number only grows. The core has
-# at most that many entries. So the server never writes to a record without memory, which could kill
-# the process.
+# Always true: the first `num_entries` records have memory, and `num_entries` only grows. The core
+# has at most `num_entries` entries. So the server never writes to a record without memory: if
+# memory were short, such a write could kill the process.
 
 FIRST_ENTRIES = 1 << 21
-"""Number of records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with the
-default number of blocks."""
+"""Number of records that the start of the server prefaults. They have 144 MiB, and are enough for
+an arena of 32 GiB with the default number of blocks."""
 PIECE_ENTRIES = 1 << 20
 
 
@@ -64,8 +64,9 @@ class RecordsMemory:
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:
-        """Prefaults the first `num_entries` records; all records if the table has fewer. Blocks the
-        calling thread. Raises OSError if memory is short; `self.num_entries` is then unchanged."""
+        """Prefaults those of the first `num_entries` records that have no memory; all records if
+        the table has fewer. Blocks the calling thread. Raises OSError if memory is short;
+        `self.num_entries` is then unchanged."""
         end = min(num_entries, self._geometry.capacity)
         if end > self.num_entries:
             start_bytes, end_bytes = (
@@ -89,16 +90,17 @@ class RecordsMemory:
 # marks: a byte for each entry, 1 if clients may read its block directly in the arena.
 #
 # Always true: the words have memory, so writing a word never fails. The marks are in the table's
-# file, so that they are replaced together with the entry numbers they refer to. A file of an older
-# server has neither: its arena is extended, its table has no marks.
+# file, so that they are replaced together with the entry numbers to which they refer. The files of
+# an older version of the server have neither words nor marks. Such an arena's file is extended by
+# the words; such a table counts as a table in which no entry is marked.
 
 Marks = NDArray[np.uint8]
 
 
 def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
     """Maps the validity words (by which clients check that blocks are still pinned) at the end of
-    an arena's file, writable, until the array is freed. Extends the file if it has no words. Raises
-    OSError."""
+    an arena's file. Returns them as a writable array; the mapping ends when the array is freed.
+    Extends the file if it has no words. Raises OSError."""
     start = words_offset_bytes(arena_bytes)
     os.posix_fallocate(fd, start, WORD_BYTES)
     return np.frombuffer(mmap.mmap(fd, WORD_BYTES, offset=start), "<u8")
@@ -135,8 +137,8 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
 )
 FILLED_FILE, OWNER_FILE, CONTENTS_FILE = "filled", "server.json", "contents"
 KEPT_FILES = ("calibration-*", "ledger*", "names.json*")
-"""Patterns of files that belong to no single cache: measured copy speeds of devices, the ledger,
-and names. They stay in the directory when a cache is discarded."""
+"""Patterns of files that stay in the directory when the cache in it is discarded, because another
+cache can use them: measured copy speeds of devices, the ledger, and names of engines and models."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,
@@ -148,36 +150,38 @@ FILES: Final = (
     OWNER_FILE,
     *(f"{name}.new" for name in (STATE_FILE, USE_FILE, OWNER_FILE)),
 )
-"""The files of a cache, in the order in which they are removed: first the state file, without which
-a start ignores the other files. A server that is killed while it writes may leave a file that ends
-in `.new`."""
+"""The files of a cache, in the order in which they are removed. The state file is removed first:
+without it, the next server ignores the other files. A file that ends in `.new` is left by a server
+that was killed while it wrote."""
 FIRST_FILL_S = 0.25
 FIRST_FILL_BYTES = 64 << 20
-"""The start prefaults the arena for FIRST_FILL_S seconds, but at least FIRST_FILL_BYTES of it."""
+"""The start of the server prefaults the arena for FIRST_FILL_S seconds, but at least
+FIRST_FILL_BYTES of it."""
 TABLE_HUGE_S = 0.1
-"""Longest time that the start spends to prefault the table as huge pages. With small pages, a
-lookup in a table that is not in the processor's cache waits longer for page tables than for the
-table."""
+"""Longest time, in seconds, that the start of the server spends on prefaulting the table as huge
+pages. They make lookups faster: with small pages, a lookup in a table that is not in the
+processor's cache waits longer for the page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
-"""Pause between two tries to lock the directory. A process that only checks whether a server runs
-holds the lock for microseconds."""
+"""Pause between two tries to lock the directory. A try may fail although no server runs, because a
+process that checks whether a server runs holds the lock for microseconds."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
 
 class BusyError(OSError):
-    """Raised if another server has locked the directory. The message names its pid."""
+    """Raised if another server has locked the directory. The message names the server's pid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """The cache that an earlier server left in the directory.
 
-    table: its block table.
-    state: its slab size and key spaces.
+    table: the block table.
+    state: the slab size and the key spaces.
     last_used_s: time of last use of each entry, float64 by entry number, in seconds of the
-        monotonic clock; nan for entries newer than the file of these times. None without the file.
+        monotonic clock; nan for an entry whose time is not in the file of these times. None if
+        there is no valid file.
     marks: by entry number, 1 for entries that clients may read in the arena; valid until `adopt`.
     """
 
@@ -196,9 +200,10 @@ class NodeMemory:
     filling: prefaults the arena and knows how much of it has memory.
     records: prefaults the records of the table.
     words, marks: validity words and marks, for clients that read the arena directly.
-    leftover: the cache of an earlier server, until `adopt`; None if there is none.
-    why_empty: why the files of an earlier server can't be used; empty if they can, or if there are
-        none.
+    leftover: the cache that an earlier server left; None if there is no such cache, and after
+        `adopt`.
+    why_empty: why the files of an earlier server can't be used; an empty text if they can be used,
+        or if there are no such files.
     """
 
     directory: Path
@@ -221,17 +226,17 @@ class NodeMemory:
         mode: int = 0o640, *, prefault: bool = True,
         place: Callable[[int, int], None] | None = None,
     ) -> "NodeMemory":  # fmt: skip
-        """Opens the files in the directory if they fit the arguments; otherwise makes all files
-        anew.
+        """Opens the files in the directory if they fit the arguments. Otherwise removes them and
+        makes new files.
 
         capacity: most entries of the block table.
-        fresh_epoch: epoch of a new table, a random number that identifies the cache.
+        fresh_epoch: epoch of a new cache: a random number that identifies the cache.
         mode: permissions of new files.
         prefault: if True, prefaults the table's buckets, some of its records, and as much of the
             arena as FIRST_FILL_S allows; `records` and `filling` prefault the rest. If False, pages
             get memory when they are written, and all of the arena counts as filled.
-        place: called with (address, num_bytes) before the arena is prefaulted; chooses the NUMA
-            nodes of its memory.
+        place: function that chooses the NUMA nodes of the arena's memory. Called with (address,
+            num_bytes) of the mapped arena, before the arena is prefaulted.
 
         Raises BusyError if another server uses the directory. Raises OSError if memory is short,
         with a message that names the fix. Also raises OSError if files can't be read at the moment
@@ -303,9 +308,10 @@ class NodeMemory:
         """Replaces the old table by the new table, into which the caller has restored the entries,
         and writes `state`. Raises OSError.
 
-        is_renumbered: True if a key space number means different key spaces in the two tables. Then
-            the state file is removed before the tables are exchanged and written after. A start
-            that is killed in between leaves an empty cache, not blocks under the wrong key space.
+        is_renumbered: True if a key space has different numbers in the two tables. Then the state
+            file is removed before the tables are exchanged, and written after. If the server is
+            killed in between, the next server starts with an empty cache; otherwise it would serve
+            blocks under the wrong key space.
         """
         if is_renumbered:
             (self.directory / STATE_FILE).unlink()
@@ -322,8 +328,8 @@ class NodeMemory:
             self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
-        """Writes the state file, without which the next server can't interpret the arena. The call
-        must have ended before the first block of a new key space is stored. Raises OSError."""
+        """Writes the state file, without which the next server can't interpret the arena. The
+        caller stores no block of a new key space before this call has ended. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:
@@ -364,8 +370,9 @@ class NodeMemory:
         remove_files(self.directory, self._lock_fd)
 
     def discard(self) -> None:
-        """Removes the files of the cache after a failed start. Files that belong to no single cache
-        (KEPT_FILES) stay. Blocks while a piece of the arena is being prefaulted."""
+        """Removes the files of the cache after a failed start, and unlocks the directory. The files
+        that another cache can use (KEPT_FILES) stay. Blocks while a piece of the arena is being
+        prefaulted."""
         self.filling.close()
         _remove_files(self.directory)
         if any(any(self.directory.glob(pattern)) for pattern in KEPT_FILES):
@@ -414,8 +421,9 @@ def _remove_files(directory: Path) -> None:
 
 
 def lock_file(path: Path) -> int:
-    """Locks the file at `path` and writes this process's pid into it. Returns the descriptor, which
-    holds the lock. Raises BusyError if another process holds it, or OSError."""
+    """Locks the file at `path` and writes this process's pid into the file. Returns the file's
+    descriptor; closing it releases the lock. Raises BusyError if another process holds the lock, or
+    OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     for left in reversed(range(LOCK_TRIES)):
         try:

@@ -1,8 +1,9 @@
-"""`Clerk`: a thread that reads and writes the files of one place, such as a disk, because a call
-for a file may hang.
+"""`Clerk`: a thread that reads and writes the files of one place, such as a disk. A system call on
+a file may hang, so it must not run on an event loop.
 
 Always true: each clerk has a daemon thread of its own. So a call that hangs delays only the later
-calls of the same clerk. It never delays another place, an event loop or the end of the process.
+calls of the same clerk. It does not delay calls on other places, an event loop, or the end of the
+process.
 """
 
 import queue

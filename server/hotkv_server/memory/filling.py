@@ -1,12 +1,12 @@
 """Fills the arena: prefaults it from its start, in pieces, as huge pages if the kernel provides
-them. The start of the server fills a little, a thread the rest.
+them. The first part is filled while the server starts, the rest by a thread.
 
-Always true: the first `filled_bytes` bytes have memory and retain it, and the number only grows. A
-small file beside the arena, the note, records the number for the next server. Behind `filled_bytes`
-other modules touch only slabs that `bring_in` has prefaulted, so the server never writes to pages
-without memory. If memory runs short, filling ends for good and `problem` gives the reason: no piece
-is begun that would leave the machine or the control group less than `RESERVE_BYTES`, because the
-kernel would then kill a process.
+Always true: the first `filled_bytes` bytes of the arena have memory and retain it, and
+`filled_bytes` only grows. A small file beside the arena, the note, records `filled_bytes` for the
+next server. Behind `filled_bytes`, other modules touch only slabs that `bring_in` has prefaulted,
+so the server never writes to pages without memory. A piece is not filled if the machine or the
+control group would then have less than `RESERVE_BYTES` of free memory, because the kernel might
+have to kill a process. In that case filling ends for good, and `problem` gives the reason.
 """
 
 import logging
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
-"""Longest time to fill one piece with huge pages. If the kernel takes longer or refuses, the rest
-of the arena is filled with pages of any size, which `settle` collapses into huge pages
-afterwards."""
+"""Longest time, in seconds, to fill one piece with huge pages. If the kernel takes longer or
+refuses, the rest of the arena is filled with pages of any size, which `settle` collapses into huge
+pages afterwards."""
 HUGE_LOOK_S = 0.05
-"""Longest time in which the start counts huge pages in an arena that an earlier server has filled:
-enough for some hundred MiB."""
+"""Longest time, in seconds, that `fill_for` spends on counting the huge pages of an arena that an
+earlier server has filled: enough for some hundred MiB."""
 COMING_S = 1.0
-"""Time for which `coming_bytes` looks ahead, in seconds."""
+"""`coming_bytes` is the number of bytes that get memory within this time, in seconds."""
 PAUSE_S = 0.01
 NOTE: Final = struct.Struct("<8sqq")
 NOTE_MAGIC: Final = b"HOTKVFI1"
@@ -53,12 +53,12 @@ def read_note(path: Path, arena: FileMapping) -> int:
 
 
 class Filling:
-    """Fills the arena with memory: `fill_for` at the start, then a thread. Until `start`, only the
-    thread that made this object uses it.
+    """Prefaults the arena: `fill_for` fills the first part while the server starts, and a thread
+    fills the rest. Until `start` is called, only the thread that made this object uses it.
 
     filled_bytes: number of bytes, from the arena's start, that are known to have memory.
-    problem: why filling ended early; empty if it did not.
-    note: path of the note (`read_note`).
+    problem: why filling ended early; an empty text if it did not end early.
+    note: path of the file that records `filled_bytes` (`read_note`).
     """
 
     def __init__(self, arena: FileMapping, note: Path, filled_bytes: int) -> None:
@@ -112,11 +112,12 @@ class Filling:
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills for `budget_s` seconds, but at least one piece and at least `least_bytes`. Blocks
-        the calling thread. Raises OSError if memory is short for even one piece."""
+        """Fills the arena for `budget_s` seconds, but at least one piece and at least
+        `least_bytes`. Blocks the calling thread. Raises OSError if memory is short for even one
+        piece."""
         if self._filled_bytes:
-            # An earlier server has filled these bytes: count their huge pages. `settle` handles
-            # those that are not counted in HUGE_LOOK_S.
+            # An earlier server has filled these bytes: count their huge pages for HUGE_LOOK_S.
+            # `settle` counts the others.
             self._huge_end = self._arena.make_huge(
                 0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self._filled_bytes
             )
@@ -132,13 +133,14 @@ class Filling:
                 break
 
     def bring_in(self, start: int, num_bytes: int) -> None:
-        """Prefaults a part of the arena behind `filled_bytes` that holds restored blocks. Call it
-        before `start`. Blocks; raises OSError."""
+        """Prefaults a part of the arena behind `filled_bytes` in which restored blocks lie. May be
+        called only before `start`. Blocks the calling thread. Raises OSError if memory is short."""
         self._arena.populate(start, num_bytes)
 
     def wait(self, end: int) -> None:
-        """Blocks until the first `end` bytes have memory. Before `start`, the calling thread fills
-        them itself. Raises OSError if filling ends before that."""
+        """Blocks until the first `end` bytes of the arena have memory. If the thread has not been
+        started yet, the calling thread fills these bytes itself. Raises OSError if filling ends
+        before the bytes have memory."""
         while self._thread is None and self._filled_bytes < end:
             self._fill_next()
         with self._changed:
@@ -154,9 +156,10 @@ class Filling:
         """Starts the thread, which fills the rest of the arena.
 
         on_filled: called on the thread after each piece, with `filled_bytes` and `coming_bytes`.
-        settles: if True, the thread then calls `settle` for the whole arena; if False, the caller
-            must.
-        first: steps that the thread runs before it fills; if a step raises OSError, filling ends.
+        settles: if True, the thread calls `settle` for the whole arena when it is filled; if False,
+            the caller must call `settle`.
+        first: iterator whose steps the thread runs before it fills the arena, for example to
+            prefault the block table. If a step raises OSError, filling ends.
         """
 
         def work() -> None:
@@ -195,11 +198,13 @@ class Filling:
     def settle(
         self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
     ) -> None:
-        """Waits until a part of the arena is filled. Then maps its pages into this process, and
-        collapses them into huge pages as far as the kernel allows. Raises OSError.
+        """Waits until a part of the arena is filled: `num_bytes` from `start` on; without
+        `num_bytes`, up to `filled_bytes`. Then fills this process's page tables for the part, and
+        collapses its pages into huge pages as far as the kernel allows. Raises OSError.
 
-        Blocks the calling thread, which must not be the event loop's. Works in pieces with pauses,
-        because every other mapping of memory in this process must wait for each piece.
+        Blocks the calling thread, which must not be the event loop's. Works in pieces with pauses
+        of `pause_s`, because while a piece is processed, no other thread of this process can map
+        memory.
         """
         end = self._filled_bytes if num_bytes is None else start + num_bytes
         self.wait(end)
@@ -271,8 +276,8 @@ class Filling:
         log.warning("%s", self.problem)
 
     def _write_note(self) -> None:
-        """Writes the note: how far the arena is filled. It is a single small write to memory, so
-        the note is complete or unchanged even if the server is killed."""
+        """Writes the note: how far the arena is filled. The note is one small write to a file in
+        memory, so it is complete or unchanged even if the server is killed."""
         if self._note_fd < 0:
             self._note_fd = os.open(
                 self._note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

@@ -1,9 +1,9 @@
-"""Finds arenas that servers have left in shared memory: who made them, whether a server uses them,
-and how to free their memory.
+"""Finds arenas that servers have left in shared memory, and removes them. For each arena it reads
+which server used it last, and whether a server uses it now.
 
-Always true: if an arena's lock is held, neither the arena nor any file in its directory is removed.
-For other arenas only the server's own files are removed. Any user may be able to write to the
-folder, so links in it are not followed.
+Always true: if an arena's lock is held, neither the arena nor any other file in its directory is
+removed. Of an arena whose lock is free, only files that servers have made are removed. Any user may
+be able to write to the searched folder, so links in it are not followed.
 """
 
 import contextlib
@@ -45,8 +45,9 @@ class ArenaLeft:
     num_bytes: memory that the arena's files use.
     arena_bytes: size of the arena.
     is_running: True if a server holds the lock; None if this user may not check.
-    pid, runtime_dir, version: of the last server that used it; 0 or empty if unknown.
-    idle_s: time since a file last changed.
+    pid, runtime_dir, version: pid, directory of sockets and version of the server that used the
+        arena last; 0 or empty if unknown.
+    idle_s: seconds since one of the arena's files last changed.
     """
 
     name: str
@@ -62,13 +63,14 @@ class ArenaLeft:
 
     @property
     def is_stale(self) -> bool:
-        """True if certainly no server uses the arena. False if a server does, or if this user may
-        not check."""
+        """True if it is certain that no server uses the arena. False if a server uses it, or if
+        this user may not check."""
         return self.is_running is False
 
 
 def write_owner(directory: Path, runtime_dir: Path, version: str) -> None:
-    """Writes a file beside the arena that tells people which server uses it. Raises OSError."""
+    """Writes a file beside the arena that names the server which uses the arena, for people and for
+    `find`. Raises OSError."""
     scratch = directory / f"{OWNER_FILE}.new"
     scratch.write_text(
         json.dumps({"runtime_dir": str(runtime_dir), "version": version, "pid": os.getpid()})
@@ -83,7 +85,7 @@ def find(folder: Path = SHARED_MEMORY) -> list[ArenaLeft]:
 
 
 def remove(found: ArenaLeft) -> int:
-    """Removes an arena. Returns how many bytes are freed once no engine maps its files.
+    """Removes an arena. Returns how many bytes are freed once no engine maps the arena's files.
 
     Raises BusyError if a server uses the arena, or OSError.
     """
@@ -166,7 +168,7 @@ def _allocated_bytes(directory_fd: int) -> int:
 
 
 def _read(directory_fd: int, name: str) -> bytes:
-    """Returns the beginning of a file; empty if it can't be read."""
+    """Returns the first MAX_OWNER_BYTES bytes of a file; empty if the file can't be read."""
     try:
         fd = os.open(
             name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd
@@ -195,8 +197,9 @@ def _pid(directory_fd: int) -> int:
 
 
 def _is_locked(directory_fd: int) -> bool | None:
-    """Returns True if a server holds the lock; None if this user may not check. Holds a shared lock
-    for a moment; that is why `lock_file` tries more than once."""
+    """Returns True if a server holds the lock; None if this user may not check. To check, acquires
+    a shared lock for a moment. A server that starts at this moment can't lock the file, which is
+    why `lock_file` tries several times."""
     try:
         fd = os.open(
             LOCK_FILE,

@@ -1,5 +1,5 @@
-"""Reads the limits of the machine: locked memory, memory of the control group, huge pages. The
-start warns if the settings do not fit them."""
+"""Reads the limits of the machine: locked memory, memory of the control group, huge pages. When the
+server starts, it warns if its settings exceed these limits."""
 
 import resource
 from pathlib import Path
@@ -18,14 +18,14 @@ def memlock_bytes() -> int:
 
 
 def cgroup_bytes() -> int:
-    """Returns the smallest memory limit among this process's control group and its ancestors;
-    NO_LIMIT if they have no limit or it can't be read."""
+    """Returns the smallest memory limit of this process's control group and the group's ancestors;
+    NO_LIMIT if none of them has a limit that can be read."""
     return min((_number(directory / "memory.max") for directory in _cgroups()), default=NO_LIMIT)
 
 
 def _cgroups() -> list[Path]:
-    """Returns the directories of this process's control group and its ancestors (version 2), the
-    own group first; empty without a control group."""
+    """Returns the directories of this process's control group (version 2) and of the group's
+    ancestors, the process's own group first. Empty if the process has no control group."""
     try:
         own = next(
             line[3:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::")
@@ -46,8 +46,8 @@ def _number(path: Path) -> int:
 
 
 def _field(path: Path, name: str, unit: int) -> int:
-    """Returns the number that follows `name` in a file with a name and a number on each line, times
-    `unit`. NO_LIMIT if the name is missing or the file can't be read."""
+    """Reads a file with a name and a number on each line. Returns the number beside `name`,
+    multiplied by `unit`; NO_LIMIT if the name is missing or the file can't be read."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) * unit for row in rows if row[:1] == [name]), NO_LIMIT)
@@ -56,10 +56,12 @@ def _field(path: Path, name: str, unit: int) -> int:
 
 
 def available_bytes() -> int:
-    """Returns how much memory can be allocated before the kernel must kill a process: the least
-    that the machine and this process's control groups have available.
+    """Returns how many bytes can be allocated before the kernel must kill a process. That is the
+    smallest number among the available bytes of the machine and of each control group of this
+    process.
 
-    NO_LIMIT if the kernel does not say. Memory of files in the page cache counts as available.
+    Returns NO_LIMIT if the kernel does not report these numbers. Memory of files in the page cache
+    counts as available.
     """
     least = _field(MEMINFO, "MemAvailable:", 1024)
     for directory in _cgroups():
@@ -76,8 +78,8 @@ def available_bytes() -> int:
 
 
 def machine_bytes() -> int:
-    """Returns the memory of this machine, or the limit of this process's control groups if that is
-    less; NO_LIMIT if the kernel does not say."""
+    """Returns the memory of this machine in bytes, or the limit of this process's control groups if
+    that is less; NO_LIMIT if the kernel reports neither."""
     return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
 
 

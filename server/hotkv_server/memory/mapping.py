@@ -2,8 +2,9 @@
 files.
 
 A mapping owns one descriptor; `close` unmaps the file and closes the descriptor. Always true:
-address and file offset are congruent modulo 2 MiB. The kernel provides huge pages only then, and
-Python's own mmap does not ensure it. A view from `array` must not be used after `close`.
+address and file offset are congruent modulo 2 MiB. Otherwise the kernel would not provide huge
+pages; Python's own mmap does not choose such an address. A view from `array` must not be used after
+`close`.
 """
 
 import ctypes
@@ -26,15 +27,17 @@ _libc.signal.restype = ctypes.c_void_p
 # --------------------------------------------------------------------- Files that clients cut short
 # Keeps the server alive when a client truncates a file that the server has mapped.
 #
-# Touching a page beyond the end of a file raises SIGBUS, which by default kills the process. No
-# check beforehand helps, because the file may be truncated in the middle of a copy. So mappings of
-# client memory are guarded. At the first such access, the SIGBUS handler replaces the whole mapping
-# by empty memory of the server and calls the mapping's `on_cut`. The copy continues with zeros,
-# which are discarded later. Any other SIGBUS kills the process.
+# Touching a mapped page beyond the end of its file raises SIGBUS, which by default kills the
+# process. A check beforehand does not help, because the client may truncate the file in the middle
+# of a copy. So mappings of client memory are guarded. At the first access beyond the end of the
+# file, the SIGBUS handler replaces the whole mapping by empty memory of the server and calls the
+# mapping's `on_cut`. The copy continues with zeros, which are discarded later. Any other SIGBUS
+# kills the process.
 #
-# The handler is Python. A thread that copies holds neither the GIL nor a lock at that moment, so it
-# may wait for the GIL there. Known fault: a SIGBUS sent with kill(2) may reach a thread that is
-# just acquiring the GIL; then the server hangs until its watchdog ends it.
+# The handler is Python code, which needs the GIL. A thread that copies holds neither the GIL nor a
+# lock, so the handler may wait for the GIL in that thread. Known fault: a SIGBUS sent with kill(2)
+# may reach a thread that is just acquiring the GIL. Then the server hangs until its watchdog ends
+# it.
 
 _SA_SIGINFO = 4
 _CODE_OFFSET, _ADDRESS_OFFSET = 8, 16
@@ -54,12 +57,13 @@ class _Action(ctypes.Structure):
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _guarded: dict[int, tuple[int, Callable[[], None]]] = {}
-"""The guarded mappings, by address: length, and the function to call after a fault."""
+"""The guarded mappings, by address: the length, and the function to call when a thread touches the
+mapping beyond the end of its file."""
 
 
 def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
-    """Guards a mapping: `on_fault` is called when a thread touches it beyond the file's end. It
-    runs in that thread, and must replace the mapping by memory."""
+    """Guards a mapping. When a thread touches the mapping beyond the end of its file, `on_fault` is
+    called in that thread; it must replace the mapping by memory."""
     _guarded[address] = num_bytes, on_fault
 
 
@@ -154,8 +158,8 @@ def has_holes(fd: int) -> bool:
 class FileMapping:
     """Maps the first `num_bytes` of a file, shared and writable.
 
-    address: where the mapping begins in this process.
-    huge_bytes: bytes that `make_huge` has put into huge pages.
+    address: the address at which the mapping begins in this process.
+    huge_bytes: number of bytes that `make_huge` has turned into huge pages, or found in huge pages.
     """
 
     def __init__(
@@ -172,10 +176,11 @@ class FileMapping:
         `num_bytes`.
 
         name: name of the file, for messages.
-        exclusive: True if the file belongs to the server, so that missing pages may be prefaulted.
-        on_cut: function for a file of a client, which may truncate it at any time; None for other
-            files. It is called from any thread after this process has touched a page beyond the
-            end. From then on the mapping is empty memory.
+        exclusive: True if the file belongs to the server. Only then pages that have no memory may
+            be allocated by this process.
+        on_cut: for a file of a client, which may truncate the file at any time: function that is
+            called, in any thread, after this process has touched a page beyond the file's end. From
+            then on the mapping is empty memory. None for other files.
         """
         try:
             if os.fstat(fd).st_size < num_bytes:
@@ -218,8 +223,8 @@ class FileMapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """Returns False if the file was truncated since it was mapped, so that touching the mapping
-        could kill this process."""
+        """Returns False if the file was truncated since it was mapped: the bytes of the mapping are
+        then not the client's, and touching an unguarded mapping could kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def has_holes(self) -> bool:
@@ -235,8 +240,8 @@ class FileMapping:
         )
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
-        """Prefaults every page of a part, and its page tables. Blocks; raises OSError if memory is
-        short."""
+        """Prefaults every page of a part of the file, and fills this process's page tables for
+        them. Blocks the calling thread. Raises OSError if memory is short."""
         num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
         try:
             self._advise(_POPULATE_WRITE, start, num_bytes)
@@ -256,9 +261,10 @@ class FileMapping:
         """Prefaults the bytes from `start` to `end` as huge pages, until `budget_s` seconds have
         passed or the kernel refuses.
 
-        Returns the offset that it has reached, a multiple of 2 MiB. Below this offset, the kernel
-        may have refused single huge pages. Adds to `huge_bytes`. Blocks the calling thread. The
-        time is limited because the kernel is slow if it must compact memory first.
+        Returns the offset up to which it has tried, a multiple of 2 MiB. The kernel may have
+        refused some of the huge pages before this offset. Adds the bytes in huge pages to
+        `huge_bytes`. Blocks the calling thread. The time is limited because the kernel is slow if
+        it must compact memory first.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -278,8 +284,8 @@ class FileMapping:
         return start
 
     def _collapse(self, start: int, num_bytes: int) -> int:
-        """Collapses a range into huge pages. Returns the length of the range, or 0 if the kernel
-        refused."""
+        """Collapses the small pages of a range into huge pages. Returns the length of the range, or
+        0 if the kernel refused."""
         try:
             # The kernel collapses a range only if it has at least one page.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
@@ -299,8 +305,8 @@ class FileMapping:
             os.close(self.fd)
 
     def _replace(self) -> None:
-        """Replaces the mapping by empty memory, and calls `on_cut`. Called in the middle of the
-        access that failed."""
+        """Replaces the mapping by empty memory, and calls `on_cut`. Called by the SIGBUS handler,
+        in the middle of the access beyond the file's end."""
         self._is_cut = True
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)

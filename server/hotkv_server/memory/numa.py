@@ -1,8 +1,9 @@
 """NUMA: chooses the NUMA nodes of the arena's memory, and the processors for a device's copy
 threads.
 
-The nodes are read from /sys, without CUDA, because memory must be placed before it is prefaulted.
-If the kernel refuses a placement, the server continues and logs one line.
+The nodes are read from /sys and not through CUDA: memory must be placed before it is prefaulted,
+and CUDA may not have started by then. If the kernel refuses a placement, the server continues and
+logs one line.
 """
 
 import contextlib
@@ -82,14 +83,12 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
 
 
 def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
-    """Returns the NUMA nodes for the arena's memory that the setting `arena.numa` (`wanted`)
-    selects on this machine. Empty if memory may come from any node. Raises ValueError for a node
-    without memory.
+    """Returns the NUMA nodes for the arena's memory that the setting `arena.numa` selects on this
+    machine. Empty if memory may come from any node. Raises ValueError for a node without memory.
 
-    none: any node.
-    A number: that node.
-    interleave: all nodes that have memory; empty on a machine with one node.
-    auto: the nodes of all GPUs; empty on a machine with one node, or without GPUs.
+    wanted: the setting. `none`: any node. A number: that node. `interleave`: all nodes that have
+        memory; empty on a machine with one node. `auto`: the nodes of all GPUs; empty on a machine
+        with one node, or without GPUs.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
@@ -109,8 +108,8 @@ def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
 
 def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
     """Asks the kernel to allocate the pages of a memory range on these NUMA nodes: interleaved if
-    there are several, and on other nodes when they are full. Affects pages that have no memory yet.
-    Returns why the kernel refused; empty on success."""
+    `nodes` has several, and on other nodes when these are full. Affects only pages that have no
+    memory yet. Returns why the kernel refused; an empty text on success."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how to ask for it on {platform.machine()}"
@@ -140,8 +139,8 @@ def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def on_processors(wanted: frozenset[int]) -> Iterator[None]:
-    """Lets threads that are started in the `with` block run only on the wanted processors. If this
-    process may use none of them, the threads run on any processor."""
+    """Lets threads that are started in the `with` block run only on the processors in `wanted`. If
+    this process may not use any of these processors, the threads run on any processor."""
     before = os.sched_getaffinity(0)
     usable = wanted & before
     if not usable or usable == before:

@@ -1,9 +1,10 @@
 """Pins the arena for devices: a thread registers the arena's memory with CUDA piece by piece, from
 its start.
 
-Always true: the first `pinned_bytes` bytes are registered, in pieces of `piece_bytes`. The number
-only grows until `close`, which unregisters all pieces. If CUDA refuses, the thread ends: bytes that
-are not pinned are copied slowly, and `error` says which permission is missing.
+Always true: the first `pinned_bytes` bytes of the arena are registered, in pieces of `piece_bytes`.
+`pinned_bytes` only grows until `close`, which unregisters all pieces. If CUDA refuses to register a
+piece, the thread ends, and `error` says which permission may be missing. Bytes that are not pinned
+are copied too, but slowly.
 """
 
 import logging
@@ -21,10 +22,11 @@ log = logging.getLogger(__name__)
 class ArenaPinner:
     """Pins the arena piece by piece, on a thread of its own.
 
-    error: why pinning ended early; empty if it did not.
-    took_s: time that pinning has taken so far.
-    prepare: called with (start, num_bytes) before a part is pinned, because its pages can't be
-        moved afterwards.
+    error: why pinning ended early; an empty text if it did not end early.
+    took_s: time that pinning has taken so far, in seconds.
+    prepare: function that makes a part of the arena ready for pinning, for example with huge pages,
+        because pinned pages can't be moved. Called with (start, num_bytes) before the part is
+        pinned.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class ArenaPinner:
         return self._pinned_bytes == self.num_bytes
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died before pinning ended: because all is pinned, CUDA
-        has refused (`error`), or `close` was called."""
+        """Returns False if the thread has died too early: before all of the arena was pinned, CUDA
+        had refused a piece (`error`), or `close` was called."""
         return (
             self.is_done
             or bool(self.error)

@@ -2,8 +2,9 @@
 next server needs it to interpret the blocks.
 
 Always true: the file is replaced as a whole before the first block of a new key space can be
-stored. So it has the key space of every ready block in the table. A file that has another format
-version or contradicts itself is refused, never read in part.
+stored. So it has the key space of every ready block in the table, unless a write has failed
+(`node.persistence`). A file that has another format version or contradicts itself is refused, never
+read in part.
 """
 
 import itertools
@@ -20,8 +21,8 @@ from hotkv_proto.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
-"""Key spaces as JSON, each computed once: whenever a key space is added, all of them are
-written."""
+"""The JSON texts of key spaces. Each text is computed once, because all key spaces are written
+whenever a key space is added."""
 
 
 class StateError(Exception):
@@ -52,16 +53,17 @@ class ServerState:
 
 
 def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
-    """Replaces the state file as a whole. Raises OSError; the file is then whole too, old or new.
-    `sync`: as in `replace_file`."""
+    """Replaces the state file as a whole. If it raises OSError, the file has either the old or the
+    new content, complete. `sync`: as in `replace_file`."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)
 
 
 def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
-    """Replaces a file as a whole by a file with the text in `pieces`. Raises OSError; the old file
-    is then unchanged, unless only the sync of its directory failed.
+    """Replaces the file at `path` as a whole by a file with the text in `pieces`. If it raises
+    OSError, the old file is unchanged; only if the sync of its directory has failed, it may be
+    replaced already.
 
     sync: if True, returns only after the text has reached the disk.
     """

@@ -15,8 +15,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Bytes that each item uses of the feed's limit (FEED_BYTES), in addition to the bytes of its
-arrays."""
+"""Bytes that each item counts towards the feed's limit (FEED_BYTES), in addition to the bytes of
+the item's arrays."""
 MAX_READERS = 64
 
 
@@ -67,9 +67,9 @@ class Feed(Generic[T]):
         return self.take(most)
 
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
-        """Returns up to `most` items without waiting; none if the feed is empty. If it returns
-        several items, they have at most `most_bytes` together. Also returns how many items were
-        lost since the last report of a loss."""
+        """Returns up to `most` items without waiting; an empty list if the feed is empty. If it
+        returns several items, they have at most `most_bytes` together. Also returns how many items
+        were lost, as `get` does."""
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:

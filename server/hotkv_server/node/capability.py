@@ -1,11 +1,12 @@
 """The interface between the node and its capabilities: optional parts of the server, such as hints
 or residencies.
 
-The node holds a tuple of capabilities. It calls each capability when something happens, and asks
-each for its figures and for the calls that it serves. Capabilities do not know each other: if a
-capability needs another, a protocol in this module describes the need and the node connects the
-two. Every method of `Capability` has a default that adds nothing. All methods run on the event
-loop. They wait neither for files nor for other machines, unless their docstring says otherwise.
+The node holds the capabilities of its server. It calls each capability at events, for example when
+blocks were stored, and asks each for its figures and for the gRPC calls that it serves.
+Capabilities do not know each other: if a capability needs another, a protocol in this module
+describes the need and the node connects the two. Every method of `Capability` has a default that
+does nothing. All methods run on the event loop. They wait neither for files nor for other machines,
+unless their docstring says otherwise.
 """
 
 import math
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 
-# A topic is a report of the server about itself: plain figures that any view can show.
+# A topic is a report that the server makes about one of its subjects, for example its key spaces.
+# Operators request it by name, with the command `hotkv`, on the status page or over HTTP.
 #
-# Field names are the names that `hotkv --json` shows. Numbers are plain, hashes are hexadecimal,
-# states are words. A topic is computed on the event loop and its size is bounded.
+# The field names of a report are the names that `hotkv --json` shows. Numbers are plain, hashes are
+# hexadecimal, states are words. A topic is computed on the event loop and its size is bounded.
 
 
 Figures = dict[str, Any]
@@ -42,8 +44,9 @@ MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """The filters of a request for a topic, as texts by name. The methods parse them, and raise
-    INVALID_FIELD for a value that is not valid."""
+    """The filters with which an operator requests a topic, as texts by name; they select what the
+    report covers. Each method parses one filter, and raises INVALID_FIELD if its value is not
+    valid."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -88,7 +91,7 @@ NO_FILTERS = Filters({})
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A report of the server about itself, which operators request by name.
+    """A report of the server about one of its subjects, which operators request by name.
 
     tell: function that computes the report.
     filters: names of the filters that `tell` uses.
@@ -99,10 +102,10 @@ class Topic:
 
 
 async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str]) -> Figures:
-    """Returns the figures of the topic `name`; the list of all topics if `name` is empty. `given`:
-    the filters of the request.
+    """Computes the report of the topic `name`. If `name` is empty, returns the names of all topics
+    with their filters. `given`: the filters of the request.
 
-    Raises INVALID_FIELD for an unknown topic or filter, and the topic's own errors.
+    Raises INVALID_FIELD for an unknown topic or filter, and the errors of the topic's `tell`.
     """
     if not name:
         return {"topics": {name: list(topic.filters) for name, topic in topics.items()}}
@@ -122,15 +125,16 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
     return told if isinstance(told, dict) else await told
 
 
-# Protocols: what capabilities need from each other and from the node.
+# Protocols: each describes an object that a capability or the node needs from another capability,
+# or a value that the two exchange.
 
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Which of the blocks of some lists lie in one tier.
+    """The part of the answer to `Lookups.find` about one tier.
 
     name: name of the tier.
-    masks: for each list, a mask of its blocks that lie in the tier.
+    masks: for each list of the call, a mask of its blocks that lie in the tier.
     is_up: True if the tier can be read at the moment.
     bytes_per_s: rate of the tier's last reads; 0 if no read has found a block.
     """
@@ -146,12 +150,12 @@ class Epochs(Protocol):
     flushes of each key space; the count is the key space's epoch."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if all blocks of the key space in host memory are certainly newer than every
-        flush, flushes by other nodes included."""
+        """Returns True if it is certain that all blocks of the key space in host memory were stored
+        after the last flush of the key space by any node."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True. Returns False if the time
-        ended or the key space was forgotten first."""
+        """Waits, for a bounded time, until `may_serve` returns True. Returns False if it did not
+        within that time, or if the key space was forgotten meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
@@ -169,8 +173,8 @@ class Lookups(Protocol):
         """Returns True if a lookup of these blocks must wait for the answer of a shared tier."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Asks shared tiers which of the blocks they have. Waits, for a bounded time, for their
-        answers, which later lookups use."""
+        """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
+        time. Stores the answers for the lookups that follow."""
 
     def lies_elsewhere(
         self,
@@ -179,8 +183,8 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns which blocks lie in a tier below host memory or are being promoted from there, a
-        mask for each list.
+        """Returns for each list a mask of the blocks that lie in a tier below host memory, or are
+        being promoted from a tier.
 
         ready: for each list, the blocks that are in host memory.
         tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
@@ -246,19 +250,21 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a lease of these blocks must wait for tiers, because they may have blocks
-        that host memory lacks, or promote some already."""
+        """Returns True if a call for a lease on these blocks must wait for tiers, because host
+        memory lacks some of the blocks, and a tier may have them or is being read for them
+        already."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Promotes blocks from tiers into host memory and pins them there. Waits for a bounded
-        time. Pass the result to `let_go`, which unpins the blocks."""
+        """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.
+        Waits for that for a bounded time. The caller passes the result to `let_go`, which unpins
+        the blocks."""
 
     def let_go(self, held: Any) -> None:
-        """Releases the pins that `bring_up` has made; `held` is its result."""
+        """Releases the pins that a call of `bring_up` has made. `held`: the result of that call."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Promotes those of the listed blocks that lie in tiers below host memory, as far as there
-        is room. Returns when the blocks are promoted, or at the time `until_s`."""
+        """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
+        when the blocks are promoted, or at the time `until_s`."""
 
 
 class Tracer(Protocol):
@@ -269,8 +275,8 @@ class Tracer(Protocol):
         traced."""
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins spans for blocks that are about to be written to a tier: one for each traced store
-        that stored some of the blocks, up to a limit."""
+        """Begins spans for blocks that are about to be written to a tier: one span for each traced
+        store call that stored some of the blocks, up to a limit of spans."""
 
 
 OnReady = Callable[[Entries, Medium, str], None]
@@ -290,8 +296,9 @@ Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
 """Function that handles the messages of one kind from a session's stream. Returns the answer's
-message, a task or awaitable of it, or None if the message has no answer. To save a copy of a large
-answer, it may return the whole message of the stream."""
+message; a task or awaitable that returns it; or None if the message has no answer. The function may
+also return a complete message of the stream that contains the answer: this saves copying a large
+answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,10 +358,10 @@ class Capability:
     def key_space_added(
         self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
     ) -> None:
-        """Called when a key space becomes known.
+        """Called when a key space is registered, and at the start for each restored key space.
 
-        model_names: names by which requests address the model, as the session that brought the key
-            space reports them; empty if it came without a session.
+        model_names: names by which requests address the model, as reported by the session with
+            which the key space was registered; empty if it was registered without a session.
         """
 
     def model_named(self, number: int, name: str) -> None:
@@ -397,8 +404,8 @@ class Capability:
 
         notices: blocks removed from host memory.
         below: blocks removed from the disk.
-        flushed_key_space_id: key space that has no block any more, because a flush has just removed
-            all; 0 for none, also if blocks were stored during the flush.
+        flushed_key_space_id: the key space of which a flush has just removed all blocks; 0 if no
+            flush has ended, or if blocks were stored during the flush.
         """
 
     def key_space_flushed(self, number: int) -> None:
@@ -412,8 +419,8 @@ class Capability:
         """Called when an engine reports a request, before its blocks count as used."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """Called when the node has recorded a use of the blocks of a reported request. May let
-        other tasks run."""
+        """Called after `request_scheduled`, when the node has recorded a use of the blocks of the
+        reported request. May let other tasks run."""
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:
         """Called when an engine reports the end of a request."""
@@ -428,7 +435,7 @@ class Capability:
     # Reports
 
     def topics(self) -> Mapping[str, Topic]:
-        """Returns the topics (reports) that operators can request, by name."""
+        """Returns the topics (reports) of this capability that operators can request, by name."""
         return {}
 
     def status(self, *, has_names: bool) -> Figures:
@@ -469,8 +476,8 @@ class Capability:
         return ()
 
     def session_calls(self) -> Mapping[str, SessionCall]:
-        """Returns functions that handle messages of a session's stream, by field of
-        `hotkv.v1.ConnectRequest`."""
+        """Returns functions that handle messages of a session's stream. The keys are names of
+        fields of `hotkv.v1.ConnectRequest`: a function handles the messages with that field."""
         return {}
 
     def traced(self, calls: Any) -> Any:
@@ -492,7 +499,8 @@ class Capability:
 
     @property
     def tracer(self) -> Tracer | None:
-        """The tracer that makes spans for work below a call; None without tracing."""
+        """The tracer that makes spans for the parts of a traced call; None if this capability does
+        not trace calls."""
         return None
 
     @property
@@ -506,9 +514,10 @@ class Capability:
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of a user's session, which routers name in their hints by
-        `session_id`. Such a session is a conversation, not an engine's session with this server.
+        """Returns the latest prompts of the conversation to which hints of routers refer by
+        `session_id`. This id is not the id of an engine's session with this server.
 
-        Each item: tenant, key space id, hash words. `tenant`: an empty text means all tenants.
+        Each item: tenant, key space id, hash words. `tenant`: returns only prompts of this tenant;
+        an empty text means all tenants.
         """
         return ()

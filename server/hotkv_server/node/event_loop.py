@@ -22,20 +22,21 @@ from hotkv_server.cache.room.removal import Parts
 
 
 SLICE_S = 0.004
-"""Length of a slice, in seconds: how long a piece of long work runs before other tasks do. The last
-step of a slice may end later; most steps of the core are shorter than a slice."""
+"""Length of a slice, in seconds: how long a piece of long work runs until other tasks run. A slice
+ends with the first step that ends after this time; most steps of the core take less."""
 T = TypeVar("T")
 
 
 class Breaks:
-    """Lets other tasks run from time to time, in a coroutine that does many short parts of work."""
+    """Lets other tasks run after each slice (SLICE_S) of a coroutine that does many short parts of
+    work."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
 
     async def between(self) -> None:
-        """Lets other tasks run if the slice (SLICE_S) is over. The coroutine calls it between two
-        parts."""
+        """Lets other tasks run if the slice (SLICE_S) is over. The coroutine awaits this method
+        between two parts of its work."""
         if time.perf_counter() >= self._ends_s:
             await asyncio.sleep(0)
             self._ends_s = time.perf_counter() + SLICE_S
@@ -45,7 +46,8 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
     """Runs `steps` in slices of SLICE_S, between which other tasks run. Yields for each slice the
     results of its steps, and True if another slice follows.
 
-    Yields at least once. The body of the caller's loop runs before other tasks do.
+    Yields at least once. The body of the caller's `async for` loop runs after each slice, before
+    other tasks run.
     """
     has_more = True
     taken: list[T]
@@ -84,13 +86,15 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 
 # Lag: how late the event loop runs its callbacks, and which function blocked it longest.
 #
-# A timer is due every TICK_S; when it runs late, every other callback is as late. If it is late by
-# more than HELD_S, a thread looks at the loop and records which function of hotkv it runs. Figures
-# cover WINDOW_S. While nothing is late, timer and thread slow down to QUIET_TICK_S, so that an idle
-# server takes little processor time; a delay then counts for all ticks that were left out.
+# A timer is due every TICK_S; when the timer runs late, every other callback of the loop is as
+# late. If the timer is late by more than HELD_S, a thread records which function of hotkv the loop
+# is running. Figures cover the last WINDOW_S. While no delay is longer than QUIET_LAG_S, the timer
+# and the thread slow down to QUIET_TICK_S, so that an idle server uses little processor time; a
+# measured delay then counts for all ticks that were left out.
 #
-# If the loop is late by HUNG_S, or by up to ARM_S more, faulthandler writes the stacks of all
-# threads to stderr, once. It does not need the GIL, so it works whatever blocks the loop.
+# If the loop hangs, faulthandler writes the stacks of all threads to stderr, once, between HUNG_S
+# and HUNG_S + ARM_S after the timer last ran. faulthandler does not need the GIL, so it works
+# whatever blocks the loop.
 
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
@@ -98,7 +102,8 @@ QUIET_LAG_S = 0.005
 """After a delay longer than this, `LoopLag` measures every TICK_S again, not every QUIET_TICK_S."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""If the loop is later than this, the thread records which function the loop runs."""
+"""If the loop is late by more than this, in seconds, the thread of `LoopLag` records which function
+the loop is running."""
 HUNG_S = 10.0
 ARM_S = 5.0
 """Interval at which faulthandler's timer is restarted. Each restart starts a thread."""
@@ -109,8 +114,8 @@ class Lag:
     """Delays of the event loop in the last WINDOW_S, in seconds.
 
     p50_s, p99_s: percentiles of the delays.
-    held_by: function that the loop ran during the longest delay that the thread saw; empty if it
-        saw no delay.
+    held_by: function that the loop ran during the longest delay that the thread of `LoopLag` has
+        recorded; empty if it has recorded no delay.
     """
 
     p50_s: float
@@ -145,8 +150,8 @@ class LoopLag:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Returns True while the thread that looks at the loop is alive; also before `start` and
-        after `close`."""
+        """Returns False if the thread that watches the loop has died. Returns True before `start`
+        and after `close`."""
         return self._ended.is_set() or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
@@ -164,7 +169,7 @@ class LoopLag:
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """Returns the longest delay of approximately the last `seconds`."""
+        """Returns the longest delay in the last `seconds` seconds, approximately."""
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 
@@ -188,15 +193,16 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """Runs on the thread: records once, each time the loop is late, which function it runs."""
+        """Runs on the thread of this object: each time the loop is late, records once which
+        function the loop is running."""
         while not self._ended.wait(self._num_ticks * TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
 
 
 def _function_of(frame: FrameType | None) -> str:
-    """Returns the innermost function of hotkv on the stack `frame`, as module:name. If there is
-    none, returns the innermost function."""
+    """Returns the innermost function of hotkv on the stack whose innermost frame is `frame`, as
+    module:name. If the stack has no function of hotkv, returns the innermost function."""
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -1,9 +1,9 @@
-"""Growth of the arena: its memory is allocated in the background after the start, and stores wait
-for memory that comes soon.
+"""Growth of the arena: after the start, the arena's memory is allocated (prefaulted) in the
+background. `Growth` reports the new memory to the core, and lets stores wait for it.
 
-Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait it may
-evict blocks, as in an arena that is full. Stores wait in the order of their arrival. Lookups and
-loads never wait. On the event loop only.
+Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait the
+store may evict blocks, as if the arena were full. Waiting stores continue in the order of their
+arrival. Lookups and loads never wait. On the event loop only.
 """
 
 import asyncio
@@ -32,16 +32,17 @@ class Growth:
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
         """Reports to the core that the first `filled_bytes` of the arena have memory now, and wakes
-        waiting stores. `coming_bytes`: about how many more bytes get memory within moments; 0 if no
-        more follow."""
+        waiting stores. `coming_bytes`: about how many more bytes get memory within a second; 0 if
+        the whole arena has memory."""
         self._is_growing = coming_bytes > 0
         self._core.space.grow(filled_bytes, coming_bytes)
         self._grown.set()
         self._grown = asyncio.Event()
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        """Waits, at most PATIENCE_S, until the blocks of a store that are not in host memory have
-        room without an eviction. Returns True if it waited: other tasks ran meanwhile."""
+        """Waits, at most PATIENCE_S, until there is room for the new blocks of a store (the blocks
+        of `runs` that are not in host memory) without an eviction. Returns True if it waited, so
+        that other tasks have run meanwhile."""
         must_wait = not self._has_room(key_space_id, runs)
         if must_wait:
             with contextlib.suppress(asyncio.TimeoutError):

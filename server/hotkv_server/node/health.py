@@ -1,14 +1,15 @@
 """Health: starts and watches every loop of the server by name, and watches its threads.
 
-There are two ways to start a loop, and both watch its task: `async for _ in health.turns(name,
-pause_s)`, or `run` for work without turns. So a loop can't be left unwatched by mistake.
+A loop is started in one of two ways, and both watch its task: `async for _ in health.turns(name,
+pause_s)` for a loop that works in turns, `run` for other work. So a loop can't be left unwatched by
+mistake.
 
 Always true: a part (loop or thread) that has died stays a problem. A part that is stuck is a
 problem until it continues. While there is a problem, the server reports that it does not serve, and
-systemd's watchdog gets no signal. A broken invariant of the core is final, because the core's
-answers are not reliable then: the server grants no lease and stores no block, and the process ends.
-The next server relies on the arena and the block table, not on this process's data. On the event
-loop only.
+systemd's watchdog gets no signal. If an invariant of the core is broken, the core's answers are no
+longer reliable. The server then grants no lease and stores no block, and the process ends. The next
+server continues with the files of the arena and the block table, which it checks when it restores
+the blocks. On the event loop only.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 CHECK_S = 0.5
 STALLED_S = 10.0
 WAKE_S = 0.002
-"""Shortest pause of a loop with a `wake` event, so that work that comes in short succession is done
-in one turn."""
+"""Shortest pause between two turns of a loop with a `wake` event, in seconds. Work that arrives in
+short succession is then done in one turn."""
 MAX_STORIES = 8
 BOOKS = (
     "hotkv_server.cache",
@@ -44,8 +45,8 @@ BOOKS = (
 """Modules whose assertions are invariants of the cache. A failed assertion in another module fails
 only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names, in reports, of two parts that have no `Sign`: the state of the cache (modules BOOKS), and
-the check of all other parts."""
+"""Names by which `Health.by_component` shows two parts that have no `Sign`: the state of the cache
+(modules BOOKS), and the task that checks all other parts."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
 tracebacks."""
@@ -116,8 +117,8 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
-        """Starts a task that must not end by itself, and watches it until it is cancelled. The
-        other arguments are the fields of `Sign`."""
+        """Starts a task for `work`, which must not end by itself, and watches the task until it is
+        cancelled. The other arguments are the fields of `Sign`."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -131,14 +132,14 @@ class Health:
         limit_s: float = STALLED_S,
         wake: asyncio.Event | None = None,
     ) -> AsyncIterator[None]:
-        """Runs the caller's loop in turns: yields again and again, each time after a pause of
-        `pause_s`. Watches the current task under the name `name`.
+        """Runs the caller's `async for` loop in turns: pauses for `pause_s` before each turn. A
+        turn is the body of the loop. Watches the current task under the name `name`.
 
         wake: event that ends a pause early, but not before WAKE_S. It is cleared before the turn.
 
-        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck.
-        If the task returns, the watch ends; if it raises, it has died. A turn must not wait for a
-        tier, a file or anything else that may hang; it must start a task for that.
+        A turn that lasts longer than `limit_s` counts as stuck. If the task returns, the watch
+        ends. If the task raises, it counts as dead. A turn must not wait for a tier, a file or
+        anything else that may hang; it must start another task for that.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
@@ -198,8 +199,8 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Returns the problems because of which the server does not serve, a sentence for each;
-        empty if there are none."""
+        """Returns the current problems, a sentence for each. While there is a problem, the server
+        does not serve."""
         return tuple(said for said in self.by_component(now_s).values() if said)
 
     def by_component(self, now_s: float) -> dict[str, str]:
@@ -217,9 +218,9 @@ class Health:
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Handles an unexpected exception that was already logged. If it is a failed assertion of
-        the cache (modules BOOKS), sets `broken`, which ends the server. `where`: what was being
-        done, for the message."""
+        """Handles an unexpected exception that the caller has logged. If it is a failed assertion
+        of the cache (modules BOOKS), sets `breach` and `broken`, which ends the server. `where`:
+        says in the message which part of the server raised the exception."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -253,12 +254,12 @@ def is_of_the_books(error: BaseException) -> bool:
 
 
 def stories(error: BaseException) -> list[str]:
-    """Returns lines for the log about the entries of the cache that an exception may concern: the
-    present state of each (`inspect.story`), at most MAX_STORIES lines. Empty if the traceback leads
-    to no `BlockIndex`.
+    """Describes, for the log, the entries of the cache that an exception may concern. Returns a
+    line with the present state of each entry (`inspect.story`), at most MAX_STORIES lines. Returns
+    an empty list if the variables in the traceback do not lead to a `BlockIndex`.
 
-    Looks in the frames of the traceback, innermost first, for local variables with a name in
-    ENTRY_NAMES, which hold entry numbers.
+    Finds the entries in the frames of the traceback, innermost first: in local variables with a
+    name in ENTRY_NAMES, which hold entry numbers.
     """
     index: BlockIndex | None = None
     found: dict[int, None] = {}

@@ -1,9 +1,9 @@
 """Reading in place: a client reads leased blocks through its own mapping of the arena.
 
 Always true: a client learns the offset of a block that came from an earlier server only after the
-block's bytes have been compared with its check value and agree. The call that asks for offsets
-compares first, on a thread. A block that does not agree is condemned (dropped) and is not granted.
-A lease is compared once at a time, however many calls ask for it.
+block's bytes have been found to match its check value. The call that asks for offsets compares
+first, on a thread. A block that does not match is condemned (dropped) and is not granted. If
+several calls ask for the same lease at the same time, they wait for the same comparison.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ from hotkv_server.node.session import LiveSession
 
 
 class InPlace:
-    """Returns the arena offsets of leased blocks to clients, after comparing the blocks with their
-    check values. On the event loop only.
+    """Returns the arena offsets of leased blocks to clients. Blocks that an earlier server stored
+    are first compared with their check values, unless that was done already. On the event loop
+    only.
 
     tell: called when blocks have been condemned.
     """
@@ -39,11 +40,11 @@ class InPlace:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
-        """Returns the session's read lease with the arena offsets of its blocks.
+        """Returns the grant of the session's read lease, with the arena offsets of its blocks.
 
-        Returns the grant at once if all blocks of the lease are verified (compared with their check
-        values), otherwise a task that compares them first. The task raises UNKNOWN_LEASE if the
-        lease ends before the comparison does.
+        If some blocks of the lease must still be compared with their check values, returns a task
+        instead, which compares them and then returns the grant. The task raises UNKNOWN_LEASE if
+        the lease ends before the comparison does.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)

@@ -1,11 +1,11 @@
-"""Names of engines and models, which pages, commands and logs show to people.
+"""The names by which the status page, commands and logs show engines and models to people.
 
 Always true: names are only shown, and no decision depends on them. An engine without a name is
-shown by its id, a model without a name by the name in its key space. Two engines with open sessions
-are never shown by the same name. Memory is bounded: the oldest names are forgotten, and at most one
-write is queued. The names are also written to a file beside the arena, because the ledger (counts
-of hits and savings) also shows engines that have ended. On the event loop; a `Clerk` thread writes
-the file.
+shown by its id. A model without a name is shown by the name in its key space. Two engines with open
+sessions are never shown by the same name. Memory is bounded: the oldest names are forgotten. The
+names are also written to a file beside the arena, because the ledger (counts of hits and savings)
+also shows engines that have ended. At most one write of the file is queued. On the event loop; a
+`Clerk` thread writes the file.
 """
 
 import json
@@ -27,8 +27,8 @@ MAX_NAMES = 1024
 """Most engines whose names are remembered; also most models."""
 MAX_BYTES = 4 << 20
 DIGITS = 16
-"""Number of leading digits of a key space's fingerprint. They identify the key space in the file of
-names and in the ledger."""
+"""How many leading hexadecimal digits of a key space's fingerprint identify the key space, in the
+file of names and in the ledger."""
 T = TypeVar("T")
 
 
@@ -108,9 +108,9 @@ class Names:
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown. That is the name that the engine `engine_id`
-        reported; otherwise the latest name that any engine of the key space reported; otherwise
-        `otherwise`.
+        """Returns the name by which a model is shown: the name that the engine `engine_id` has
+        reported. If there is no such name, returns the latest name that any engine of the key space
+        has reported; if there is none either, returns the argument `otherwise`.
 
         digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
         """
@@ -118,9 +118,9 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space is shown. That is the name that the
-        engine `engine_id` reported; otherwise the latest name that any engine of the key space
-        reported; otherwise `key_space.model`."""
+        """Returns the name by which the model of a key space is shown: the name that the engine
+        `engine_id` has reported. If there is no such name, returns the latest name that any engine
+        of the key space has reported; if there is none either, returns `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file
@@ -178,7 +178,8 @@ def digits_of(key_space: KeySpace) -> str:
 
 
 def _put(names: dict[str, T], key: str, value: T) -> None:
-    """Sets a name as the newest, and forgets the oldest if there are more than MAX_NAMES."""
+    """Sets the names stored for `key` and moves `key` to the end of `names`. Then forgets the
+    first keys, the oldest, until at most MAX_NAMES are left."""
     names.pop(key, None)
     names[key] = value
     while len(names) > MAX_NAMES:

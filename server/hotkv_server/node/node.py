@@ -1,8 +1,8 @@
 """The node: connects the core, its memory, its copy engine and the capabilities on one event loop.
 
-Owns the timer and the drain. Every method runs on the event loop, except `save_use`, which blocks
-its thread. The copy engine's threads move bytes (`transfers`), and other threads map the memory of
-engines (`sessions`).
+The node also runs the timer, and executes a drain. Every method runs on the event loop, except
+`save_use`, which blocks the calling thread. The copy engine's threads copy blocks
+(`node.transfers`), and other threads map the memory of engines (`node.sessions`).
 """
 
 import asyncio
@@ -51,13 +51,14 @@ C = TypeVar("C", bound=Capability)
 
 
 class Node:
-    """Runs the parts of a cache server on one event loop; the module docstring says which.
+    """A cache server without its gRPC services: the core, and the parts that execute its decisions
+    on one event loop.
 
     core: the cache, which makes all decisions.
     capabilities: optional parts of the server; add them before `start`.
-    copy_engine: copies blocks. The code that made it closes it; the node does not.
+    copy_engine: copies blocks. The node does not close it: the code that made it does.
     tiers: the tiers below host memory; None without such tiers.
-    drained: set when a drain has ended.
+    drained: event that is set when a drain has ended.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Node:
 
     def save_use(self) -> None:
         """Writes the blocks' times of last use and the capabilities' files, for the next server.
-        Blocks the calling thread; not on the event loop."""
+        Blocks the calling thread: do not call it on the event loop."""
         self._persistence.save_use()
         for one in self.capabilities:
             one.save()
@@ -195,9 +196,9 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """Reserves slots for blocks that are neither ready nor being stored, as far as room can be
-        made. Evicts blocks to make room, and reports the evictions. The work is done in slices,
-        between which other tasks run.
+        """Reserves slots for those blocks of `runs` that are neither ready nor being stored, as far
+        as room can be made. Evicts blocks to make room, and sends eviction notices. The work is
+        done in slices, between which other tasks run.
 
         Returns the `BlockResult` values, an array for each run (consecutive blocks of a group), and
         the remaining lifetime of the lease in seconds.
@@ -209,8 +210,8 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Reports to the capabilities that blocks became ready in a medium. Reports earlier
-        removals first."""
+        """Notifies the capabilities of blocks that became ready in a medium; before that, of all
+        blocks that were removed earlier."""
         self.effects.run()
         for one in self.capabilities:
             one.blocks_moved(entries, medium, tier)
@@ -221,8 +222,8 @@ class Node:
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space in host memory and in all tiers: afterwards no node finds a block
-        that was stored before the call. Exception: the tiers that `pending_tiers` of the result
-        names did not answer; the server flushes them as soon as they do.
+        that was stored before the call. Exception: `pending_tiers` of the result names the tiers
+        that did not answer; the server flushes each of them as soon as it answers.
 
         If the caller is cancelled, the flush still runs to its end.
         """
@@ -268,8 +269,8 @@ class Node:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Runs the timer loop. A turn waits for no file and no tier: if a turn hung, leases would
-        not expire, and `Health` would end the server."""
+        """Runs the timer loop. A turn must not wait for a file or a tier: if a turn hung, leases
+        would not expire, and `Health` would report that the server does not serve."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

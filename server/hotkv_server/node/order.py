@@ -1,13 +1,14 @@
-"""Device order on the server's side: finds out whether an engine's device has passed a mark. A mark
-is a point in the work of the device that a transfer must not precede (`hotkv_proto.order`).
+"""Marks: finds out whether an engine's device has passed a mark. A mark is a point in the queue of
+the engine's device; a transfer that names a mark must not begin before the device has passed it
+(`hotkv_proto.order`).
 
-Always true: no stream of this server waits for a mark. A device runs many operations of this
-process (closing memory, loading kernels) only after the work of all its streams. So a stream that
-waited for a stuck engine would block every other session. The server polls marks instead: it
-queries events, reads words in a file, or copies words from device memory to the host. A copy takes
-all words (at most 4 KiB), one copy runs at a time, and only while a transfer waits. A mark that is
-never reached delays only its own transfer. The server only reads the engine's memory for this, and
-never writes to it.
+Always true: no CUDA stream of this server waits for a mark. The reason: a device runs many
+operations of this process (closing memory, loading kernels) only after the work of all streams of
+this process. So a stream that waited for a stuck engine would block every other session. The server
+polls marks instead: it queries events, reads words in a file, or copies words from device memory to
+the host. Such a copy takes all words of the session (at most 4 KiB). Each session has at most one
+such copy running, and only while a transfer waits. A mark that is never reached delays only its own
+transfer. To poll marks, the server only reads the engine's memory, and never writes to it.
 """
 
 import ctypes
@@ -36,11 +37,12 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Bytes of `MAX_MARKS` words, one for each mark; also the smallest size that can be pinned."""
+"""Bytes of `MAX_MARKS` words, one for each mark; also one page, the least memory that can be
+pinned."""
 
 
 class MarkReader(Protocol):
-    """Tells whether an engine's device has passed the marks of a session."""
+    """Tells whether the device of a session's engine has passed a mark."""
 
     kind: OrderKind
     num_marks: int
@@ -62,7 +64,7 @@ class EventMarks:
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the events. Raises DeviceError; no event is open then."""
+        """Opens the events. If one can't be opened, closes the others and raises DeviceError."""
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -119,10 +121,8 @@ class FileWords:
 
 class DeviceWords:
     """Reads marks that are counters in words of device memory. Copies the words to host memory to
-    read them.
-
-    If the last copy does not show that the device has passed a mark, `has_passed` starts a new
-    copy.
+    read them. If the last copy does not show that the device has passed a mark, `has_passed`
+    returns False and starts a new copy, which a later call reads.
     """
 
     kind = OrderKind.FLAGS
@@ -187,10 +187,10 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How the server finds out whether a session's device has passed a mark.
+    """How the server finds out whether the device of a session's engine has passed a mark.
 
-    marks: reads the marks. None for the kind HOST: the engine itself sends a transfer only after
-        its device has passed the mark.
+    marks: reads the marks. None for the kind HOST: the engine itself waits for its device, and
+        sends a transfer only after the device has passed the mark.
     message: why the server accepted less than the engine offered; empty if the server accepted all.
     """
 
@@ -226,7 +226,7 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the marks (CUDA events or mapped words). Blocks the calling thread."""
+        """Closes the events or words that the marks are read from. Blocks the calling thread."""
         if self.marks is not None:
             self.marks.close()
 
@@ -302,11 +302,12 @@ def open_order(
     otherwise CUDA events. If neither can be opened, returns a `SessionOrder` without marks. Blocks
     the calling thread.
 
-    The `message` of the result says which marks failed, and why. Words are preferred, because only
-    the engine's queue writes them: CUDA does not document the state of an event whose engine has
-    died.
+    The `message` of the result says which kind of marks could not be opened, and why. Words are
+    preferred to events because of engines that die: only the queue of the engine's device writes a
+    word, but CUDA does not document the state of an event whose engine has died.
 
-    mappings, regions: the session's mapped files, and all its memory, by handle id.
+    mappings: the session's mapped files, by handle id.
+    regions: address ranges of all memory of the session, by handle id.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

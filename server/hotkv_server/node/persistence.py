@@ -1,5 +1,5 @@
-"""Persistence: `Persistence` writes the node's state for the next server, and `take_over` restores
-the state of an earlier server."""
+"""`Persistence` writes the node's state (key spaces and times of last use) for the next server.
+`take_over` restores the blocks and the state of an earlier server."""
 
 import asyncio
 import logging
@@ -24,20 +24,21 @@ log = logging.getLogger(__name__)
 
 # Writing: the node saves its key spaces, and the time of last use of each block.
 #
-# Always true: host memory stores blocks of a key space only after the key space has been written to
-# the state file beside the arena, since blocks can't be read without it. One write runs at a time.
-# A write that has begun runs to its end even if its caller is cancelled. A failed write is logged,
-# and the server continues: blocks of a key space that was not written are lost at a restart, unless
-# a later write succeeds. Tiers record their own blocks.
+# Always true: before the first block of a key space is stored in host memory, the key space is
+# written to the state file beside the arena, because the next server can't use the blocks without
+# it. One write runs at a time. A write that has begun runs to its end even if its caller is
+# cancelled. If a write fails, the failure is logged and the server continues: at a restart, the
+# blocks of a key space that was not written are lost, unless a later write has succeeded. Tiers
+# below host memory record their blocks themselves.
 
 
 CLOSE_S = 5.0
 USE_PARTS = 240
-"""Times of last use are collected in this many parts, one part at each turn of the timer, and then
-written."""
+"""The times of last use are collected in this many parts, one part at each turn of the timer, and
+are written after the last part."""
 PART_ENTRIES = 1 << 14
-"""Least number of entries in a part, so that a small index is collected in few turns. Collecting so
-many entries takes a tenth of a millisecond."""
+"""Least number of entries in a part. Collecting the times of so many entries takes a tenth of a
+millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
@@ -101,7 +102,8 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """Marks the present key spaces as written: `take_over` has written them."""
+        """Marks the key spaces that the core has now as written, because `take_over` has written
+        them."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
@@ -145,8 +147,8 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Collects all times of last use and writes them. Blocks the calling thread; not on the
-        event loop."""
+        """Collects all times of last use and writes them. Blocks the calling thread: do not call it
+        on the event loop."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)
@@ -168,8 +170,9 @@ def take_over(
     """Fills an empty core with the blocks that an earlier server left in `memory`, if any. Writes
     the new table and state. Blocks the calling thread.
 
-    check_s: longest time to compare restored blocks with their check values, in seconds. None:
-        blocks are never compared, and all count as verified.
+    check_s: how long to compare restored blocks with their check values, at most, in seconds. The
+        other restored blocks are compared before their first load. None: restored blocks are never
+        compared; all count as verified.
     Raises OSError if the files can't be written.
     """
     core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)

@@ -1,5 +1,5 @@
-"""`Removals` removes blocks and key spaces, in slices of time. `Effects` reports every removal to
-sessions and capabilities."""
+"""`Removals` removes blocks and key spaces, in slices of time. `Effects` notifies sessions and
+capabilities of every removal."""
 
 import asyncio
 import itertools
@@ -21,8 +21,7 @@ from hotkv_server.node.session import LiveSession
 
 # Effects are the notices that the core's decisions cause, for sessions and capabilities.
 #
-# Always true: notices are sent in the order of the decisions, and before the effects of any later
-# decision. On the event loop only.
+# Always true: notices are sent in the order of the core's decisions. On the event loop only.
 
 
 NOTICE_BLOCKS = 1 << 16
@@ -52,8 +51,8 @@ class Effects:
     def run(self, flushed_key_space_id: int = 0) -> None:
         """Fetches the effects from the core and carries them out.
 
-        flushed_key_space_id: key space that has no block any more, because a flush has just removed
-            all; 0 for none.
+        flushed_key_space_id: the key space of which a flush has just removed all blocks; 0 for
+            none.
         """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]
@@ -90,8 +89,8 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
 log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
-"""Most key spaces that are forgotten in a turn of the timer, or to make room for one new key
-space."""
+"""Most key spaces that are forgotten at one turn of the timer; also most that are forgotten to make
+room for one new key space."""
 KEEPING_S = 0.1
 KEEP_EVERY_S = 1.0
 
@@ -99,8 +98,8 @@ KEEP_EVERY_S = 1.0
 class Removals:
     """Evicts and flushes blocks, forgets key spaces, and keeps tenants within their bounds.
 
-    run_effects: function that carries out the effects of the core's decisions. Its argument is the
-        key space that a flush has emptied, or 0.
+    run_effects: `Effects.run`, which carries out the effects of the core's decisions. Its argument
+        is the key space of which a flush has just removed all blocks, or 0.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Removals:
     async def would_evict(
         self, key_space_id: int, group_index: int = 0, hashes: NDArray[np.uint32] | None = None
     ) -> tuple[int, int, int]:
-        """Predicts the result of `evict` without a change; of `evict_all` if `hashes` is None.
+        """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
         Returns three numbers: blocks that would be evicted, blocks that would stay, and bytes that
         would become free."""
         dropped = kept = num_bytes = 0
@@ -184,8 +183,8 @@ class Removals:
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
         """Sets the tenants' shares of the arena and of the catalog of key spaces. After that,
-        `keep_bounds` evicts blocks of tenants above their new burst bounds. Raises
-        INVALID_FIELD."""
+        `keep_bounds` evicts blocks of tenants above their new burst bounds. Raises INVALID_FIELD if
+        the shares are not possible (`TenantBook.check_shares`)."""
         self._core.space.tenants.share_out(shares)
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
@@ -194,9 +193,9 @@ class Removals:
         """Called at each turn of the timer: evicts blocks of tenants that exceed their burst bound
         (the most bytes that a tenant may use).
 
-        Works for at most KEEPING_S in a turn; the next turn continues. When all blocks were
-        examined, examines them again after KEEP_EVERY_S at the earliest, and only if pins were
-        released or blocks stored since.
+        Works for at most KEEPING_S in a turn; the next turn continues. A pass over all blocks
+        begins at most every KEEP_EVERY_S, and only if pins were released or blocks were stored
+        since the last pass began.
         """
         space = self._core.space
         if self._keeping is None:
@@ -221,7 +220,8 @@ class Removals:
         """Forgets key spaces, with their blocks, until `key_space` can be registered with these
         kinds of representations.
 
-        May forget too few of them; registering `key_space` then raises OVERLOADED.
+        May forget too few key spaces, because at most MAX_FORGOTTEN are forgotten and the others
+        may be in use. Registering `key_space` then raises OVERLOADED.
         """
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations)

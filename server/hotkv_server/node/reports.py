@@ -1,9 +1,10 @@
 """Reports: engines report the requests that they have scheduled, and the node records a use of the
 blocks that these requests used.
 
-A report names the prompt by its hashes, never by its tokens. From the hit rule
-(`hotkv_proto.groups`) the node knows which blocks a hit in the engine's own cache used, so engines
-need not send hashes for each group. A message of reports is accepted or refused as a whole.
+A report names the prompt by its block hashes, never by its tokens. Engines need not send the hashes
+of each group: from the hit rule (`hotkv_proto.groups`) the node knows which blocks of each group a
+hit in the engine's own cache used. If one report of a message is not valid, the whole message is
+refused.
 """
 
 import time
@@ -25,8 +26,8 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.session import LiveSession
 
 MAX_PROMPT_TOKENS = 1 << 32
-"""Most tokens of a reported prompt. Larger than any context; it keeps sums over all reports within
-64 bits."""
+"""Most tokens of a reported prompt; more than any model's context has. With this limit, sums over
+all reports fit into 64 bits."""
 
 
 def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
@@ -59,9 +60,9 @@ def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks that a reported request has used, a list for each group. These are the
-    blocks that its hit in the engine's own cache needed; all blocks of its prompt if it has a
-    retention."""
+    """Returns the blocks that a reported request has used, a list for each group with such blocks.
+    These are the blocks that the request's hit in the engine's own cache needed. If the request has
+    a `Retention`, they are all blocks of its prompt."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens
@@ -118,7 +119,8 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Raises INVALID_FIELD or TOO_LARGE if `note` must not be called with these reports."""
+        """Raises INVALID_FIELD or TOO_LARGE if one of the reports is not valid (see the function
+        `check`). Called before `note`."""
         for report in reports:
             check(report, session.key_space, self._core.config.max_blocks_per_call)
 

@@ -28,15 +28,15 @@ from hotkv_server.security.identity import Peer
 # `SessionMemory` is the engine's memory: mapped files and opened device allocations, from their
 # registration to the session's end.
 #
-# Always true: it is closed as a whole, once, after the last transfer that touches it. A failed
-# registration leaves nothing open. No transfer begins with a file that has holes: the kernel
-# charges a page to the process that touches it first, so a client could make the server allocate
-# the client's memory. Opening and closing block: never call them on the event loop.
+# Always true: the memory is closed as a whole, once, after the last transfer that touches it. A
+# failed registration leaves no file or allocation open. A transfer is refused if a file has holes
+# (pages without memory). If the server touched such a page, the kernel would allocate it and charge
+# it to the server. Opening and closing the memory block: never do it on the event loop.
 
 
 HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time that a registration spends to make the pages of a file huge. Huge pages speed up
-copies, and the engine's own work on the memory."""
+"""Longest time, in seconds, that a registration spends on turning the pages of one file into huge
+pages. Huge pages speed up copies, and the engine's own work on the memory."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class SessionMemory:
     mappings: the mapped file of each handle, by handle id.
     allocations: (device, IPC handle) of each open device allocation.
     regions: address range of each handle's memory in this process, by handle id.
-    order: how marks in the device's queue are read.
+    order: reads the session's marks. A mark is a point in the queue of the engine's device; a
+        transfer that names a mark must not begin earlier.
     """
 
     layout: Layout
@@ -67,7 +68,7 @@ class SessionMemory:
 
     @property
     def waits_for_devices(self) -> bool:
-        """True if `close` waits for a device."""
+        """True if `close` waits for a device, because device memory or marks are open."""
         return bool(self.allocations) or self.order.marks is not None
 
     def is_whole(self) -> bool:
@@ -77,8 +78,8 @@ class SessionMemory:
     def check_use(
         self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
     ) -> None:
-        """Raises HotKVError if a transfer can't use this memory for these blocks or
-        representations, or if a file was truncated or has holes.
+        """Raises HotKVError if the layout does not have these blocks or representations, or if a
+        mapped file was truncated or has holes (pages without memory).
 
         block_ids: block ids in the engine's memory, an array for each run (consecutive blocks of a
             group).
@@ -123,8 +124,9 @@ class SessionMemory:
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError if the layout names a device that this server does not see, or if the marks
-    that the engine offers (`order`) are not valid."""
+    """Raises HotKVError if the layout names a device that this server does not see, or if `order`
+    is not valid. `order`: the marks that the engine offers. A mark is a point in the queue of the
+    engine's device, for which a transfer can wait."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -165,7 +167,7 @@ def _opened(
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
     """Raises ValueError if the handle claims more bytes than its allocation has. A copy beyond the
-    end would make the device unusable."""
+    end of the allocation would make the device unusable for this process."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
         raise ValueError(
@@ -183,13 +185,13 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> SessionMemory:
-    """Maps all files of a layout, with their page tables, and opens all its device allocations.
-    Blocks the calling thread.
+    """Maps all files of a layout, fills their page tables, and opens all device allocations of the
+    layout. Blocks the calling thread.
 
     fds: descriptors by handle id; closed here, also if the call raises.
     on_cut: called when the server finds that a client has truncated its file, see `FileMapping`.
     tenant: the tenant to whom the memory belongs.
-    Raises INVALID_LAYOUT.
+    Raises INVALID_LAYOUT if a file or an allocation does not fit the layout or can't be opened.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -262,14 +264,14 @@ Notice = EvictionNotice | Drain
 class LiveSession:
     """An open session.
 
-    secret_id: any client that presents it may make unary calls for the session and use the
-        descriptor socket.
+    secret_id: any client that presents this id may make unary calls for the session, and pass
+        descriptors for the session over the descriptor socket.
     notices: queue of notices to the client.
     jobs: copy jobs of the transfers in flight, by transfer id.
     settled: set when a transfer or a read of the arena ends.
     received_fds: descriptors that came over the descriptor socket and were not registered yet, by
         handle id.
-    fence: mapped page by which the engine revokes stores; None without it.
+    fence: mapped page by which the engine revokes stores; None if the client has sent no such page.
     on_end: function that ends the session's stream, given the reason.
     """
 
@@ -298,10 +300,10 @@ class LiveSession:
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """What the descriptor socket passes to the client with the session's link (its connection
-    there). `maps_arena`, `maps_table`: True if it passes the descriptors of the arena and of the
-    block table. `knows_words`: True if it passes the position of the validity words, which readers
-    of residencies need."""
+    """What the server passes to the client over the session's link (the session's connection on the
+    descriptor socket). `maps_arena`, `maps_table`: True if it passes the descriptors of the arena
+    and of the block table. `knows_words`: True if it passes the position of the validity words,
+    which readers of residencies need."""
     knows_tiers: bool = False
     """True if the server may delay the answer to a lookup until a shared tier has answered."""
     takes_batches: bool = False
@@ -412,7 +414,8 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes the descriptors of these handles, because the link that sent them has failed."""
+        """Closes the descriptors of these handles, because the link (connection on the descriptor
+        socket) over which they came has failed."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()

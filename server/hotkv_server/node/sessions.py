@@ -1,9 +1,9 @@
 """The open sessions of a node: opens them, registers their memory, and closes them.
 
-Always true: capabilities are notified of a key space when it becomes known, and the key space is
-saved before any of its blocks is stored. A closing session keeps its memory and leases until no
-transfer or read touches them, then releases them all. All methods run on the event loop; threads
-map the memory.
+Always true: when a key space is registered, capabilities are notified of it, and it is saved before
+any of its blocks is stored. A closing session keeps its memory and leases until no transfer or read
+touches them, and then releases all of them. All methods run on the event loop; threads map the
+memory.
 """
 
 import asyncio
@@ -98,8 +98,8 @@ class Sessions:
         """Opens a session and saves its key space. The result has a secret id: any client that
         presents it may use the session.
 
-        engine_name: name of the engine for people; empty if the engine has no name.
-        model_names: names by which requests address the model; people are shown the first.
+        engine_name: name by which the engine is shown to people; empty if the engine has no name.
+        model_names: names by which requests address the model; the first is shown to people.
         hears_evictions: True if the session gets eviction notices.
 
         Raises OVERLOADED, and the errors of `CacheCore.open_session`.
@@ -172,8 +172,9 @@ class Sessions:
             one.key_space_added(number, key_space, model_names)
 
     async def close(self, session: LiveSession) -> None:
-        """Cancels the session's transfers, waits until its memory is idle, then releases its
-        memory, pins and leases. If the session is being closed already, waits for the end."""
+        """Cancels the session's transfers, waits until no transfer or read uses its memory or
+        leases, then releases its memory, pins and leases. If the session is being closed already,
+        waits until it is closed."""
         if session.closing:
             await session.closed.wait()
             return

@@ -2,9 +2,10 @@
 pages.
 
 Always true: a caller never waits for a survey of many entries. Such a survey runs in the
-background, in steps with pauses between them. It runs only when a caller asks for it. While it runs
-it uses about BUSY_SHARE of the event loop's time, and in the long run RESTING_SHARE. On the event
-loop only.
+background, in steps with pauses between them. A survey begins only when a caller asks for it. While
+a survey runs, it uses about BUSY_SHARE of the event loop's time. The next survey begins only after
+a pause, so that all surveys together use at most about RESTING_SHARE of the time. On the event loop
+only.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""Up to this many entry numbers, a survey is made within the call, in some milliseconds."""
+"""If the index has at most this many entry numbers, `latest` makes the survey itself, in some
+milliseconds, instead of starting a task."""
 FRESH_S = 0.5
 """A survey is not repeated before this time has passed, in seconds."""
 
@@ -28,7 +30,7 @@ FRESH_S = 0.5
 class Survey:
     """A finished survey: a census of the entries, and a map of the arena.
 
-    ended_s: when the survey ended, in seconds of the core's clock.
+    ended_s: when the survey ended, in seconds of the monotonic clock.
     took_s: time of the event loop that the survey used, in seconds.
     """
 
@@ -39,8 +41,8 @@ class Survey:
 
 
 class LiveSurvey:
-    """Stores a node's latest survey (census of its entries, and map of the arena). Makes another
-    survey when a caller asks and the latest is old."""
+    """Stores a node's latest survey (census of its entries, and map of the arena). If a caller asks
+    for the survey when it is old, makes another survey."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -53,8 +55,10 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """Returns the latest survey; None until the first survey is complete. If the latest is old,
-        begins another survey, which a later call returns."""
+        """Returns the latest survey; None until the first survey is complete. If the latest survey
+        is old, makes another: in this call if the cache has few entries (AT_ONCE_ENTRIES),
+        otherwise in the background, so that a later call returns it. A survey is old after FRESH_S,
+        or later if it took long (RESTING_SHARE)."""
         latest = self._latest
         if not self._is_idle:
             return latest

@@ -52,8 +52,8 @@ LOAD, STORE = "load", "store"
 class Timings:
     """Histograms of the durations and sizes of calls and transfers, in seconds and bytes.
 
-    lookup_s, lease_s: time from a lookup or a call for a lease to its answer; leases include reads
-        from tiers.
+    lookup_s, lease_s: time from a lookup, or from a call for a lease, to the answer. The time of a
+        lease includes reads from tiers.
     ends: counts all transfers by direction (LOAD, STORE) and outcome.
     load_s, store_s: time from the call to the end, waits included; only of transfers that
         succeeded.
@@ -73,8 +73,9 @@ class Timings:
         return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
 
     def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
-        """Measures the time from `began_s` until the answer is ready: now, or when the task
-        `answer` ends. Adds it to the histogram `times`. Returns `answer`."""
+        """Adds the time from `began_s` until the answer is ready to the histogram `times`. If
+        `answer` is a task, the answer is ready when the task ends, otherwise now. Returns
+        `answer`."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
         else:
@@ -110,20 +111,22 @@ MARK_TIMEOUT_S = 600.0
 """Longest wait for a mark. Far above the time of all work that an engine queues on its device."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
-"""Most transfers that a session may have in flight. It also may not begin a transfer while its
-transfers in flight have as many bytes as the arena, or MIN_INFLIGHT_BYTES if that is more."""
+"""Most transfers that a session may have in flight. The session may also not begin a transfer while
+its transfers in flight together have as many bytes as the arena, or as MIN_INFLIGHT_BYTES if the
+arena is smaller."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
-"""Estimated memory that a transfer uses until it ends, in addition to its message: for the
-transfer, for each run, and for each block."""
+"""Estimated memory that a transfer uses until it ends, in addition to its message: TRANSFER_BYTES,
+plus RUN_BYTES for each run, plus BLOCK_BYTES for each block."""
 
 
 class Deadline:
-    """Cancels a transfer that takes too long, and says why in `message`.
+    """Cancels a transfer that takes too long. `message` then says why; it is empty before.
 
-    Always true: waiting for the engine's device does not make a transfer late. The timeout begins
-    when the device has passed the transfer's mark, or at once if the transfer has no mark. On the
-    event loop, except `mark_passed`.
+    Always true: the timeout does not include waiting for the engine's device. It begins when the
+    device has passed the transfer's mark, or at once if the transfer has no mark. If the device has
+    not passed the mark within MARK_TIMEOUT_S, the transfer is cancelled too. On the event loop,
+    except `mark_passed`.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -196,7 +199,7 @@ class Means:
 
     kept_bytes: bounds the memory that transfers use until they end.
     run_effects: function that carries out the effects of the core's decisions.
-    timings: counts the transfers' ends.
+    timings: histograms to which each transfer is added when it ends.
     """
 
     core: CacheCore
@@ -214,8 +217,8 @@ class TransferCall:
     """The checked arguments of a call for a transfer.
 
     memory: the session's registered memory.
-    gate: delays the copy until the engine's device has passed a mark; None: the copy may begin at
-        once.
+    gate: delays the copy until the engine's device has passed the transfer's mark; None if the
+        transfer has no mark, so that the copy may begin at once.
     kept_bytes: estimated memory that the transfer uses until it ends.
     """
 
@@ -235,9 +238,9 @@ class Transfer:
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
 
-    Always true: the answer comes after the last access to the transfer's memory. A load copies only
-    blocks that have been compared with their check values, and fails if any of these blocks is
-    condemned before the load ends.
+    Always true: the answer comes after the last access to the engine's memory and to the slots. If
+    blocks of a load must still be compared with their check values, the comparison comes before the
+    copy. A load fails if one of its blocks is condemned before the load ends.
     """
 
     def __init__(
@@ -267,7 +270,8 @@ class Transfer:
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
         """Starts the copy of a transfer that the core has begun. `slots`: the slots that the core
-        returned. The result, a future, is done after the last access to the transfer's memory."""
+        returned. The result, a future, is done after the last access to the engine's memory and to
+        the slots."""
         means, call = self._means, self._call
         self._slots = slots
         try:
@@ -330,7 +334,8 @@ class Transfer:
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 
     def _ended(self, outcome: Outcome, message: str) -> None:
-        """Ends the transfer in the core, releases what was counted for it, and sets the answer."""
+        """Ends the transfer in the core, stops counting it for its session and owner, and sets the
+        result of the future that `start` returned."""
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
         call.deadline.end()
@@ -359,8 +364,9 @@ class Transfer:
             )
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
-        """Returns the final outcome and message. The outcome is FAILED if the copied bytes can't be
-        relied on."""
+        """Returns the final outcome and message. The outcome is FAILED, whatever the copy job
+        reported, if the cache's state is inconsistent (`Health.breach`), the file of the engine's
+        memory was truncated, or a block of a load was condemned during the copy."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -379,7 +385,7 @@ class Transfers:
     kept_bytes: bounds the memory that transfers use until they end.
     loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
     run_effects: function that carries out the effects of the core's decisions.
-    timings: counts the transfers' ends.
+    timings: histograms to which each transfer is added when it ends.
     """
 
     def __init__(
@@ -446,7 +452,8 @@ class Transfers:
         """Starts a load under a read lease. The result, a future, is done after the last write to
         the engine's memory.
 
-        block_ids: where to write each block of `runs` in the engine's memory.
+        block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
+            is copied.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         after: writes begin only after the engine's device has passed this mark.
         message_bytes: size of the request's message, which counts as memory of the transfer.
@@ -482,7 +489,7 @@ class Transfers:
         """Makes room for the blocks of a store, then starts it. The result, a future, is done when
         the blocks are ready or refused, after the last read of the engine's memory.
 
-        block_ids: where each block of `runs` lies in the engine's memory.
+        block_ids: for each block of `runs`, its block id in the engine's memory.
         timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.
@@ -547,8 +554,9 @@ class Transfers:
         after: DeviceMark | None,
         message_bytes: int,
     ) -> TransferCall:
-        """Checks a call and the session's bounds. Returns the checked arguments, with a deadline
-        and a gate. Reserves no slots. Raises HotKVError."""
+        """Checks the arguments of a load or store, and the session's bounds. Returns the arguments,
+        with the transfer's deadline and its gate. Does not reserve slots. Raises HotKVError if the
+        session may not start the transfer."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
@@ -578,8 +586,8 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Adds to `sums` the sums of the bytes that a store has written, an array for each run, for
-        check values. Runs in the copy thread that wrote last."""
+        """Sums the bytes that a store has written, for check values, and appends to `sums` an array
+        for each run. Runs in the copy thread that has written the last bytes."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes
@@ -617,8 +625,9 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
 ) -> SessionMemory:
-    """Returns the session's memory. Raises HotKVError if a transfer can't use it for these block
-    ids and groups."""
+    """Returns the session's registered memory. Raises HotKVError if the session is closing or has
+    no memory, or if a transfer of these block ids and groups can't use the memory
+    (`SessionMemory.check_use`)."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:

@@ -1,2 +1,3 @@
-"""The server's gRPC side: a module for each service, and the modules that the services share. Only
-this package and a few modules that an import contract names use protobuf types."""
+"""The server's gRPC services: a module for each service, and the modules that the services share.
+In the server, only this package and a few modules of capabilities use protobuf types; an
+import-linter contract lists them."""

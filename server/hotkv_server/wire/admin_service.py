@@ -26,10 +26,11 @@ from hotkv_server.told.kernel import all_topics
 from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import answer, stream
 
-# Explain: for each block of a prompt, where it lies, whether it would hit, and if not, why.
+# The call Explain reports for each block of a prompt where the block lies, whether it would hit,
+# and if not, why.
 #
-# The cache is queried on the event loop, which is quick. Hashing, and writing the texts, run on a
-# thread.
+# The cache is queried on the event loop, which is quick. The prompt's hashes and the texts of the
+# answer are computed on a thread.
 
 
 GONE = {
@@ -48,9 +49,10 @@ MAX_BLOCKS = 1 << 16
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains the prompt of a request: in the key space that it names, or in all key spaces whose
-    hashes can be computed from the prompt. If the request names a session, explains the session's
-    latest prompts instead."""
+    """Explains the prompt of a request in the key space that the request names. If the request
+    names no key space, explains the prompt in all key spaces whose hashes can be computed from it.
+    If the request names a session (a user's conversation), explains the latest prompts of that
+    session instead."""
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room = MAX_BLOCKS
@@ -104,8 +106,8 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
 
 
 Prompt = tuple[str, int, bytes, bytes]
-"""A prompt to explain: tenant of the session (empty if the request has the prompt), key space id,
-packed hashes, packed token ids."""
+"""A prompt to explain: the tenant of the user's session (an empty text if the request itself has
+the prompt), key space id, packed hashes, packed token ids."""
 
 
 def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
@@ -119,7 +121,7 @@ def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
 
 
 def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
-    """Returns the latest prompts of the user session that the request names."""
+    """Returns the latest prompts of the user's session (conversation) that the request names."""
     if request.hashes or request.token_ids:
         raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
     return [
@@ -139,11 +141,12 @@ def _explain(
     num_tokens: int,
 ) -> None:
     """Explains a prompt in one key space: writes a verdict for each block, and a summary, into
-    `explanation`. Writes in place, because copying so large a message would hold the GIL.
+    `explanation`. Writes into the message instead of returning one, because copying so large a
+    message would hold the GIL for long.
 
     number: the key space's number.
-    found: for each group, what host memory knows of the prompt's blocks.
-    lying: for each tier, which of the blocks lie in it.
+    found: for each group, the states of the prompt's blocks in host memory.
+    lying: for each tier, masks of the blocks that lie in the tier.
     """
     masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
@@ -194,8 +197,9 @@ def _explain(
 
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
-    """Returns for each block [n] of a group the first tier in which it lies, as a position in
-    `lying`; -1 if it is in host memory or in no tier. `index`: the index of the group."""
+    """Returns for each block [n] of a group the first tier below host memory in which the block
+    lies, as a position in `lying`. Returns -1 for a block that is in host memory or in no tier.
+    `index`: the index of the group."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in reversed(list(enumerate(lying))):
         first[one.masks[index]] = number
@@ -206,8 +210,9 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields for each tier what a hit of `hit` tokens needs from it: number of blocks, their bytes,
-    and the seconds that promoting them to host memory would take."""
+    """Yields a `TierLoad` for each tier that has blocks which a hit of `hit` tokens needs: the
+    number of these blocks, their bytes, and how many seconds promoting them to host memory would
+    take."""
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):
         counts = [
@@ -229,8 +234,9 @@ def _loads(
 def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> tuple[int, int]:
-    """Returns the group and the depth of the first block that is missing for the next longer hit.
-    The group is -1 if the prompt allows no longer hit."""
+    """Returns the group and the depth of the block that limits the hit: the first missing block
+    that a hit one step longer than `hit` would need. The group is -1 if the prompt is too short for
+    a longer hit."""
     longer = hit + alignment_tokens(space.groups)
     if longer > num_tokens:
         return -1, 0
@@ -266,7 +272,8 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams the reports of requests in a key space; of all key spaces if `request` names none."""
+    """Streams the reports of engines on their requests: of the key space that `request` names, or
+    of all key spaces if it names none."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):
@@ -297,8 +304,8 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most characters of an answer of `Tell`, which must fit into a message. Names are nearly always
-ASCII, so a character is a byte."""
+"""Most characters of an answer of `Tell`, so that the answer fits into a message. Nearly all
+characters are ASCII, so a character is counted as one byte."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -351,8 +358,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _named(
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
-        """Returns the hash words of the blocks that the request names; None if it names all blocks.
-        Raises HotKVError."""
+        """Returns the hash words of the blocks that the request names; None if the request asks for
+        all blocks. Raises INVALID_FIELD if it does both or neither."""
         if request.all == bool(request.hashes):
             raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
         if request.all:

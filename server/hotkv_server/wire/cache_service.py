@@ -1,5 +1,6 @@
-"""CacheService: lookups, leases and transfers as unary calls. Clients may make them without a
-session's stream."""
+"""CacheService: lookups, leases and transfers as unary calls, outside a session's stream. A call
+names its session by the session's secret id. A lookup needs no session, unless tenants are
+configured."""
 
 import asyncio
 from typing import Any

@@ -1,6 +1,6 @@
-"""The calls that the session stream (`SessionService.Connect`) and CacheService have in common.
-Each function takes the node, the session and the request's message, and returns the answer, or a
-task or future of it."""
+"""The calls that clients can make both on the session stream (`SessionService.Connect`) and as
+unary calls (`CacheService`). Each function takes the node, the session and the request's message.
+It returns the answer, or a task or future that returns the answer later."""
 
 import asyncio
 import os
@@ -37,7 +37,8 @@ def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes])
 
 
 def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> list[Run]:
-    """Reads the runs (consecutive blocks of a group) of a message. Raises HotKVError."""
+    """Reads the runs (consecutive blocks of a group) of a message. Raises HotKVError if a run is
+    not valid."""
     named = cache.read_runs(messages, session.key_space.hash_bytes, session.group_index)
     return [Run(*one) for one in named]
 
@@ -103,10 +104,10 @@ async def _lookup_later(
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
-    """Returns the error for a lookup in a key space other than the session's own, on a server with
-    tenants.
+    """Returns the error with which a server with tenants refuses a lookup outside the session's own
+    key space.
 
-    The error does not reveal whether the key space exists, and this function does not look it up.
+    The error does not reveal whether the key space exists.
     """
     if session is None:
         return HotKVError(
@@ -120,8 +121,9 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """Returns the error with which to refuse a call that names a lease. On a server with tenants, a
-    lease of another engine is refused as if it did not exist."""
+    """Returns the error with which to refuse a call that names a lease and raised `error`. On a
+    server with tenants, a lease of another engine is refused as if it did not exist: FOREIGN_LEASE
+    becomes UNKNOWN_LEASE."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
@@ -167,8 +169,9 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Promotes the blocks that lie in tiers, for a bounded time, then pins the blocks that are
-    ready. Pins no block that may be older than a flush on another node."""
+    """Promotes the blocks that lie in tiers, and waits for that for a bounded time. Then acquires
+    the lease, which pins the blocks that are ready. Pins no block if the blocks may be older than a
+    flush on another node (`unless_flushed`)."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:
@@ -182,9 +185,9 @@ async def _acquire_later(
 async def unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
-    """Returns `groups` unchanged if its blocks in host memory may be granted. If they may be older
-    than a flush on another node, returns lists of random hashes of the same lengths, which match no
-    block."""
+    """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If
+    these blocks may be older than a flush on another node, returns lists of random hashes of the
+    same lengths, which match no block."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups
@@ -226,7 +229,8 @@ async def _in_place_later(
 async def reserve(
     node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
 ) -> cache_pb2.ReserveBlocksResponse:
-    """Reserves slots for blocks. The client's stores under the same lease fill them."""
+    """Reserves slots for blocks under a lease. The client's stores under the same lease write the
+    blocks into these slots."""
     runs = block_runs(session, request.runs)
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     retention = cache.read_retention("retention", request.retention)
@@ -241,7 +245,7 @@ async def reserve(
 def release(
     node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
 ) -> cache_pb2.ReleaseLeaseResponse:
-    """Releases a lease. The answer says whether it existed."""
+    """Releases a lease. The answer says whether the engine had a lease with this id."""
     try:
         released = node.core.release(session.record.number, _lease_id(request.lease_id))
     except HotKVError as error:
@@ -302,9 +306,9 @@ async def store(
 
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
-    """Records what an engine reports: blocks that it used from its own device cache, requests that
-    it scheduled, and requests and loads that have ended. Raises TOO_LARGE or INVALID_FIELD before
-    anything is recorded."""
+    """Records the reports in an engine's message: blocks that the engine used from its own device
+    cache, requests that it scheduled, and requests and loads that have ended. If a report is not
+    valid, raises TOO_LARGE or INVALID_FIELD and records nothing."""
     num_hashes = (
         sum(len(one.hashes) for one in request.requests)
         + sum(len(one.hashes) for one in request.ended)
@@ -347,7 +351,7 @@ async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
 def cancel(
     node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
 ) -> cache_pb2.CancelTransferResponse:
-    """Cancels a transfer. The answer says whether it was in flight."""
+    """Cancels a transfer. The answer says whether the session had the transfer in flight."""
     return cache_pb2.CancelTransferResponse(
         found=node.transfers.cancel(session, request.transfer_id)
     )

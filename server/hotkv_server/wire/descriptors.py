@@ -1,12 +1,16 @@
-"""The descriptor socket: issues tickets, receives the descriptors of engine memory, and sends
-read-only descriptors of arena and block table, by SCM_RIGHTS. docs/wire.md has its protocol.
+"""The descriptor socket: issues tickets, receives the file descriptors of engine memory, and sends
+descriptors of the arena and the block table, by SCM_RIGHTS. The sent descriptors are read-only,
+except that users in `arena_writers` get a writable descriptor of the arena. docs/wire.md has the
+protocol.
 
-SO_PEERCRED gives the peer's user id, which must be allowed by the settings or belong to a tenant. A
-peer sends one of two requests. It asks for a ticket, with which it proves its user when it opens a
-session; or it links a session and sends its memory. The connection of a link stays open. Always
-true: the server closes a link only after the last access to the session's memory, and the kernel
-closes it when this process dies. So the end of a link tells the client that it may reuse its
-memory.
+SO_PEERCRED gives the peer's user id, which must be allowed by the settings or belong to a tenant.
+On each connection, a peer sends one of two requests. Either it asks for a ticket, by which it
+proves its user when it opens a session. Or it links a session: it names the session and sends the
+descriptors of the session's memory. The connection of a link stays open.
+
+Always true: the server closes a link only after its last access to the session's memory, and the
+kernel closes the link when this process dies. So when the link ends, the client knows that it may
+reuse its memory.
 """
 
 import asyncio
@@ -41,8 +45,9 @@ MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
 SPARE_DESCRIPTORS = 256
-"""Number of the process's file descriptors that are reserved for connections, so that clients'
-memory can't use them up; at most a quarter of the process's limit."""
+"""Number of file descriptors that the process reserves for connections, so that the files of
+clients' memory can't use up all descriptors. At most a quarter of the process's limit is
+reserved."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -57,7 +62,7 @@ class DescriptorServer:
     arena_writers: user ids that get a writable descriptor of the arena, if their sessions may map
         the arena.
 
-    Both may be replaced while the server runs; a change affects later links only.
+    Both attributes may be replaced while the server runs; a change affects only later links.
     """
 
     def __init__(
@@ -230,8 +235,8 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Passes the descriptors of a link request to the session: all of them, or none if it
-        raises. Adds to `kept` the descriptors that the caller must not close."""
+        """Passes the descriptors `fds` of a link request to the session. If it raises, the session
+        has none of them. Adds to `kept` the descriptors that the caller must not close."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise HotKVError(
                 Reason.INVALID_FIELD,

@@ -1,6 +1,6 @@
-"""Helpers that the services of a listener (socket or port) have in common: `Edge` has the
-listener's objects, `calls_of` returns the calls as capabilities wrap them, and `prompt_hashes`
-reads the prompt that a call names."""
+"""Helpers that several gRPC services use. `Edge` has the objects of a listener (socket or port),
+`calls_of` returns the functions that serve calls, with the wrappers of capabilities, and
+`prompt_hashes` reads the prompt that a call names."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,17 +24,17 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Most streams of the call SelectBlocks on a listener. They also count among all calls of the
-listener."""
+"""Most streams of the call SelectBlocks on a listener. These streams also count among all calls of
+the listener (`wire.server.MAX_CALLS`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
     """The objects of one listener (socket or port), which its services use.
 
-    identify: function that returns the peer of a call, with its proven identity. Its arguments are
-        the call's message, which may hold a ticket, and the call's context. Raises HotKVError for
-        an invalid proof.
+    identify: function that returns the peer of a call, with the identity that the peer has proven.
+        Its arguments are the call's message, which may have a ticket, and the call's context.
+        Raises HotKVError if the proof (for example the ticket) is not valid.
     pace: delays answers to malformed messages.
     guests: bounds the calls that may last without a session.
     has_descriptor_socket: True if clients of this listener can use the descriptor socket.
@@ -73,8 +73,8 @@ class Calls(Protocol):
 
 
 def calls_of(node: Node) -> Calls:
-    """Returns the functions that serve the calls in `Calls`: those of the module `calls`, wrapped
-    by this node's capabilities."""
+    """Returns the functions that serve the calls in `Calls`: the functions of the module `calls`,
+    wrapped by the capabilities of this node (`Capability.traced`)."""
     served: Calls = calls
     for one in node.capabilities:
         served = one.traced(served)
@@ -90,8 +90,8 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
     hashes: packed hashes of the prompt; if empty, the hashes are computed from the tokens.
     token_ids: packed int32.
-    Takes long for long prompts. Raises INVALID_HASH, or INVALID_FIELD if the key space's hashes
-    can't be computed from tokens.
+    Takes long for long prompts, so it is called on a thread. Raises INVALID_HASH if `hashes` is not
+    valid, INVALID_FIELD if the key space's hashes can't be computed from tokens.
     """
     if hashes:
         return read_hashes("hashes", hashes, space.hash_bytes)

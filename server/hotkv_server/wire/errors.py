@@ -1,8 +1,9 @@
-"""How calls fail, and how they stream: `CODES` maps reasons of refusals to gRPC codes, `answer`
-runs unary calls, and `stream` answers with a feed of the node's items.
+"""Runs calls, and turns their errors into gRPC errors: `answer` runs a unary call, `stream` runs a
+call that answers with a feed of the node's items (`node.broadcast`). `CODES` maps the reasons of
+refusals to gRPC codes.
 
-Each refusal is counted by reason. Refusals about rights are logged at a bounded rate, so that a
-client that is refused a thousand times a second can't fill the disk.
+Each refusal is counted by reason. Refusals about rights are logged, but only so many per second:
+otherwise a client that is refused a thousand times a second could fill the disk.
 """
 
 import logging
@@ -57,8 +58,8 @@ ABOUT_RIGHTS = frozenset(
         Reason.UNKNOWN_HANDLE,
     }
 )
-"""Reasons for which a peer without rights may be refused. Each such refusal is logged with the
-peer."""
+"""Reasons of refusals that a peer gets if it tries to use what it has no right to use. Each such
+refusal is logged with the peer."""
 MAX_LINES_PER_S = 50
 
 Answer = TypeVar("Answer", bound=Message)
@@ -79,8 +80,8 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """Returns False for records of gRPC's log that only say that a client left before its answer
-    was written, so that the log drops them."""
+    """A filter for gRPC's log. Returns False, so that the log drops the record, if the record only
+    says that a client left before its answer was written."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None
@@ -122,8 +123,8 @@ async def abort(context: Any, error: HotKVError) -> NoReturn:
 
 
 async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs the function `call` for a unary call, and returns its answer. If it raises, ends the
-    call with the matching gRPC code."""
+    """Serves a unary gRPC call: runs the function `call` and returns its answer. If the function
+    raises, ends the gRPC call with the code of the error (`CODES`)."""
     try:
         return await call()
     except Exception as error:  # noqa: BLE001 The edge of unary calls: every failure is an answer.
@@ -142,8 +143,8 @@ Response = TypeVar("Response", bound=Message)
 
 MAX_RESPONSE_ITEMS = 256
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 16 * MAX_RESPONSE_ITEMS
-"""Most bytes of the items in one answer of a stream. The difference to MAX_MESSAGE_BYTES leaves
-room for a few bytes that the message adds to each item."""
+"""Most bytes of the items in one answer of a stream. This is less than MAX_MESSAGE_BYTES, because
+the message adds a few bytes to each item."""
 
 
 async def stream(
@@ -155,8 +156,8 @@ async def stream(
     response: Callable[[list[Part], int], Response],
     first: Callable[[], AsyncIterator[Item]] | None = None,
 ) -> AsyncIterator[Response]:
-    """Answers a call with a stream of items until the client ends the call. Refuses an unknown key
-    space.
+    """Answers a call with a stream of items until the client ends the call. Ends the call with
+    UNKNOWN_KEY_SPACE if `key_space_id` is neither 0 nor a known key space.
 
     feeds: the feeds of this kind of item; the call opens one of them.
     message: function that returns the wire message of an item; None if the client did not ask for

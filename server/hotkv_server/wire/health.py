@@ -1,9 +1,9 @@
 """Health checking by gRPC's standard service (grpc.health.v1). If a client watches the health and
-does not read the answers, neither the server nor other watchers wait for it.
+does not read the answers, neither the server nor other watchers wait for that client.
 
-The servicer of grpcio-health-checking is not used, because it holds a lock while it writes to a
-watcher, and needs the same lock to record a change. A client that stops reading would stop the
-server from reporting its health, and so from notifying systemd's watchdog.
+The servicer of the package grpcio-health-checking is not used. It holds a lock while it writes to a
+watching client, and needs the same lock to record a change. So a client that stops reading would
+stop the server from reporting its health, and from notifying systemd's watchdog.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Sends the present state of a service, then each new state. Skips a state that changed
-        again before the client read the state before it."""
+        """Sends the present state of a service, then each new state. If the state changes several
+        times before the client has read the last answer, sends only the newest state."""
         told = None
         while True:
             changed, state = (

@@ -52,28 +52,30 @@ MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 GUESTS_TURN_S = 1.0
 MAX_ANSWERED = 2048
-"""Most calls without a session that a listener answers at a time, once their whole message has
-arrived. Most of them are transfers."""
+"""Most unary calls that a listener answers at a time, counted from the arrival of their whole
+message. Most of them are transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
-that may last has its own bound, which a client can't use up for other kinds. So there is always
-room for calls that are answered at once, above all health checks."""
+that may last long has its own, lower bound: sessions, streams of SelectBlocks, guests. So long
+calls can't use up all places, and calls that are answered at once, above all health checks, always
+find a place."""
 WINDOW_BYTES = 64 << 10
-"""Bytes of a message that gRPC receives for a call while no code of the server reads from it."""
+"""Bytes of a call's message that gRPC receives before the server reads from the call."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
-"""Most bytes of incomplete messages in the server's memory. For each call that the server reads,
-gRPC buffers the bytes that have arrived, up to the size that the prefix of the message declares. A
-prefix that declares more than MAX_MESSAGE_BYTES ends the call. Two of the listeners serve streams
-of SelectBlocks."""
+"""Most bytes of incomplete messages in the server's memory. For each call from which the server
+reads, gRPC buffers the bytes of the message that have arrived, until the message has the size that
+its prefix declares. A prefix that declares more than MAX_MESSAGE_BYTES ends the call. Streams of
+SelectBlocks count twice, because two of the listeners serve them."""
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket that the kernel accepts (sun_path)."""
 IDLE_CONNECTION_S = 600
-"""A connection without a call for this long is closed. Clients open it again when they need it."""
+"""A connection on which no call has run for this time, in seconds, is closed. Clients connect again
+when they need to."""
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -89,25 +91,26 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Service name in health checks whose state says whether the process is alive; if it is not
-serving, a restart would help. The states of all other names say whether calls are answered."""
+"""Service name in health checks for the question whether the process is alive: while the state of
+this name is NOT_SERVING, a restart of the server would help. The states of all other names say
+whether the server answers calls."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata key by which an admin call on a Unix socket sends a ticket. The ticket identifies the
-user in the audit log."""
+"""Metadata key with which an admin call on a Unix socket sends a ticket, so that the audit log can
+show the user who made the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The addresses to listen on, and how to serve them.
+    """The addresses on which the server listens, and the settings of the listeners.
 
-    tcp_address: empty for no TCP.
-    tls: None for TCP without TLS.
+    tcp_address: address and port for TCP; an empty text: the server does not listen on TCP.
+    tls: the files for TLS; None: TCP without TLS.
     malformed_per_s: how many malformed messages are answered per second; further answers wait.
     audit: which admin calls are recorded: off, changes or all.
-    audit_file: file in which they are recorded; None: in the server's log.
+    audit_file: file in which admin calls are recorded; None: they are recorded in the server's log.
     """
 
     socket: Path
@@ -252,9 +255,9 @@ class RpcServer:
         return server
 
     def _peer_of_ticket(self, opening: Any, context: Any) -> Peer:
-        """Returns the peer that fetched the ticket in the message `opening`; without a ticket, a
-        peer without proofs. Raises UNAUTHENTICATED if the ticket is not valid, unless access is
-        open to all."""
+        """Returns the peer that fetched the ticket in the message `opening`. If the message has no
+        ticket, returns a peer that has proven no identity. Raises UNAUTHENTICATED if the ticket is
+        not valid, unless access is open to all."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())
@@ -267,7 +270,8 @@ class RpcServer:
 
     def _admin_of_ticket(self, context: Any) -> Peer:
         """Returns the peer of an admin call on a Unix socket, for the audit log. Every process that
-        may open the socket is an admin; a ticket identifies its user."""
+        may open the admin socket is an admin. If the call has a ticket, the ticket shows which user
+        runs the process."""
         ticket = dict(context.invocation_metadata() or ()).get(TICKET_KEY, b"")
         peer = self._tickets.redeem(ticket, time.monotonic()) if ticket else None
         return peer or Peer("unix socket, no ticket")
@@ -300,7 +304,8 @@ class RpcServer:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stops accepting calls. Ends calls that are still in flight after `grace_s` seconds."""
+        """Stops accepting calls. Waits for calls in flight, and ends the calls that are still
+        running after `grace_s` seconds."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._ending is not None:
             self._ending.cancel()

@@ -53,15 +53,19 @@ log = logging.getLogger(__name__)
 # `SessionCalls` chooses the function that serves a message of a session's stream, and decides when
 # the answer is sent.
 #
-# Always true: a call with a request id is answered once. Transfers are answered when they end.
-# Lookups and leases that must wait for a tier are answered after that; leases and residencies whose
-# blocks must be compared with their check values, after the comparison. Other calls are answered
-# before the next request of the session is served, unless a capability answers with a task.
+# Always true: a call with a request id is answered once. These calls are answered later, while
+# further requests of the session are served:
+# - transfers: when they end;
+# - lookups and leases that must wait for a tier: when the wait ends;
+# - leases and residencies whose blocks must be compared with their check values: after the
+#   comparison;
+# - calls that a capability answers with a task: when the task ends.
+# Other calls are answered before the next request of the session is served.
 
 
 class SessionCalls:
-    """Serves the calls of one session. `send`: function that sends an answer which is ready only
-    later."""
+    """Serves the calls of one session. `send`: function that sends the answers which `handle` does
+    not return, because they are ready only later."""
 
     def __init__(
         self,
@@ -80,7 +84,8 @@ class SessionCalls:
         }
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
-        """Returns the message that answers a call that raised `error`."""
+        """Returns the message with the error, as answer to a call that raised `error`. Counts and
+        logs the refusal (`as_refusal`)."""
         return session_pb2.ConnectResponse(
             error=error_detail(as_refusal(self._node, error, self._session.name))
         )
@@ -161,8 +166,9 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """Returns the answer to a message that a capability serves. `answer`: what the capability's
-        function returned. Returns None if the answer is sent later, or if there is none."""
+        """Returns the answer to a message that a capability serves. Returns None if the answer is
+        sent later, or if the message has no answer. `answer`: the value that the capability's
+        function (`SessionCall`) has returned."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
@@ -205,21 +211,22 @@ class SessionCalls:
 
 # The stream of an open session carries requests in one direction, answers and notices in the other.
 #
-# Always true: requests are read one at a time, and no more are read while the client has many
-# unread answers. No answer overtakes an earlier notice.
+# Always true: requests are read one at a time. No further request is read while the client has left
+# many answers unread (`SessionOutbox.has_much`). An answer is never sent before an earlier notice.
 
 
 LAST_WORDS_S = 2.0
 NOTICE_PAUSE_S = 0.02
-"""Shortest pause between two messages of notices. An answer sends waiting notices earlier."""
+"""Shortest pause between two messages of notices, in seconds. If an answer is sent during the
+pause, waiting notices are sent before it."""
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
 """While a client has left this many messages or bytes unread, the server reads no further requests
 from it."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A session is ended if its client leaves more than KEPT_BYTES unread and reads nothing for
-SLOW_READER_S."""
+"""A session is ended if its client reads nothing for SLOW_READER_S seconds, while it has left more
+than KEPT_BYTES or at least UNREAD_ANSWERS messages unread."""
 OUTBOX_BYTES = 32 << 20
 
 
@@ -228,11 +235,11 @@ class SessionOutbox:
 
     write: function that sends a message, and waits while the client reads too slowly.
     on_end: function that ends the session, given the reason.
-    takes_batches: True if the client accepts several messages in one. The first message is always
-        sent alone.
+    takes_batches: True if the client accepts several messages in one message (a batch). The
+        session's first message is always sent alone.
 
-    Always true: the queue is bounded, by messages and by bytes. The session ends if the queue fills
-    up, or if the client leaves much unread and reads nothing for some seconds.
+    Always true: the queue is bounded, in messages and in bytes. The session ends if the queue is
+    full, or if much is unread (see KEPT_BYTES) and the client does not read for SLOW_READER_S.
     """
 
     def __init__(
@@ -304,7 +311,8 @@ class SessionOutbox:
             self._was_read.set()
 
     def _num_together(self) -> int:
-        """Returns how many of the first messages to write as one message."""
+        """Returns how many messages from the start of the queue are to be written together, as one
+        message; 1 without batches."""
         if not self._takes_batches or not self._num_written or len(self._messages) == 1:
             return 1
         sums = itertools.accumulate(num_bytes for _, num_bytes in self._messages)
@@ -343,8 +351,9 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Ends the session if much is unread and the client has read nothing since this check was
-        planned. `num_written`: number of messages written by then."""
+        """Checks whether the client reads; runs SLOW_READER_S after `_look_later`. Ends the session
+        if much is unread and no message has been written since. `num_written`: number of messages
+        that had been written when the check was planned."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:
@@ -447,8 +456,9 @@ class SessionStream:
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices as they come. A store may evict blocks that many sessions know, so
-        evictions within NOTICE_PAUSE_S are combined in one message."""
+        """Queues notices as they come. All sessions of a key space are notified of each eviction of
+        its blocks, so a session may get many notices. Notices that come within NOTICE_PAUSE_S are
+        combined into one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
@@ -481,8 +491,9 @@ class SessionStream:
 # `SessionService` opens a session for each stream of Connect.
 #
 # Always true: however the stream ends, its session is closed. A session acts for one tenant. If
-# tenants are configured, its peer has proven its right to act for the tenant. The engine's id and
-# name then begin with the tenant's name, so that no other tenant can name its leases.
+# tenants are configured, the session's peer has proven its right to act for the tenant. The
+# engine's id and name then begin with the tenant's name, so that engines of other tenants can't
+# name its leases.
 
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
@@ -628,7 +639,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 def _version(opening: session_pb2.OpenSession) -> int:
-    """Returns the protocol version that client and server both speak. Raises VERSION_MISMATCH."""
+    """Returns the protocol version that client and server will speak. Raises VERSION_MISMATCH if
+    there is no version that both can speak."""
     oldest = opening.protocol_version
     newest = opening.newest_protocol_version or oldest
     version = agreed_version(oldest, newest)
@@ -643,8 +655,9 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the salts that are mixed into hashes in the block table, as signed numbers: of the
-    key space's groups, then of the representations that the client declares."""
+    """Returns the salts with which the client computes the keys of the block table from hashes, as
+    signed numbers: the salts of the key space's groups, then the salts of the representations that
+    the client declares."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.representation_salt, read_representations(opening.representations)),
@@ -653,8 +666,9 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
 
 
 async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
-    """Reads the first message of a stream, which opens the session. Does not check rights. Raises
-    INVALID_FIELD if it is another message or does not come in time."""
+    """Reads the first message of a stream, which must be `open_session`. Does not check rights.
+    Raises INVALID_FIELD if the first message is another message, or does not arrive within
+    FIRST_MESSAGE_TIMEOUT_S."""
     try:
         first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
     except (StopAsyncIteration, asyncio.TimeoutError):

@@ -1,7 +1,9 @@
-"""`CacheBooks`: all state of the core. `Uses`: how lookups and uses of ready blocks change it.
+"""`CacheBooks` holds all state of the core. `Uses` answers lookups, and records uses of ready
+blocks.
 
-`ReadLeases`, `Loads`, `Reservations` and `Stores` (modules `reading` and `writing`) each change the
-state for a single kind of call. `CacheCore` checks that all parts of the state agree.
+The other classes that change the state are `ReadLeases`, `Loads`, `Reservations` and `Stores`
+(modules `reading` and `writing`), each for one kind of call. `CacheCore` checks that all parts of
+the state agree.
 """
 
 from hotkv_proto import table
@@ -87,9 +89,9 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns which blocks are ready, a mask for each list. The answer is a hint, because it
-        compares only 32 bits of each hash (`BlockIndex.probe`), as clients that map the table
-        do."""
+        """Returns which blocks are ready, a mask for each list. The answer is a hint, because a
+        lookup compares only 32 bits of each hash (`BlockIndex.probe`). Clients that map the table
+        compare the same bits."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),
@@ -134,8 +136,9 @@ class Uses:
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Records a use of ready entries, given in chain order; the policy weighs it by
-        `retention`. Pins them for `retention.ttl_s` seconds if `retention.pin` is set."""
+        """Records a use of ready entries, given in chain order. `retention` decides how much the
+        use counts for the eviction policy. If `retention.pin` is set, also pins the entries for
+        `retention.ttl_s` seconds (`retain`)."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)

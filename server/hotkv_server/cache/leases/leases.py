@@ -34,7 +34,7 @@ from hotkv_server.integrity.check_values import Sums
 # that a read lease pins is unpinned exactly once. An entry that a write lease reserves is published
 # or dropped exactly once. A lease records which blocks its first call named, so that a call with
 # the same id and other blocks is refused. An owner's leases count against two bounds (`FairBound`):
-# one of their number, one of their `weight`, the bytes of memory that they use.
+# a bound on their number, and a bound on their `weight` (the bytes of memory that they use).
 
 
 LEASE_BYTES = 1024
@@ -57,8 +57,8 @@ class ReadLease:
         it.
     groups: for each group of the `acquire` call, its index and the entry number of each hash; 0 if
         the block is not pinned.
-    content: `content_of` the blocks that the `acquire` call named; a repeated call must name the
-        same.
+    content: `content_of` the blocks that the `acquire` call named. A repeated call must have the
+        same content.
     pinned_bytes: bytes of the pinned slots.
     weight: bytes of memory that the lease counts for (`read_weight`).
     """
@@ -75,8 +75,8 @@ class ReadLease:
     pinned_bytes: int
     weight: int
     admitted: bool = False
-    """True once a load has begun under the lease. It shows that the engine's scheduler has admitted
-    the request that the lease is for."""
+    """True once a load has begun under the lease: the engine's scheduler has then admitted the
+    request for which the lease was acquired."""
     num_copies: int = 0
     released: bool = False
     has_expired: bool = False
@@ -130,16 +130,16 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records what a copy has written: for each of the entries [n] the sum of its bytes [n].
-        `entries` lists each entry once."""
+        """Records what a copy has written. `entries` [n]: the entries written, each once. `sums`
+        [n]: for each entry, the sum of the bytes that the copy has written to it."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Records what a copy has written, as `add_sums` does. Then returns the sums over all
-        copies of those entries for which `complete` (mask [n]) is True."""
+        """Records what a copy has written, as `add_sums` does. Then returns, for each entry for
+        which the mask `complete` [n] is True, the sum over all copies (`sums_of`)."""
         if not self.parts and complete.all():
             # The usual case: there is a single shard, so no later copy needs these sums.
             return sums
@@ -147,8 +147,8 @@ class WriteLease:
         return self.sums_of(entries[complete])
 
     def sums_of(self, entries: Entries) -> Sums:
-        """Returns for each of the entries [n] the sum of the bytes that all copies have written to
-        it."""
+        """Returns for each entry [n] the sum of the bytes that all copies under the lease have
+        written to it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
             at = (
@@ -258,9 +258,9 @@ class LeaseBook:
         return self._by_key.get((engine_id, lease_id))
 
     def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
-        """Returns the lease that a call with this id repeats or joins; None if the id is new.
-        Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it under another
-        key space."""
+        """Returns the engine's lease with this id, which a new call repeats or joins; None if the
+        engine has no such lease. Raises INVALID_FIELD if the id is empty. Raises DUPLICATE_ID if
+        the engine's lease with this id belongs to another key space."""
         if not lease_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "lease_id is empty; choose an id that is unique in the engine"
@@ -275,8 +275,8 @@ class LeaseBook:
 
     def live(self, session: SessionRecord, lease_id: str) -> Lease:
         """Returns the engine's lease with this id. Raises FOREIGN_LEASE if the lease belongs to
-        another engine or key space, UNKNOWN_LEASE if it does not exist, was released or has
-        expired."""
+        another engine or key space. Raises UNKNOWN_LEASE if the lease does not exist, was released
+        or has expired."""
         lease = self.get(session.engine_id, lease_id)
         if lease is not None and lease.key_space_id != session.key_space_id:
             raise HotKVError(
@@ -316,15 +316,16 @@ class LeaseBook:
             )
 
     def check_room(self, owner: str, field: str, weight: int) -> None:
-        """Raises OVERLOADED if one more lease of `weight` bytes of memory would exceed the owner's
-        limit. `field`: the call's field that the error names."""
+        """Raises OVERLOADED if one more lease of `weight` bytes would exceed the memory that the
+        owner's leases may use. `field`: the call's field that the error names."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a lease of this weight after `old` is
-        released. A lease with running copies stays in the book until they end."""
+        """Raises OVERLOADED unless the owner may have a new lease of this weight once the lease
+        `old` is released. If copies run under `old`, it still counts, because it stays in the book
+        until they end."""
         ends = old if old is not None and not old.num_copies else None
         if ends is not None:
             self.remove(ends)
@@ -440,7 +441,7 @@ Transfer = LoadTransfer | StoreTransfer
 
 
 class TransferBook:
-    """All transfers in flight. `bound` limits the number of each owner's transfers."""
+    """All transfers in flight. `bound` limits how many transfers each owner has at a time."""
 
     def __init__(self) -> None:
         self.bound = FairBound(MAX_TRANSFERS)
@@ -453,8 +454,8 @@ class TransferBook:
         return f"TransferBook({len(self._transfers)} transfers)"
 
     def check_new(self, session_number: int, transfer_id: str, owner: str) -> None:
-        """Raises HotKVError if a session may not start a transfer with this id: the id is empty or
-        in flight, or the owner has too many transfers."""
+        """Raises HotKVError if a session may not start a transfer with this id: the id is empty,
+        the session has a transfer in flight with this id, or the owner has too many transfers."""
         if not transfer_id:
             raise HotKVError(
                 Reason.INVALID_FIELD,

@@ -1,5 +1,5 @@
-"""`ReadLeases` acquires and ends leases that pin blocks; `Loads` begins and ends loads under
-them."""
+"""`ReadLeases` acquires and ends read leases, which pin blocks. `Loads` begins and ends loads under
+read leases."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,11 @@ from hotkv_server.cache.values import (
 
 # Read leases: pin ready blocks, return where they lie, and unpin them.
 #
-# Owns one count: the bytes that each tenant pins under leases without a load. Always true: each
-# read lease that lists an entry holds a pin on it. A pinned entry keeps its slot, even if its block
-# is flushed. Under leases without a load, a tenant pins at most `unadmitted_share` of the bytes
-# that it could have if all other tenants used their guarantees (`TenantBook.surely_bytes`).
+# Owns one count: the bytes that each tenant pins under leases without a load, that is, leases under
+# which no load has begun yet. Always true: each read lease that lists an entry holds a pin on the
+# entry. A pinned entry keeps its slot, even if its block is flushed. Under leases without a load, a
+# tenant pins at most `unadmitted_share` of the bytes that it could have if all other tenants used
+# their guarantees (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:
@@ -53,9 +54,10 @@ class ReadLeases:
         ttl_s: float,
         now_s: float,
     ) -> LeaseGrant:
-        """Acquires a read lease: pins the named blocks that are ready, until the tenant has used up
-        its budget for leases without a load. Repeating the call returns the same blocks, with the
-        remaining lifetime. Raises DUPLICATE_ID if `lease_id` is in use for another call."""
+        """Acquires a read lease: pins the named blocks that are ready, in order, until the tenant
+        has used up its budget for leases under which no load has begun. Repeating the call returns
+        the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine already uses
+        `lease_id` for another lease."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -106,9 +108,9 @@ class ReadLeases:
     def _within_budget(
         self, record: KeySpaceRecord, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Chooses the entries to pin. Returns for each list its group index and an array of
-        entries, and the bytes of all chosen entries. The array has 0 for a block that is not ready
-        or exceeds the tenant's budget."""
+        """Chooses the entries to pin. Returns two values: for each list its group index and an
+        array of entries, and the bytes of all chosen entries together. An array has 0 for a block
+        that is not ready or that exceeds the tenant's budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -145,8 +147,8 @@ class ReadLeases:
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
         """Returns the arena offsets of the blocks of a read lease, in bytes: an array for each
-        group, in the order of the `acquire` call; -1 for a block that is not pinned or not
-        verified."""
+        group, in the order of the `acquire` call. The offset is -1 for a block that the lease does
+        not pin, and for a block that must still be compared with its check value."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise HotKVError(
@@ -160,8 +162,8 @@ class ReadLeases:
         )
 
     def admit(self, lease: ReadLease) -> None:
-        """Records that a load begins under the lease. From the first load on, the lease's bytes no
-        longer count against the budget for leases without a load."""
+        """Records that a load begins under the lease. From the first load on, the lease's bytes do
+        not count against the tenant's budget for leases without a load."""
         if not lease.admitted:
             lease.admitted = True
             self._count_unadmitted(lease, -lease.pinned_bytes)

@@ -1,10 +1,10 @@
 """Retention pins: pin entries until a given time, because requests asked to retain their blocks.
 Such a pin is called a hold here.
 
-Always true: an entry has at most one hold, which lasts until the latest time requested. A hold is
-exactly one pin. All held bytes together never exceed the budget, and a tenant's held bytes never
-exceed its share of the budget. An entry that does not fit is not held. A hold has no owner: it
-outlives the session that requested it.
+Always true: an entry has at most one hold, which lasts until the latest time that a request asked
+for. A hold is exactly one pin. All held bytes together never exceed the budget, and a tenant's held
+bytes never exceed the tenant's part of the budget. An entry that would exceed a budget is not held.
+A hold does not belong to a session: it continues when the session that asked for it ends.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 
 PART_ENTRIES = 1 << 18
-"""Entry numbers that each step of `expire` examines: a millisecond or two."""
+"""Entry numbers that each step of `expire` examines; a step takes a millisecond or two."""
 
 
 class RetentionPins:
@@ -40,7 +40,7 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # As `_next_end_s`, but only for holds that began after the current run of `expire` did.
+        # As `_next_end_s`, but only for holds that began after the current call of `expire`.
         self._next_new_end_s = np.inf
 
     @property
@@ -94,7 +94,8 @@ class RetentionPins:
         )
 
     def _room_bytes(self, fresh: Entries) -> int:
-        """Returns how many more bytes may be held for the tenant to which these entries belong."""
+        """Returns how many more bytes may be held for the tenant to which the entries `fresh`
+        belong."""
         room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
         if not self._tenants.is_used or not len(fresh):
             return room_bytes

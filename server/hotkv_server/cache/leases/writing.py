@@ -1,6 +1,6 @@
-"""`Reservations` opens and ends leases that reserve slots; `Stores` begins and ends stores under
-them. Calls name blocks in runs: a run is a chain of consecutive blocks of one group, or of their
-representations (compact forms of a block's keys, for sparse attention)."""
+"""`Reservations` opens and ends write leases, which reserve slots. `Stores` begins and ends stores
+under write leases. Calls name blocks in runs: a run is a chain of consecutive blocks of one group,
+or of their representations (compact forms of a block's keys, for sparse attention)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,14 +44,14 @@ from hotkv_server.integrity.check_values import Sums, sealed
 #
 # This section owns no state: the lease book has the write leases, the index the reserved entries.
 # Always true: the first call under a lease id decides which blocks the lease owns, for all shards.
-# Every reserved entry belongs to a single write lease or move. A block that is ready or in flight
-# is never reserved again.
+# Every reserved entry belongs to a single write lease, or to a single move of blocks between tiers.
+# A block that is ready or reserved is not reserved again.
 
 
 _END = object()
 NO_SPACE, RESERVED = np.uint8(BlockResult.NO_SPACE), np.uint8(BlockResult.RESERVED)
-"""`BlockResult` values as numpy numbers. Numpy is slower with members of an enum, because it
-searches each for array attributes."""
+"""`BlockResult` values as numpy numbers. With members of the enum, numpy would be slower, because
+it searches every member for array attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Reservations:
         caller calls `reserve` with the result right after the last part. Never evicts a block that
         `runs` names. Makes no room if the lease exists: its blocks are reserved already.
 
-        If `reserve` would raise, raises before it evicts anything.
+        Raises the errors that `reserve` would raise, before the first eviction.
 
         has_promise: True if the call's residency has reserved the room.
         """
@@ -219,8 +219,8 @@ class Reservations:
         has_promise: bool = False,
     ) -> Reservation:
         """Reserves slots for the blocks of a call that `make_room` has checked, as far as there is
-        room. The caller calls it right after the last part of `make_room`. `has_promise`: True if
-        the room was reserved for a residency."""
+        room. The caller calls this method right after the last part of `make_room`. `has_promise`:
+        True if the room was reserved for a residency."""
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -309,7 +309,8 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED."""
+        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED if the
+        owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.listed)
@@ -336,9 +337,10 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run: PRESENT, IN_FLIGHT, RESERVED under this lease,
-        or NO_SPACE for a block without an entry. Records a use of the ready blocks. Clears the flag
-        of reserved entries in `words`."""
+        """Returns the BlockResult values of a run: PRESENT for a ready block, RESERVED for a block
+        reserved under this lease, IN_FLIGHT for other reserved blocks, NO_SPACE for a block without
+        an entry. Records a use of the ready blocks. Clears RESERVED_FLAG in `words` (the run's
+        entry words), so that they are plain entry numbers."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -369,8 +371,8 @@ class Reservations:
         now_s: float,
         has_promise: bool,
     ) -> None:
-        """Reserves slots for the blocks of run `at` that have no entry, as far as there is room.
-        Writes the new entry numbers into `words` and the outcome into `results`."""
+        """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
+        is room. Writes the new entry numbers into `words` and the outcome into `results`."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):
@@ -414,9 +416,9 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations that may be reserved. Returns the positions in `wanted` whose
-        block is ready or reserved under this lease. Sets the result to IN_FLIGHT if another lease
-        writes the block."""
+        """Selects the representations that may be reserved. `wanted`: positions in the run.
+        Returns the positions whose block is ready, or reserved under this lease. Sets the result of
+        a position to IN_FLIGHT if its block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -428,7 +430,8 @@ class Reservations:
         return representable
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, and frees their slots."""
+        """Removes reserved entries that will not be written, and frees their slots. `cause`:
+        remembered as the reason (`Removal.causes`) unless it is NONE."""
         if not len(entries):
             return
         space = self._books.space
@@ -461,8 +464,8 @@ class Reservations:
         )
 
 
-# Stores copy blocks into slots that a write lease reserved, and publish each block when it is
-# whole.
+# Stores copy blocks into slots that a write lease has reserved. A block is published when all its
+# shards (the parts from each rank) are written.
 #
 # This section owns no state: the transfer book has the stores, the lease book the leases. Always
 # true: a block becomes ready only when every shard is written. A representation becomes ready only
@@ -484,7 +487,8 @@ class Stores:
         self._uses = uses
 
     def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
-        """Raises HotKVError if the session may not start this store."""
+        """Raises HotKVError if the session may not start this store: the transfer id may not be
+        used (`TransferBook.check_new`), the key space has no such shard, or the server drains."""
         books = self._books
         books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
         num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
@@ -547,7 +551,7 @@ class Stores:
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
         """Pins, for the residency of a store, the named blocks that are ready already. Skips blocks
-        that are not verified."""
+        that must still be compared with their check value."""
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
@@ -564,8 +568,9 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Corrects `results` of reserved blocks that this store need not copy: ABORTED if the entry
-        is aborted, WRITTEN if this shard of it is written already."""
+        """Changes the results of reserved blocks that this store need not copy: to ABORTED if the
+        block's entry is aborted, to WRITTEN if the store's shard of the block is written
+        already."""
         masks = self._books.space.index.mark_written(words[positions], 0)
         results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
         results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
@@ -608,9 +613,10 @@ class Stores:
         sums: Sums | None,
         now_s: float,
     ) -> None:
-        """Ends run `at` of a store. If the copy succeeded, marks its shard of each block as written
-        and publishes the blocks that are now complete; otherwise marks the entries as aborted. Sets
-        the results. `whole`: the mask of all shards."""
+        """Ends the run at position `at` of a store, and sets the run's results. If the copy
+        succeeded, marks the store's shard of each block as written, and publishes the blocks of
+        which all shards are written now. Otherwise marks the entries as aborted. `whole`: the mask
+        of all shards."""
         index = self._books.space.index
         entries, positions, results = (
             transfer.entries[at],
@@ -663,8 +669,8 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes representations, all of one kind, ready if their blocks are ready; marks the others
-        as aborted. Returns which became ready, as a mask."""
+        """Makes those representations ready whose blocks are ready, and marks the others as
+        aborted. All entries are of one kind. Returns a mask of the entries that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -678,15 +684,15 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks all entries that a lease still reserves as aborted: they never become ready. Drops
-        them once no copy can touch them."""
+        """Marks all entries that a lease still reserves as aborted, so that they never become
+        ready. They are dropped once no copy runs under the lease."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Cleans a lease up once no copy runs under it. Drops its aborted entries. Ends the lease
-        if it was released, or if a store of every shard has ended and no entry is still
-        reserved."""
+        """Does nothing while a copy runs under the lease. Otherwise drops the lease's aborted
+        entries. Then ends the lease if it was released, or if a store of every shard has ended and
+        the lease has no reserved entry."""
         if lease.num_copies:
             return
         if len(lease.entries):

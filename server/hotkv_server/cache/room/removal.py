@@ -44,7 +44,7 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 
 
 PART_ENTRIES = 1 << 16
-"""Entry numbers that each part of long work examines: a few milliseconds."""
+"""Entry numbers that each part of long work examines; a part takes a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
 """Most entries that each part of long work removes."""
 
@@ -97,8 +97,8 @@ class Books:
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """Yields all entries that are not free, in parts: in each step those among the next
-        PART_ENTRIES entry numbers."""
+        """Yields all entries that are not free, in parts. Each part examines the next PART_ENTRIES
+        entry numbers."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
                 np.uint32
@@ -168,15 +168,14 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns the entries that `evict` would evict: those that are ready and not pinned."""
+        """Returns those of the given entries that `evict` would evict: entries that are ready and
+        not pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts those of the given entries that are ready and not pinned. Returns how many it
-        evicted.
-
-        An evicted block has a notice; an evicted representation has none.
-        """
+        evicted. Adds an eviction notice for the evicted blocks, but not for the evicted
+        representations."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -187,8 +186,8 @@ class Removal:
         return count + len(rest)
 
     def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts blocks with a notice. The caller has checked that they are ready and not pinned.
-        Returns how many it evicted."""
+        """Evicts blocks and adds an eviction notice for them. The caller has checked that the
+        blocks are ready and not pinned. Returns how many blocks it evicted."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s:
@@ -203,8 +202,8 @@ class Removal:
         return len(entries)
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
-        """Removes ready blocks with a notice, pinned blocks too. A pinned block becomes detached:
-        it keeps its slot until `reap` frees the slot."""
+        """Removes ready blocks, pinned blocks too, and adds an eviction notice for them. A pinned
+        block becomes detached: it keeps its slot until `reap` frees the slot."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -215,8 +214,9 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, without a notice. `cause`: if not
-        NONE, `causes` returns it for the entries' keys from now on."""
+        """Removes reserved entries that will not be written, without an eviction notice. `cause`:
+        remembered as the reason of the removal, so that `causes` returns it; NONE is not
+        remembered."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)
@@ -224,15 +224,16 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches reserved, pinned entries, without a notice: lookups and stores no longer find
-        them, but a tier may still write to their slots. The slots stay in use until `reap` frees
+        """Detaches reserved, pinned entries, without an eviction notice. Used when a tier hangs
+        while it reads blocks into the entries' slots: lookups and stores no longer find the
+        entries, but the tier may still write to the slots. The slots stay in use until `reap` frees
         them."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of those of the given entries that are detached (flushed while pinned)
-        and no longer pinned."""
+        """Frees the slots of the given entries that are detached (flushed while pinned) and have no
+        pin any more. Skips the others."""
         if not len(entries):
             return
         detached = (
@@ -253,8 +254,8 @@ class Removal:
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
-        """Remembers `cause` as the reason why blocks with these keys were removed, though they had
-        no entry in this index. `causes` returns it."""
+        """Remembers `cause` as the reason why blocks with these keys were removed, so that `causes`
+        returns it. Used for blocks that were removed from another tier."""
         self._removed.add(keys, cause)
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
@@ -275,9 +276,9 @@ class Removal:
 WINDOWS_PER_PART = 64
 """Most windows (ranges of adjacent slabs) that each part of `choose_windows` chooses."""
 HOT_SHARE = 0.25
-"""Largest share of the blocks in an emptied slab that may be hotter than the coldest blocks of the
-slot size that gets the slab. At 0, a few hot blocks in every slab would protect all slabs. An
-evicted hot block is soon stored again, beside other blocks."""
+"""A slab may be emptied for another slot size although some of its blocks are hotter than the
+coldest blocks of that size: at most this share of its blocks. If the share were 0 and every slab
+had a few hot blocks, no slab could be emptied. An evicted hot block is soon stored again."""
 
 
 # The following functions choose the slabs to empty for a slot size. They compute with arrays that
@@ -337,13 +338,13 @@ def choose_windows(
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
     """Returns the limits for `choose_windows`, float64 [runs that `num_slots` slots need]: the i-th
-    window is emptied only if it costs less than limit i. Above that cost it is better to evict
-    blocks of the receiving slot size.
+    window is emptied only if it costs less than limit i. If it costs more, it is better to evict
+    blocks of the receiving size: the slot size that needs the `num_slots` slots.
 
     own: heat of the coldest blocks of the receiving size, rising. Each emptied window spares some
         of these blocks from eviction. If the windows before have spared the first i blocks, the
         limit of the next window is the heat of block i. The limit is inf if `own` has too few
-        blocks to make room: emptying any slab is better than a refusal.
+        blocks to make room: emptying any slab is better than refusing the slots.
     slots_per_run: slots of the receiving size that each window has room for.
     """
     spared = np.arange(0, num_slots, slots_per_run)
@@ -353,8 +354,8 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
 
 
 def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
-    """Returns for each slab how many of the blocks for which `counted` is True lie in it, wholly or
-    in part. Block i lies in the slabs from `first[i]` to `last[i]`."""
+    """Counts, for each slab, the blocks that lie in the slab wholly or in part. Leaves out blocks
+    for which `counted` is False. Block i lies in the slabs from `first[i]` to `last[i]`."""
     starts, ends = (
         np.bincount(at[counted] + after, minlength=num_slabs + 1)
         for at, after in ((first, 0), (last, 1))
@@ -367,8 +368,8 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Empties slabs of other slot sizes, so that a slot size that needs room gets them. Holds no
-    state between two calls.
+    """Empties slabs that are lent to other slot sizes, so that they can be lent to the receiving
+    size, a slot size that needs room. Holds no state between two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
@@ -434,9 +435,11 @@ class Rebalancer:
         """Empties slabs that are lent to other sizes. Yields after each part; returns how many
         entries were evicted.
 
-        First chooses slabs that are wholly colder than the coldest blocks of this size, then slabs
-        with at most `HOT_SHARE` hotter blocks. `run`: number of slabs and of slots of the run to
-        make room for. `skips_free`: if False, free slabs count as chosen.
+        First chooses slabs of which all blocks are colder than the coldest blocks of this size.
+        Then chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
+
+        run: number of slabs and of slots of the run to make room for.
+        skips_free: True if ranges of slabs that are free already may not be chosen.
         """
         if skips_free:
             num_slots = max(1, num_slots - self._pool.available_slots(slot_bytes))
@@ -454,8 +457,8 @@ class Rebalancer:
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
         """Returns a function that tells which entries may be evicted for the tenant `taker`. If
-        guarantees limit how many entries other tenants may lose, the function accepts their coldest
-        entries. It is valid for entries that exist now."""
+        another tenant may lose only some entries because of its guarantee, the function accepts the
+        tenant's coldest entries. The function is valid only for entries that exist now."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -516,9 +519,10 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets the `cost` of slabs that are reserved for slots promised to other sizes
-        (`SlabFloors`) to inf. For each other size these are the most costly of its slabs, as many
-        as its promised slots need, and as many free slabs as it lacks."""
+        """Sets `cost` to inf for the slabs that are reserved for the promised slots of other sizes
+        (`SlabFloors`). For each other size, these are as many of its slabs as its promised slots
+        need, the most costly first. If the size has fewer slabs than that, free slabs are reserved
+        too."""
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:
@@ -545,8 +549,8 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts the entries in all runs that contain a chosen slab, slab by slab. Yields after
-        each part; returns how many entries it evicted."""
+        """Evicts, slab by slab, the entries in all runs that contain a chosen slab, except entries
+        for which `may_go` is False. Yields after each part; returns how many entries it evicted."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 

@@ -13,14 +13,15 @@ from hotkv_server.cache.values import Cause
 REMEMBERED_KEYS = 1 << 16
 """Number of removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""Most removals since the sorted copy of the keys was made. After more removals, the next call of
-`causes` makes a new copy."""
+"""`causes` searches a sorted copy of the keys. If more keys than this were added since the copy was
+made, `causes` first makes a new copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)
 LOWER = np.uint64((REMEMBERED_KEYS << CAUSE_BITS) - 1)
-"""The low bits of a key, which are not compared: the sorted copy stores position and cause in them.
-So about 2 of 1e9 keys that were not removed are mistaken for removed keys."""
+"""The low bits of a key. The sorted copy stores the key's position and cause in these bits, so the
+bits of the key itself are not compared. About 2 of 1e9 keys that were not removed are therefore
+mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
 """Values of `Cause`."""
@@ -56,7 +57,8 @@ class RemovedKeys:
 
     def causes(self, keys: Keys) -> Causes:
         """Returns the `Cause` of the last removal of each key [n]; `Cause.NONE` for a key that is
-        not remembered. Up to MAX_FRESH keys that the ring has lost may still be found."""
+        not remembered. Up to MAX_FRESH keys that are no longer in the ring may still be found, in
+        the sorted copy."""
         if self._num_fresh > MAX_FRESH:
             # From the oldest to the newest.
             self._sorted = _sorted(

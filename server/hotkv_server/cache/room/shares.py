@@ -12,21 +12,21 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantSh
 
 # A `FairBound` limits a shared resource so that no single owner can use it up.
 #
-# Always true: all owners together hold no more than the capacity. After an owner has acquired
-# units, it holds no more than the floor (`FLOOR_SHARE`), or no more than is left free for other
-# owners. So a single owner gets at most half, and n owners that want everything get 1/(n + 1) each;
-# there is always room for another owner. An owner is a tenant, or an engine if no tenants are
-# configured.
+# Always true: all owners together hold no more units than the capacity. An owner may hold a few
+# units (the floor, `FLOOR_SHARE`) as long as units are free. To acquire more, it must leave at
+# least as many units free as it then holds. So a single owner gets at most half of the capacity. If
+# n owners acquire as much as they can, each gets 1/(n + 1) of it, and the rest is free for another
+# owner. An owner is a tenant, or an engine if no tenants are configured.
 
 
 FLOOR_SHARE = 64
-"""An owner may hold up to 1/64 of the capacity (the floor) as long as units are free, however much
-other owners hold."""
+"""An owner may hold up to 1/64 of the capacity (the floor) as long as units are free, even if other
+owners hold nearly all units."""
 
 
 class FairBound:
-    """Counts the units of a bounded resource that each owner has acquired. `room` returns how many
-    more units an owner may acquire."""
+    """Counts the units of a bounded resource that each owner has acquired, for example leases or
+    bytes. `room` returns how many more units an owner may acquire."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -62,8 +62,8 @@ class FairBound:
             del self._held[owner]
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the text for people that says why the owner may not acquire more. `what`: the
-        name of the units, in the plural."""
+        """Returns the text of an error message that says why the owner may not acquire more units.
+        `what`: the name of the units, in the plural."""
         return (
             f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
             f"of {self.capacity} are free; "
@@ -78,9 +78,9 @@ class FairBound:
 
 
 class BoundShare(FairBound):
-    """Bounds the number of objects of one kind, if several kinds of objects share the units of one
-    `FairBound`. An example is the memory bound that leases and transfers share. Each object uses
-    `unit` units of the shared bound."""
+    """Bounds the number of objects of one kind. Several kinds of objects share the units of one
+    `FairBound`: leases and sequences, for example, share one bound on the bytes of memory that they
+    use. Each object uses `unit` units of the shared bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)
@@ -105,8 +105,8 @@ class BoundShare(FairBound):
         self._bound.give(owner, count * self._unit)
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the text for people that says why the owner may not acquire more objects. `what`:
-        the name of the objects, in the plural."""
+        """Returns the text of an error message that says why the owner may not acquire more
+        objects. `what`: the name of the objects, in the plural."""
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 
@@ -114,14 +114,16 @@ class BoundShare(FairBound):
 # evicted for a tenant. It counts the slots of blocks and representations in any state (reserved,
 # ready or detached).
 #
-# Always true: a tenant with a burst bound (the most bytes that it may use) never exceeds it. If the
-# bound was lowered, the excess only shrinks. A block is evicted for another tenant only while its
-# own tenant uses more than its guarantee, with one exception (below).
+# Always true: a tenant with a burst bound (the most bytes that it may use) never gets more bytes
+# than the bound. If the bound was lowered while the tenant used more, the excess only shrinks. A
+# block of tenant A is evicted for a block of tenant B only while A uses more than its guarantee,
+# with one exception (below).
 #
 # A guarantee is also a claim: if a tenant needs room for blocks within its guarantee, blocks of
-# tenants above their guarantees are evicted first. The exception: if every slab has a guaranteed
-# block, so that a slot size can't get a slab, slabs are emptied all the same. A tenant that loses
-# blocks this way is below its guarantee, so its claim gets the room back later.
+# tenants that use more than their guarantees are evicted first. The exception: if a slot size can't
+# get a slab, because every slab has a block that is within the guarantee of its tenant, slabs are
+# emptied all the same. A tenant that loses blocks this way then uses less than its guarantee, so
+# its claim gets the room back later.
 
 
 class Payers(enum.Enum):
@@ -167,7 +169,8 @@ class TenantBook:
 
     def _checked(self, shares: Iterable[TenantShare]) -> tuple[Int64s, Int64s]:
         """Returns the guarantees and the burst bounds of the shares, in bytes. Raises INVALID_FIELD
-        if they are not possible."""
+        if a number is negative, a bound is below its guarantee, or the guarantees exceed the
+        arena."""
         listed = list(shares)
         guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
         burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
@@ -270,8 +273,9 @@ class TenantBook:
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Returns the bytes that must stay available for the other tenants: for each of them its
-        bytes in `taken` (by tenant number), or `share` of its guarantee if that is more."""
+        """Returns how many bytes must stay available for the other tenants' residencies. That is
+        the sum over these tenants of the bytes that a tenant's residencies use already (`taken`, by
+        tenant number), or of `share` of the tenant's guarantee if that is more."""
         others = {*range(len(self._guaranteed)), *taken} - {tenant}
         return sum(
             max(
@@ -307,14 +311,15 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Returns True if the tenant `taker` would stay within its guarantee with `more_bytes`
-        more. Blocks of other tenants are then evicted first to make room for it."""
+        """Returns True if the tenant `taker` would stay within its guarantee if it used
+        `more_bytes` more. To make room for these bytes, blocks of other tenants are then evicted
+        first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the totals of slots to make room for, in steps. If only some of the `count` slots
-        lie within the tenant's guarantee, there are two steps: those slots, then all `count`.
-        Otherwise there is one step."""
+        """Returns how many of `count` slots to make room for in each step of `Room.make`. If only
+        some of the slots lie within the tenant's guarantee, there are two steps: first room for
+        these slots, then for all `count` slots. Otherwise there is one step."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )
@@ -335,8 +340,8 @@ class TenantBook:
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
-        """Raises AssertionError if used bytes are miscounted or a tenant exceeds its bound.
-        `used_by_key_space`: the used bytes of each key space."""
+        """Raises AssertionError if used bytes are miscounted or a tenant uses more than its burst
+        bound. `used_by_key_space`: the used bytes of each key space."""
         assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
         if not self.is_used:
             return
@@ -350,9 +355,9 @@ class TenantBook:
 # The pin budget: how many bytes three kinds of long pins may hold together. The kinds are
 # residencies, holds (pins that requests asked for) and read leases without a load.
 #
-# Always true: once residencies have reserved or pinned anything, a part of the arena
-# (`STORE_SHARE`) stays free for stores, whatever the shares of the three kinds. Without
-# residencies, each kind has only the limit of its own share.
+# Always true: while residencies have reserved or pinned bytes, the three kinds together leave a
+# part of the arena (`STORE_SHARE`) to stores. While they have not, `PinBudget` sets no limit, and
+# holds and leases are limited only by their own shares (`held_share`, `unadmitted_share`).
 
 
 STORE_SHARE = 16
@@ -367,8 +372,8 @@ def most_pinned(capacity_bytes: int) -> int:
 
 
 class PinBudget:
-    """Counts the bytes of long pins by kind. The module that makes pins of a kind updates the
-    count.
+    """Counts, by kind of pin, the bytes that are pinned for long or reserved for that, and says how
+    many more bytes may be pinned. The class that makes the pins of a kind updates its count.
 
     resident_bytes: reserved for residencies or pinned by them.
     held_bytes: pinned by holds (pins that requests asked for).

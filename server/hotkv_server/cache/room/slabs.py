@@ -1,13 +1,15 @@
 """The pool of slots: an arena cut into slabs (pieces of equal size). Slabs are lent to slot sizes
 in runs; a run is a range of adjacent slabs that are lent together.
 
-Owns which byte of the arena belongs to which slot. Slots lie side by side from the start of their
-run, so only bytes at the end of a run are lost: `run_slabs` chooses a length that loses few. If no
-gap between runs is long enough, a gap lengthens the run before it or becomes a shorter run. Always
-true: a slot is either free or used. A run whose last slot is freed returns to the pool at once, and
-its slabs may be lent to any other size. Only slabs that have memory are lent (`SlabPool.back`). The
-pool never moves or evicts anything: an allocation that does not fit gets fewer slots than it asked
-for. `SlabFloors` reserves slabs for slot sizes.
+The pool knows which bytes of the arena belong to which slot. Slots lie side by side from the start
+of their run, so only bytes at the end of a run are lost: `run_slabs` chooses a length that loses
+few. If no gap (range of adjacent free slabs) is long enough for a new run, the slabs of a gap are
+added to the run before it, or become a shorter run.
+
+Always true: a slot is either free or used. When the last used slot of a run is freed, the slabs of
+the run become free at once and may be lent to any slot size. Only slabs that have memory are lent
+(`SlabPool.back`). The pool never moves or evicts blocks: if too few slots are free, an allocation
+returns fewer slots than requested. `SlabFloors` reserves slabs for slot sizes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -91,9 +93,9 @@ class FreeSlots:
 
 
 class SlabFloors:
-    """Reserves slabs for slots that were promised to a slot size, for example to a residency. The
-    floor of a size is the number of its promised slots. A promise in bytes alone would be weak,
-    because a pinned slot blocks its slab for every other slot size.
+    """Reserves slabs for slots that were promised, for example to a residency. The floor of a slot
+    size is the number of promised slots of that size. Promising a number of bytes would not be
+    enough: a slab with a pinned slot of one size can't be lent to another size.
 
     lent: function that returns the number of slabs lent to a size.
     num_free: function that returns the number of free slabs.
@@ -101,8 +103,8 @@ class SlabFloors:
     Always true between two calls of the core: at least as many slabs are free as all sizes together
     lack for their floors. A size gets free slabs only if enough stay free for the floors of other
     sizes. A size gives slabs to another size only down to its own floor. So a size has room for all
-    promised slots, once its evictable blocks are evicted. The number of slabs that a floor needs
-    assumes the shortest runs, because those can be lent wherever free slabs lie.
+    promised slots, once its evictable blocks are evicted. The slabs that a floor needs are computed
+    for runs of the shortest length (`shortest_run`), because such runs fit wherever slabs are free.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class SlabFloors:
         return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
 
     def add(self, slot_bytes: int, num_slots: int) -> None:
-        """Raises the floor of an aligned slot size by `num_slots` slots; lowers it if negative."""
+        """Raises the floor of a slot size (a multiple of SLOT_ALIGN) by `num_slots` slots; lowers
+        the floor if `num_slots` is negative."""
         if not num_slots:
             return
         assert slot_bytes % SLOT_ALIGN == 0, "floors are of aligned sizes"
@@ -132,11 +135,11 @@ class SlabFloors:
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
-        """Returns how many slabs the size lacks for its floor."""
+        """Returns how many more slabs must be lent to this size until its floor is reached."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Returns how many slabs the size could give to other sizes and still have its floor."""
+        """Returns how many of the slabs that are lent to this size its floor does not need."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
@@ -144,13 +147,14 @@ class SlabFloors:
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Returns how many free slabs must stay free for the floors of other sizes."""
+        """Returns how many free slabs may not be lent to this size, because the floors of other
+        sizes need them."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
     @property
     def shortfall(self) -> int:
-        """Number of further slabs that must become free before the promised slots of all sizes have
-        room."""
+        """Number of slabs that must become free, in addition to the free slabs, before the promised
+        slots of all sizes have room. 0 between two calls of the core."""
         return max(0, sum(map(self.missing, self._slots)) - self._num_free())
 
     def would_fit(self, more: Mapping[int, int]) -> bool:
@@ -189,9 +193,10 @@ class PoolFigures:
     arena_bytes: bytes of slabs that have memory.
     lent_bytes: bytes of slabs that are lent to a slot size.
     idle_bytes: bytes of free slots in lent slabs.
-    tail_bytes: bytes of lent slabs that no slot covers, because slot sizes don't divide slabs.
-    stranded_bytes: bytes of free slabs that stay unused when each gap (range of adjacent free
-        slabs) is filled with slots of the widest known size; 0 if no slot spans slabs.
+    tail_bytes: bytes of lent slabs that no slot covers, because they are too few for one more slot
+        at the end of a run.
+    stranded_bytes: bytes of free slabs that would stay free if every gap (range of adjacent free
+        slabs) were filled with slots of the largest known size; 0 if no slot is larger than a slab.
     shares: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) for each
         size that has slabs.
     """
@@ -226,7 +231,7 @@ def figures_of(
 
     rows: the figures of each slot size.
     num_backed: number of slabs that have memory.
-    num_stranded: number of free slabs that slots of the widest size can't use.
+    num_stranded: number of free slabs that slots of the largest size can't use.
     """
     used = sum(row.num_used * row.slot_bytes for row in rows)
     idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
@@ -246,23 +251,25 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of a run that may lie unused behind its last slot."""
+"""Largest share of a run's bytes that may lie unused behind the run's last slot."""
 LONGEST_END = 100
-"""Most slabs that a run has in addition to the slabs that a single slot needs. More are not
-necessary: up to this length there is a run of at least 100 slabs whose last slot ends in its last
-slab. It loses less than one slab, so at most 1 % (MOST_LOST)."""
+"""Most slabs that a run has in addition to the slabs that a single slot needs. Longer runs are not
+necessary: among the lengths up to this, there is a run of at least 100 slabs whose last slot ends
+in its last slab. Such a run loses less than one slab, so at most 1 % (MOST_LOST)."""
 RUNS_PER_ARENA = (16, 32)
-"""Bounds for the number of runs that fit into an arena, which limit the length of a run.
+"""Bounds for the number of runs that fit into an arena. They bound the length of a run.
 
-At least 16, even if shorter runs lose more at their ends: a size must not take most of a small
-arena for its first block. At most 32, so that the gaps between runs of different sizes are small
-beside the runs. The second bound does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas
-of less than FEW_SLABS slabs.
+At least 16 runs: otherwise the first block of a slot size could take most of a small arena. Runs
+may therefore be so short that they lose more than MOST_LOST.
+
+At most 32 runs: the gaps between runs of different sizes are then small compared with the runs.
+This bound does not apply to runs of AMPLE_RUN_BYTES or more, nor to arenas of less than FEW_SLABS
+slabs.
 """
 AMPLE_RUN_BYTES = 64 << 20
 FEW_SLABS = 256
-"""In an arena of fewer slabs, runs have no least length, and are as short as MOST_LOST allows,
-because a single hot block keeps its whole run from being emptied."""
+"""In an arena with fewer slabs than this, runs are as short as MOST_LOST allows: the shorter the
+run, the fewer slabs can't be emptied because of a single hot block."""
 
 
 def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
@@ -289,7 +296,7 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 
 
 class _SlabClass:
-    """What the pool knows about one slot size: its slabs and its free slots.
+    """The pool's record of one slot size: its slabs and its free slots.
 
     run_slabs, slots_per_run: number of slabs and of slots in a run of full length.
     num_slabs, num_slots: number of slabs and of slots in all runs of this size.
@@ -312,8 +319,8 @@ class _SlabClass:
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
         self.free = FreeSlots()
         self.num_slabs = self.num_slots = 0
-        # How many slots in free slabs could still be lent, and the state of the pool for which that
-        # was computed.
+        # How many slots the free slabs could provide for this size, and the state of the pool for
+        # which that was computed.
         self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
 
@@ -341,9 +348,9 @@ class _SlabClass:
 
 
 def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Numbers the items of several places, where place i has `counts[i]` items. Returns for each
-    item its place, and its number among the items of that place, int64 [counts.sum()]. Counts (2,
-    1) give places (0, 0, 1) and numbers (0, 1, 0)."""
+    """Lists items that lie in several places: place i has `counts[i]` items. Returns two arrays
+    int64 [counts.sum()]: the place of each item, and the item's number among the items of that
+    place. Counts (2, 1) give places (0, 0, 1) and numbers (0, 1, 0)."""
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
     return places, nth
@@ -416,7 +423,7 @@ class SlabPool:
         return [c.stats() for _, c in sorted(self._classes.items()) if c.num_slabs]
 
     def figures(self) -> PoolFigures:
-        """Returns how the arena is divided among all slot sizes."""
+        """Returns how the arena is divided among the slot sizes."""
         widest = max((shortest_run(size, self.slab_bytes) for size in self._classes), default=1)
         num_stranded = int((self._free_runs() % widest).sum())
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
@@ -428,9 +435,9 @@ class SlabPool:
         return np.diff(lent) - 1
 
     def capacity_slots(self, slot_bytes: int) -> int:
-        """Returns how many slots of this size the whole arena could hold, once all of it has
-        memory. A size for which only this method was called is not known to the pool: it does not
-        count as the widest size in `figures`."""
+        """Returns how many slots of this size the whole arena could hold, once all of the arena has
+        memory. Does not register the size: `figures` counts as known sizes only those for which
+        another method was called."""
         size = aligned(slot_bytes)
         c = self._classes.get(size) or _SlabClass(size, self.slab_bytes, self.num_slabs)
         num_runs, rest = divmod(self.num_slabs, c.run_slabs)
@@ -541,8 +548,9 @@ class SlabPool:
         """Returns for each offset the first slab of the run to which a slot of this size at the
         offset could belong; -1 if no run could have a slot there.
 
-        If a run could start at several slabs, returns the nearest. Whole slots lie between two such
-        starts, so one long run and two short runs have the same slots.
+        If the run could begin at several slabs, returns the slab nearest to the offset. The slots
+        are the same for each of these slabs, because the distance between two of them is a multiple
+        of the slot size.
         """
         size = aligned(slot_bytes)
         slabs = self.slab_of(offsets)
@@ -562,8 +570,8 @@ class SlabPool:
         """Marks slots as used, while a pool is rebuilt after a restart. Raises ValueError if slots
         overlap, are misaligned or lie outside the arena.
 
-        Rebuilds each run up to its last used slot. From here on, the run's slabs count as having
-        memory; the caller prefaults them.
+        Rebuilds the runs in which the slots lie, each up to its last used slot. From here on, the
+        slabs of these runs count as having memory; the caller prefaults them.
         """
         if not len(offsets):
             return

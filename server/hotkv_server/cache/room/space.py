@@ -23,27 +23,29 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s, TenantShare
 
 # Making room: evicting entries until the requested slots are free.
 #
-# Always true: a pinned or reserved entry is never evicted. Nothing is evicted while slots are free,
-# nor for slots that the growing arena provides within moments. A tenant with a burst bound makes
-# room within its own blocks. The coldest blocks of the same slot size are evicted, unless slabs of
-# other sizes are colder (`Rebalancer`). A representation is evicted without its block only if a
-# block needs its room. Long work runs in parts. Other calls may use free slots between two parts,
-# so the missing slots are counted again.
+# Always true: a pinned or reserved entry is never evicted. No entry is evicted while enough slots
+# are free, or if the slots get memory within about a second, because the arena is still being
+# prefaulted (`coming_bytes`). A tenant that has reached its burst bound gets room only by evicting
+# its own blocks. The coldest blocks of the same slot size are evicted, unless slabs of other sizes
+# are colder (`Rebalancer`). A representation is evicted without its block only if a block needs its
+# room. Long work runs in parts. Other calls may use free slots between two parts, so each part
+# counts the missing slots again.
 
 
 REBALANCE_SHARE = 64
-"""The slabs of a slot size are compared with those of other sizes each time 1/64 of the arena was
-freed for this size. While the size gains slabs, they are compared at each call."""
+"""A slot size that needs room compares its blocks with the slabs of other sizes (`Room._compare`)
+each time 1/64 of the arena has been freed for it. If a comparison brought enough slabs, the next
+call compares again."""
 
 
 class Room:
     """Makes room in a tier: frees slots of a size by evicting entries.
 
     coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
-        requests that were refused because they will fit then.
-    may_keep: True if the policy may refuse room to a new block, so that older blocks stay. False if
-        this is a tier below host memory, or host memory with tiers below it: those tiers get a new
-        block only after it was stored in host memory.
+        slots that were refused because they will fit then.
+    may_keep: True if the policy may refuse room to a new block, so that older blocks stay. False in
+        a tier below host memory. False in host memory if there are tiers below it, because those
+        tiers get a new block only after it was stored in host memory.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -69,13 +71,13 @@ class Room:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Frees `count` slots of `size` bytes for the tenant with number `taker`, as far as entries
-        may be evicted for that tenant. Yields after each part of the work.
+        """Frees `count` slots of `size` bytes for the tenant with number `taker`; fewer if no more
+        entries may be evicted for that tenant. Yields after each part of the work.
 
         is_block: True if the slots are for blocks. Representations of other blocks may then be
             dropped to make room.
-        has_promise: True if the room was reserved for a residency; representations may be dropped
-            for the residency too.
+        has_promise: True if the room was reserved for a residency. Representations of other blocks
+            may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `Space.may_keep` returns False.
@@ -98,17 +100,18 @@ class Room:
             yield from self._drop_representations(0, missing_numbers, taker)
 
     def shares(self, size: int) -> bool:
-        """Returns True if the arena also has slots of other sizes or representations. In that case
-        the policy may not refuse room to a new block so that older blocks stay; this method
-        notifies the policy (`Policy.allow_keeping`)."""
+        """Returns True if the arena also has slots of other sizes, or representations. Also
+        notifies the policy (`Policy.allow_keeping`) whether it may refuse room to a new block so
+        that older blocks stay: only if this method returns False and `may_keep` is True."""
         shares = bool(self._books.representations.declared) or self._pool.is_shared(size)
         self._books.policy.allow_keeping(self.may_keep and not shares)
         return shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs until `more` slots (numbers by slot size) can be promised to the tenant
-        `taker`, as far as entries may be evicted for it. Yields after each part. While the
-        generator runs, these slots count as promised, so that no other call gets their slabs."""
+        `taker`, or until no more entries may be evicted for the tenant. Yields after each part.
+        While the generator runs, these slots count as promised, so that no other call gets their
+        slabs."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -128,16 +131,16 @@ class Room:
                 floors.add(size, -count)
 
     def coming_slots(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots of this size are not free now, but will be without
-        evictions in about a second, when the growing arena has more memory."""
+        """Returns how many of `count` slots of this size are not free now, but will be free without
+        evictions in about a second, when more of the arena has memory."""
         if not self.coming_bytes:
             return 0
         missing = count - self._pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots the caller must refuse now, because memory for them
-        comes soon (`coming_slots`). Subtracts their bytes from `coming_bytes`."""
+        """Returns how many of `count` slots the caller must refuse now, because the slots will be
+        free soon without evictions (`coming_slots`). Subtracts their bytes from `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
@@ -173,10 +176,10 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Empties slabs of other sizes that are colder than this size's blocks, if this size is due
-        for a comparison (REBALANCE_SHARE).
+        """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
+        are colder. Does so only if this size is due for a comparison (REBALANCE_SHARE).
 
-        A comparison is slow, because it looks at every entry. So it makes room for a whole share of
+        A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
         """
         share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
@@ -250,8 +253,9 @@ class Room:
         may_pay: Callable[[Int64s], BoolMask],
         keep_at_s: float | None = None,
     ) -> int:
-        """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts. Takes
-        no tenant other than the `taker` below its guarantee. Returns how many it evicted."""
+        """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts. Does
+        not evict a block if its tenant would then have less than its guarantee; this limit does not
+        apply to the `taker`. Returns how many blocks it evicted."""
         books, evicted = self._books, 0
 
         def evictable(entries: Entries) -> BoolMask:
@@ -301,11 +305,12 @@ class Room:
             yield
 
 
-# Burst bounds: evicts blocks of tenants that exceed their bounds. New shares, or a restart with
-# other settings, may have lowered the bounds.
+# Burst bounds: evicts blocks of tenants that use more than their bounds. New shares, or a restart
+# with other settings, may have lowered the bounds.
 #
-# Always true: a tenant's coldest blocks are evicted first, no block in use, and no more than its
-# excess requires. Any other method may be called between two parts, so the excess is counted again.
+# Always true: a tenant's coldest blocks are evicted first, no pinned or reserved block is evicted,
+# and no more blocks are evicted than necessary. Any other method may be called between two parts,
+# so each part counts the excess again.
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
@@ -338,20 +343,20 @@ def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
 REFRESH_S = 1.0
-"""Longest time by which the last use of a block may be older than the last use of a block after it
-in its chain. Beyond that, `Space.refresh_ancestors` marks the block as in use."""
+"""When a block is stored, and the last use of a block before it in its chain is older than this
+time in seconds, `Space.refresh_ancestors` marks the chain as in use."""
 MAX_REFRESHED = 1 << 14
-"""Most blocks before a block in its chain that `Space.refresh_ancestors` marks as in use, or that
-are not evicted to make room for the block."""
+"""When a block is stored, at most this many blocks before it in its chain are marked as in use
+(`Space.refresh_ancestors`), and are protected from eviction while room is made for the block."""
 
 
 class Space:
     """All slots of a tier and the entries that own them: inserts, publishes and uses entries, and
     makes room for them.
 
-    origins: by entry number [capacity + 1], the tier below from which a ready entry was promoted,
-        numbered from 1, until its hit is credited to that tier. 0 for a block that an engine
-        stored, or whose hit was credited.
+    origins: by entry number [capacity + 1], the number (from 1) of the tier below from which a
+        ready block was promoted. 0 for a block that an engine stored. Set to 0 when the first hit
+        of a promoted block has been credited to the tier.
 
     `is_backed`: True if the whole arena has memory. If False, `grow` reports how much of it has
         memory.
@@ -379,23 +384,23 @@ class Space:
 
     def grow(self, num_bytes: int, coming_bytes: int) -> None:
         """Records that the first `num_bytes` of the arena have memory now, and that about
-        `coming_bytes` more get memory within moments.
+        `coming_bytes` more get memory within about a second.
 
-        Until the next call, requests for up to `coming_bytes` in total are refused instead of
-        evicting blocks, because both old and new blocks will fit soon. Further requests evict
-        blocks as usual.
+        Until the next call, slots for which blocks would have to be evicted are refused, up to
+        `coming_bytes` in total: soon there is room for the old and the new blocks. Beyond that,
+        blocks are evicted as usual.
         """
         self.pool.back(num_bytes)
         self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.room.coming_bytes = coming_bytes
 
     def may_keep(self, slot_bytes: int) -> bool:
-        """Returns True if the policy may refuse room for slots of this size to a new block, so that
-        older blocks stay.
+        """Returns True if the policy may refuse a slot of this size to a new block, so that older
+        blocks stay.
 
-        False while several slot sizes or representations share the arena, since entries of the
-        other sizes would be evicted instead. False if there are tiers below: they get a new block
-        only after it was stored here.
+        Returns False while the arena also has slots of other sizes or representations, because
+        those would then be evicted instead. Returns False if there are tiers below, because they
+        get a new block only after it was stored here.
         """
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
@@ -406,8 +411,8 @@ class Space:
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if `make_room` need not be called for `count` slots: the slots are free,
-        and no tenants are configured."""
+        """Returns False if `make_room` need not be called for `count` slots, because the slots are
+        free and no tenants are configured."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.room.shares(aligned(slot_bytes))
@@ -429,13 +434,13 @@ class Space:
 
         The caller has called `make_room` before. `insert` itself evicts only the tenant's own
         blocks, if its burst bound (the most bytes that it may use) requires that. While the arena
-        grows, fewer slots are reserved: see `grow`. The caller passes the keys that got no slot to
-        `decline`.
+        is still being prefaulted, fewer slots may be reserved: see `grow`. The caller passes the
+        keys that got no slot to `decline`.
 
         depths: number of blocks before each block in its chain.
         lease: number of the write lease or move that owns the entries.
-        has_promise: True if the room was reserved for a residency; the room is then not refused
-            while the arena grows.
+        has_promise: True if the room was reserved for a residency. Then no slots are refused
+            because the arena is still being prefaulted.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -508,10 +513,8 @@ class Space:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Notifies the policy of blocks that were not stored because `insert` found no room for
-        them. The blocks are in chain order.
-
-        `depth`: number of blocks before the first of them in the chain.
-        """
+        them. `hashes`: the blocks, in chain order. `depth`: number of blocks before the first of
+        these blocks in the chain."""
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
             self.policy.decline(keys, depth, now_s, retention)
@@ -521,9 +524,9 @@ class Space:
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
-        """Marks the blocks before this entry in its chain as in use, so that the head of the chain
-        is not evicted before its tail. Does nothing if they were used within REFRESH_S and are
-        hotter than the entry."""
+        """Marks this entry and the blocks before it in its chain as in use, so that the first
+        blocks of the chain are not evicted before the last. Does nothing if all blocks before the
+        entry were used within REFRESH_S and are hotter than the entry."""
         chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return

@@ -1,2 +1,2 @@
-"""The index: entries by key, the block table that it shares with clients, and the server's own data
-about each block. Pure: no clock, no I/O, no threads."""
+"""The index: it finds entries by key in the block table, which the server shares with clients, and
+stores the server's own data about each entry. Pure: no clock, no I/O, no threads."""

@@ -53,8 +53,9 @@ class BlockIndex:
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 
     def back(self, num_entries: int) -> None:
-        """Sets how many entries have memory for their records. Must not be less than the number of
-        entries in use. Before the first call, all entries have memory."""
+        """Sets how many entries have memory for their records, and so how many entries may be in
+        use (`limit`). `num_entries`: at least the number of entries in use. Until the first call,
+        all entries count as having memory."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
         # Touch the pages of the pins now, a few at a time, rather than all with the first large
         # lease.
@@ -123,15 +124,16 @@ class BlockIndex:
         return entries[:fitted]
 
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
-        """Returns the number of the write lease or move that owns each reserved entry. Meaningless
-        for entries in other states."""
+        """Returns for each reserved entry the number of its owner: a write lease, or a move of
+        blocks between tiers. Meaningless for entries in other states."""
         owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Sets the bit `mark` (of a shard, a rank's part of a block) in each reserved entry's mask
-        of written shards; 0 only reads the masks. Returns the masks [n]. While an entry is
-        reserved, its record stores the mask in the upper half of the check value."""
+        """Adds the bit `mark` to each reserved entry's mask of written shards, and returns the
+        masks [n]. Bit n stands for shard n, the part of a block from one rank; with `mark` 0, the
+        masks do not change. While an entry is reserved, its record stores the mask in the upper
+        half of the check value."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -149,7 +151,8 @@ class BlockIndex:
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
         """Removes reserved or ready entries and frees their numbers. Returns the records that the
-        entries had, split by `parts`. `keys`: the entries' keys, as `mixed` returns them."""
+        entries had, in arrays as `parts` makes them. `keys`: the entries' keys, as `mixed` returns
+        them."""
         rows = self._unlink(entries, keys)
         self._release(entries)
         return self.parts(rows)
@@ -195,8 +198,8 @@ class BlockIndex:
         self.num_entries -= len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
-        """Adds `change` (1 or -1) to the number of pins of each entry. An entry listed twice counts
-        twice."""
+        """Adds `change` (1 or -1) to the number of pins of each entry; twice for an entry that is
+        listed twice."""
         if not len(entries):
             return
         self.num_unpins += change < 0
@@ -289,15 +292,15 @@ class BlockIndex:
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Returns the keys of entries, uint64 [n], as in the table: a key is the block's hash,
-        mixed with its key space and group."""
+        """Returns the keys by which the table finds entries, uint64 [n]. A key is computed from the
+        block's hash and the salt of its key space and group."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
-        """Returns the keys, uint64 [n], that blocks with these hashes [n, 8] have in the table. The
-        hashes need not be in the index."""
+        """Returns the keys, uint64 [n], by which the table would find blocks with these hashes [n,
+        8], whether or not the index has the blocks. `mixed` returns the same keys for entries."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
@@ -375,7 +378,8 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Links each of `entries` with the entry before it in its chain (prompt); 0: no entry."""
+        """Links each entry of `entries` with the entry before it in its chain (prompt). `parents`
+        [n]: the entries before them; 0 for no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
@@ -386,7 +390,8 @@ class Chains:
         under another entry number.
 
         words: entry words [n] of the chain's blocks; 0 for a block without an entry.
-        parent: hash [8] of the block before the first of them; None if the chain begins with them.
+        parent: hash [8] of the block before these blocks; None if the first of these blocks begins
+            the chain.
         """
         first = np.uint32(0)
         if parent is not None:
@@ -397,9 +402,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the end of the chain whose last block has the hash `last` [8], in chain order: up
-        to `most` ready blocks before that block (as `ancestors` finds them), then the block itself.
-        Empty if the last block is not ready."""
+        """Returns the end of the chain whose last block has the hash `last` [8], in chain order: at
+        most `most` ready entries before that block (as `ancestors` finds them), then the entry of
+        the block. Empty if the block is not ready or `last` is None."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -421,10 +426,10 @@ class Chains:
 # Always true: a ready representation and a ready block of the same key space and hash name each
 # other. A block has at most one representation, the version stored last. The eviction policy does
 # not see representations, and no eviction notice reports them. A representation is removed with its
-# block, or when a new version replaces it. It is removed alone only if a block needs its room: its
-# slab is lent to another slot size, or no other entry of its size may be evicted. A pinned
-# representation that is removed can't be found any more; it keeps its slot until its last pin is
-# released.
+# block, or when a new version replaces it. A representation is removed alone only if a block needs
+# its room: its slab is lent to another slot size, or no other entry of its size may be evicted. If
+# a representation is pinned when it is removed, it can't be found any more, but keeps its slot
+# until its last pin is released.
 
 
 FreeSlots = Callable[[list[Words]], None]
@@ -433,8 +438,8 @@ FreeSlots = Callable[[list[Words]], None]
 
 
 def blocks_first(groups: list[int]) -> list[int]:
-    """Returns the positions in `groups` in another order: first those of groups of blocks, then
-    those of groups of representations."""
+    """Returns the positions 0 to len(`groups`) - 1 in another order: first the positions with a
+    group of blocks, then the positions with a group of representations."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
@@ -489,8 +494,8 @@ class Representations:
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry [n] the entry whose heat (order of eviction) counts for it: for a
-        ready representation its block, otherwise the entry itself."""
+        """Returns for each entry [n] the entry whose heat decides when it is evicted: for a ready
+        representation the entry of its block, otherwise the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that write the block table, and kernels of the index and the pool. Import them
+"""Numba kernels that write the block table, and kernels of `BlockIndex` and `SlabPool`. Import them
 through `hotkv_proto.native.require`. `tests/core/test_index.py` has a model of their results.
 
 Always true: the server is the table's only writer. Records and buckets have the layout of
@@ -99,12 +99,12 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the number of used slots of the run in which each slot of `offsets` lies.
-    Returns the number of runs whose count reached 0, and writes their first slabs to the front of
-    `emptied` [offsets].
+    """Adds `change` to the number of used slots of a run, once for each slot of `offsets` that lies
+    in the run. Returns the number of runs whose count reached 0, and writes their first slabs to
+    the front of `emptied` [offsets].
 
-    Returns -1, with nothing changed, if a slab is not lent to this size. Returns -2 if a count fell
-    below 0.
+    Returns -1, with nothing changed, if a slot lies in a slab that is not lent to `slot_bytes`.
+    Returns -2 if a count fell below 0.
 
     used: used slots of each run, by its first slab.
     owner: slot size that each slab is lent to.
@@ -137,12 +137,13 @@ def plan_runs(
     """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
-    then the rest of each gap. A rest lengthens the run before it, up to `longest` slabs, if that
-    run has the same slot size and gains at least as many slots as the rest would have alone.
+    then the slabs that are left at the end of a gap. These are added to the run before them, up to
+    `longest` slabs, if that run has the same slot size and gains at least as many slots as a new
+    run of these slabs would have. Otherwise they become a run.
 
-    Returns the number of pieces (ranges of slabs) that were chosen, and of their slots. Writes for
-    each piece the first slab of its run, the first slab of the piece and its number of slabs to the
-    front of `plan` [pieces, 3], unless `plan` is empty.
+    Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
+    them. Writes for each piece the first slab of its run, the first slab of the piece and the
+    piece's number of slabs to the front of `plan` [pieces, 3], unless `plan` is empty.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
     # The first pass took whole runs only from slabs before this slab.
@@ -327,8 +328,9 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Writes into the record of each entry of a chain the number of the entry before it, 0 if the
-    block before it has no entry. `first`: the entry before the first of `entries`."""
+    """Writes into the record of each entry of a chain the number of the entry before it in the
+    chain; 0 if the block before it has no entry. `first`: the entry before the first entry of
+    `entries`."""
     before = first
     for i in range(entries.shape[0]):
         if entries[i] != 0:
@@ -338,9 +340,9 @@ def link(records: Any, entries: Any, first: Any) -> None:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
 def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
-    """Sets the bit `mark` (of a shard, a rank's part of a block) in each reserved entry's mask of
-    written shards. Writes the new masks into `masks`. While an entry is reserved, its record stores
-    the mask in the upper half of the check value."""
+    """Adds the bit `mark` to each reserved entry's mask of written shards: bit n stands for shard
+    n, the part of a block from one rank. Writes the new masks into `masks`. While an entry is
+    reserved, its record stores the mask in the upper half of the check value."""
     for i in range(entries.shape[0]):
         records[entries[i], CHECK + 1] |= mark
         masks[i] = records[entries[i], CHECK + 1]
@@ -353,7 +355,7 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
     """Makes reserved entries ready and writes their check values. Skips entries that are not in the
-    table. Returns how many were found."""
+    table. Returns how many entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -384,8 +386,8 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
     cache=True,
 )
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
-    """Removes entries from the table and gives them the state `state`, 0 for free. Writes the
-    records that they had into `rows`. Returns how many were found.
+    """Removes entries from the buckets of the table and sets their state to `state` (0: free).
+    Writes the records that the entries had before into `rows`. Returns how many entries were found.
 
     Sets the state in one write, because a server that is killed must never leave a detached entry
     marked free.
@@ -434,8 +436,8 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
     """Writes the ready entries before a block in its chain into `out`, nearest first. Stops when
-    `out` is full, or at the first link that is not valid any more (`Chains`). Returns how many
-    entries it wrote."""
+    `out` is full, or at the first link that is no longer valid (`Chains` defines a valid link).
+    Returns how many entries it wrote."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

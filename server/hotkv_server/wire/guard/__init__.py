@@ -1,2 +1,2 @@
-"""Checks that every call passes before its service sees it: who the peer is, limits, and the audit
-log."""
+"""Checks that every call passes before its service sees it: they identify the peer, bound the work
+that clients cause, and record calls of operators in the audit log."""

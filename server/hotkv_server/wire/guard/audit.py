@@ -1,8 +1,9 @@
-"""The audit log: records calls of operators, who made each, and how it ended.
+"""The audit log: records for each call of an operator the method, the caller, the arguments and the
+outcome.
 
-It contains no hash, token or other content of a prompt: of bytes and lists it shows only the size.
-A caller on the admin socket is identified by the ticket that it sends, a caller over TCP by token
-or certificate.
+The log contains no hash, token or other content of a prompt: of arguments that are bytes or lists,
+it shows only the size. A caller on the admin socket is identified by the ticket that it sends, a
+caller over TCP by token or certificate.
 """
 
 import errno
@@ -41,7 +42,7 @@ class AuditLog:
     """Writes the audit log: a line for each recorded call of an operator.
 
     covers: which calls are recorded: off, changes (the methods in CHANGING) or all.
-    path: file for the lines, in JSON; None: they go to the server's log.
+    path: file for the lines, each a JSON object; None: the lines go to the server's log.
     Raises OSError if the file can't be written.
     """
 
@@ -55,7 +56,8 @@ class AuditLog:
         return f"AuditLog({self.covers!r}, {self._file!r}, {self._refused!r})"
 
     def close(self) -> None:
-        """Writes how many lines were left out, if any, and closes the file."""
+        """Writes how many lines of refused calls were left out (MAX_REFUSED_PER_S), if any, and
+        closes the file."""
         self._tell_left_out()
         if self._file is not None:
             try:
@@ -115,8 +117,9 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """Writes lines to a regular file of mode FILE_MODE. Opens the file again if it was moved away.
-    The file must not be a symbolic link. Raises OSError, also when a line is written."""
+    """Writes lines to a regular file of mode FILE_MODE. If the file was moved away, for example by
+    log rotation, makes a new one. Refuses a symbolic link. The constructor and each write raise
+    OSError if the file can't be opened or written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

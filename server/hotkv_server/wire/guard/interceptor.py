@@ -1,11 +1,11 @@
 """`EdgeInterceptor` checks every request of every method before the service sees it.
 
-Bytes that can't be parsed, and messages with too many parts, get a canonical code with a reason,
-like any other bad input. gRPC itself would answer UNKNOWN and log a traceback. Health, reflection
-and channelz are checked in the same way; their streams count as guests (`Guests`). If admin methods
-are guarded, each call of an admin method needs a proof that its peer is an admin. Each call has a
-request id: the `x-request-id` of its metadata, or a generated id. Calls of admin methods are
-recorded in the audit log.
+A request that can't be parsed or has too many parts is answered with a canonical gRPC code and a
+reason, like any other bad input; gRPC itself would answer UNKNOWN and log a traceback. Calls of
+health, reflection and channelz are checked in the same way; their streams count as guests
+(`Guests`). If admin methods are guarded, each call of an admin method needs a proof that its peer
+is an admin. Each call has a request id: the `x-request-id` of its metadata, or a generated id.
+Calls of admin methods are recorded in the audit log.
 """
 
 import asyncio
@@ -30,25 +30,27 @@ from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
-# The number of parts of a message is counted before the message is parsed. A parser makes an object
-# of each part, and a part can be as short as two bytes.
+# The parts (fields, list entries and messages) of a request are counted before the request is
+# parsed: the parser makes an object of each part, and a part can be as short as two bytes, so
+# parsing a small message could take long.
 #
-# The count reads the wire format without making objects, counts the objects that a parser would
-# make, and stops above a bound. It skips packed bytes (hashes, ids, tokens) in one step, because
-# parsing them costs little; the calls themselves bound them.
+# `count` reads the wire format without making objects, counts the objects that a parser would make,
+# and stops soon after MAX_PARTS. It skips packed bytes (hashes, ids, tokens) in one step, because
+# parsing them costs little; the calls themselves limit their length.
 
 
 MAX_PARTS = 1 << 15
 """Most parts (fields, list entries and messages) of a request. Parsing so many takes about 20 ms of
 the event loop. A layout of 100 layers has a tenth of this number."""
 FREE_BYTES = 8192
-"""The parts of a message of at most this size are not counted, because so small a message can't
-have many parts."""
+"""The parts of a message of at most this many bytes are not counted, because so small a message
+can't have MAX_PARTS parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
-"""Fields of a message whose content consists of parts, by field number: the type of the field's
-messages, or None for numbers, whose lists are packed. Strings and bytes are left out."""
+"""The fields of a message type whose content may consist of several parts, by field number. The
+value is the message type if the field holds messages, None if it holds numbers (lists of numbers
+are packed). Fields of strings and bytes are left out, because each is one part."""
 
 
 @cache
@@ -105,8 +107,9 @@ def count(kind: Descriptor, data: bytes) -> int:
 
 
 def request_id(kind: Descriptor, data: bytes) -> int:
-    """Returns the field `request_id` of the bytes `data`, a message of type `kind`, without parsing
-    it. Returns -1 if the message does not begin with this field; messages that clients write do."""
+    """Reads the field `request_id` of the bytes `data`, a message of type `kind`, without parsing
+    the whole message. Returns -1 if the message does not begin with this field; the messages of
+    usual clients begin with it."""
     field = kind.fields_by_name.get("request_id")
     if field is None or not data or data[0] != field.number << 3:
         return -1
@@ -142,14 +145,15 @@ MAX_UNREAD_ENDS = 256
 """Most guests of a listener that were ended and do not read it: gRPC can't end their calls. Beyond
 this, no guest is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
-"""Function that raises HotKVError if the peer of a call, given by the call's context, is not an
+"""Function that takes the context of a call, and raises HotKVError if the call's peer is not an
 admin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Takes the place of a request that could not be parsed or has too many parts. Says why.
+    """Takes the place of a request that could not be parsed or has too many parts.
 
+    reason, message: the error with which the request is refused.
     request_id: the id that the client gave the request in its message; -1 if it is unknown.
 
     This object holds no exception object, because an exception that is raised several times keeps
@@ -209,7 +213,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     who: function that returns the peer of an admin call for the audit log.
     admins: names of the services for operators.
-    guard: called before each call of those services; None for no check.
+    guard: called before each call of a service for operators; raises if the peer is not an admin.
+        None: the peer is not checked.
     """
 
     def __init__(
@@ -304,11 +309,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
-        """Records a call of an admin method in the audit log at the end of the `with` block; for a
-        stream, that is after the last answer.
+        """Records a call of an admin method in the audit log at the end of the `with` block, in
+        which the call is served. For a stream, the block ends after the last answer.
 
-        method: empty if the call is not audited.
-        Yields a function to which the caller passes the request once it is accepted.
+        method: full name of the method; an empty text if the call is not to be recorded.
+        Yields a function to which the caller passes the request once the request is accepted.
         """
         if not method:
             yield lambda request: None
@@ -329,8 +334,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """Reads and returns the single request of a call. Ends the call instead if the request may
-        not be served."""
+        """Reads and returns the single request of a call. If the request is malformed, does not
+        arrive in time, or its peer is not allowed, ends the call with an error instead."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)

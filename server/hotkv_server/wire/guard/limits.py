@@ -10,16 +10,18 @@ from hotkv_proto.errors import HotKVError, Reason
 
 # `Pace` throttles answers to malformed messages, `LineBound` lines of a log.
 #
-# A malformed message costs the event loop as much as a call, and its sender can send the next as
-# soon as it has the answer. So only a few are answered at once each second. The other answers wait
-# in one queue for all clients. Clients that follow the protocol send no malformed messages.
+# A malformed message costs the event loop as much time as a call, and a client can send the next as
+# soon as it has the answer to the last. So only some of the answers are sent at once each second;
+# the others wait, in one queue for all clients. Clients that follow the protocol are not delayed,
+# because they send no malformed messages.
 
 
 BURST_S = 2.0
-"""After a quiet time, as many answers may be sent without a wait as the rate allows in BURST_S."""
+"""After a pause without such answers, the next answers are sent without a wait: as many as the rate
+allows in this number of seconds."""
 MAX_WAIT_S = 1.0
-"""Longest wait of an answer to a malformed message. The number of calls that the server accepts at
-a time bounds floods over many connections."""
+"""Longest wait of an answer to a malformed message, in seconds. So `Pace` does not stop a flood of
+messages over many connections; the bound on concurrent calls (`wire.server.MAX_CALLS`) does."""
 
 
 class LineBound:
@@ -49,8 +51,8 @@ class LineBound:
 
 
 class Pace:
-    """Delays answers to malformed messages, and refusals of sessions, so that only some are sent
-    per second. On the event loop only.
+    """Delays answers to malformed messages, and refusals of sessions, so that about `per_s` of them
+    are sent per second. An answer waits at most MAX_WAIT_S. On the event loop only.
 
     per_s: answers per second.
     """
@@ -75,8 +77,8 @@ class Pace:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Assigns the next free moment to an answer. Returns how long the answer must wait for it,
-        in seconds, at most MAX_WAIT_S."""
+        """Assigns the next free place in the queue to an answer. Returns how long the answer must
+        wait, in seconds, at most MAX_WAIT_S."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)
 
@@ -84,8 +86,9 @@ class Pace:
 # A guest is a call that may last without a session: it watches health, reads reflection, opens a
 # session, or has not sent its whole request.
 #
-# Always true: a new guest is always admitted. If there are too many, the oldest guest is ended, so
-# a client can't block others by holding calls open. A guest with a time limit ends after it.
+# Always true: a new guest is always admitted. If there are too many guests, the oldest is ended, so
+# a client can't block other clients by holding calls open. A guest with a time limit is ended when
+# the limit is over.
 
 
 ARRIVAL_S = 10.0
@@ -113,8 +116,8 @@ class Guests:
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
         """Counts the current task as a guest until the end of the `with` block. The guest is ended
-        after `for_s` seconds, or if it is the oldest when a newer guest needs its place. Then the
-        task's wait in the block is cancelled, and the block raises OVERLOADED."""
+        after `for_s` seconds, or if it is the oldest guest when a newer guest needs its place. To
+        end the guest, the task is cancelled in the block, and the block raises OVERLOADED."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:

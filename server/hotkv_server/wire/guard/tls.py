@@ -1,8 +1,8 @@
 """The server's certificates for TCP: read at the start, and again when their files change.
 
-If new files can't be used (a key that does not match, half a file, a key that every user may read),
-the problem is logged once, and the previous certificates stay in use. gRPC asks for changes at each
-handshake, on its own thread.
+If new files can't be used, the problem is logged once, and the previous certificates stay in use.
+Examples are a key that does not match, an incomplete file, and a key that every user may read. gRPC
+asks for changes at each handshake, on its own thread.
 """
 
 import logging
@@ -24,8 +24,8 @@ Stamp = tuple[tuple[int, int, int], ...]
 class TlsFiles:
     """Paths of the PEM files for TLS.
 
-    client_ca: authority that signs client certificates. If given, every client must have a
-        certificate.
+    client_ca: certificate of the authority that signs client certificates. If given, every client
+        must have a certificate. None: clients need no certificate.
     """
 
     certificate: Path

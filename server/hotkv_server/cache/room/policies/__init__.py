@@ -14,7 +14,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "arc": ARC,
     "s3fifo": S3FIFO,
 }
-"""Functions that make a policy, by the policy's name. The argument is the capacity: the policy
-serves entry numbers from 1 to it."""
+"""Functions that make a policy, by the policy's name. The argument is the capacity: the highest
+entry number that the policy must serve."""
 
 __all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "Hotness", "Policy"]

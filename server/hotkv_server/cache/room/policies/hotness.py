@@ -7,9 +7,9 @@ block with the lowest heat is evicted first. Entries store only t and c, so a ne
 formula applies at once. Ghosts (records of evicted blocks) store t and c too; there are four for
 each block of the capacity.
 
-The duel compares contenders: settings of H (`half_life_s`) and of the rest of the formula. Each
-contender has a shadow cache, which stores keys without bytes. The contender whose shadow cache has
-the most hits is applied.
+The duel compares contenders: settings of H (`half_life_s`) and of the other parameters of the
+formula. Each contender has a shadow cache, which stores keys without bytes. The policy uses the
+contender whose shadow cache has the most hits.
 """
 
 import math
@@ -50,24 +50,25 @@ MARGIN = 1.01
 """A contender (setting of the formula) replaces the current winner only if it has more than this
 many times the winner's hits."""
 HOLD_MARGIN = 1.04
-"""Additional factor by which a contender with a `hold_s` must beat the others. Its shadow cache
-holds sampled keys without the blocks before them, so its hits are less certain."""
+"""The hits of a contender with a `hold_s` are divided by this factor before they are compared: they
+are less certain, because its shadow cache holds sampled keys without the blocks before them."""
 SAMPLE_SHARE = 1 / 32
-"""Share of keys that the shadow caches see. Larger while the cache holds so few blocks that a
-shadow cache would hold less than MIN_SHADOW_BLOCKS."""
+"""Share of all keys that the shadow caches see. The share is larger while the real cache holds so
+few blocks that a shadow cache would hold less than MIN_SHADOW_BLOCKS."""
 MIN_SHADOW_BLOCKS = 128
 MAX_SHADOW_BLOCKS = 2048
 REGROW = 8
-"""When the cache shrinks so far that the share of sampled keys must grow by this factor, all shadow
-caches start empty with the larger share."""
+"""If the real cache comes to hold so few blocks that the share of sampled keys must grow by this
+factor, all shadow caches start empty with the larger share."""
 WAYS = 8
 KEYS_PER_BLOCK = 8
-"""Places for sampled keys for each block of a shadow cache: for keys that shadow caches hold, and
-for keys that they have evicted (ghosts)."""
+"""All shadow caches share one table of sampled keys. For each block that a shadow cache may hold,
+the table has this many places: for keys that some shadow cache holds, and for keys that were
+evicted from all of them (ghosts)."""
 
 
 LEAK = 1e-3
-"""In the formula of `Contender`, the weight of a term in which c has no bound. The term orders
+"""Weight of the last term in the formula of `Contender`, in which c has no bound. This term orders
 blocks whose c exceeds `most_doublings`, and makes the first blocks of a chain hotter than the
 last."""
 
@@ -77,17 +78,19 @@ class Contender:
     """A setting of the formula heat = recency · (time of last use) + half_life_s · (min(c,
     most_doublings) + LEAK · c), in seconds.
 
-    c is log2 of the uses; each use counts half as much after `memory_s`.
+    c is log2 of the number of uses; each use counts half as much after `memory_s`.
 
     half_life_s: small values order by recency, large values by frequency.
     most_doublings: bounds c. With 1, the formula distinguishes only blocks that were used again
         from other blocks. With 1 and a short `memory_s`, it distinguishes only blocks that were
         used again recently.
     recency: 1 or -1. With -1, frequency decides; of blocks with equal frequency, the most recently
-        used is evicted first, which suits a loop over more blocks than fit.
-    hold_s: a block is not evicted within this time after its use. If room could be made only by
-        evicting such blocks, a new block is not stored. So conversations whose next turn comes
-        within this time retain their blocks, and blocks of other conversations are not stored.
+        used is evicted first. This suits traffic that uses, again and again in the same order, more
+        blocks than the cache can hold.
+    hold_s: a block is not evicted within this time after its last use. If room could be made only
+        by evicting such blocks, a new block is not stored. So if a conversation's next turn comes
+        within this time, its blocks are still there; blocks of further conversations are not
+        stored meanwhile.
     """
 
     half_life_s: float
@@ -111,8 +114,8 @@ CONTENDERS = (
     Contender(0.1, hold_s=20.0),
     Contender(0.1, hold_s=80.0),
 )
-"""Settings that the duel compares, at most 16 (bits of `_holders`). The first is in use until
-another wins."""
+"""Settings that the duel compares, at most 16 (the number of bits in an element of
+`Duel._holders`). The policy uses the first setting until another wins."""
 
 
 class Duel:
@@ -160,8 +163,8 @@ class Duel:
 
     @property
     def hold_s(self) -> float:
-        """Time after a use for which blocks are held (not evicted): the `hold_s` of the winning
-        contender; 0 while holding is not allowed."""
+        """Seconds after a block's last use in which the block is held back (not evicted): the
+        `hold_s` of the winning contender; 0 while holding is not allowed."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
@@ -171,9 +174,9 @@ class Duel:
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
-        """Records in all shadow caches that a request asked for the blocks `keys` of a chain,
-        whether or not the real cache has them. Ends the epoch if it is over. Returns True if the
-        winner changed. `num_resident`: number of blocks in the real cache."""
+        """Records in all shadow caches that a request used some blocks, whether or not the real
+        cache has them. `keys`: the blocks, in chain order. Ends the epoch if it is over. Returns
+        True if the winner changed. `num_resident`: number of blocks in the real cache."""
         if not self._too_few <= num_resident < self._too_many:
             self._resample(num_resident)
         limit = max(1, round(num_resident * self.share))
@@ -207,8 +210,8 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns the scores [contenders] by which the winner is chosen: those of contenders with a
-        `hold_s` are reduced, or -inf while holding is not allowed."""
+        """Returns the scores [contenders] by which the winner is chosen. The score of a contender
+        with a `hold_s` is divided by HOLD_MARGIN; it is -inf while holding is not allowed."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
@@ -291,25 +294,27 @@ TICKS_PER_S = 64
 """Resolution of t, the time of the last use. The 32 bits of t last two years."""
 GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
-"""Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended."""
+"""Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended, so that these
+blocks are evicted after all others."""
 DEMOTED, DEMOTED_STEP = -1e9, -128.0
 """Values of c for demoted entries: so low that every contender evicts these entries before all
 others. The first entry of a demoted chain gets DEMOTED; for each next entry, DEMOTED_STEP is added,
 a difference that 32-bit floats can represent."""
 DEPTH_STEP = 4e-6
-"""The c of a block is at least this much larger than the c of the next block in its chain. So among
-blocks with equal uses, the last of a chain is evicted first."""
+"""The c (log2 of the uses) of a block is at least this much larger than the c of the next block in
+its chain. So among blocks with equal uses, the last block of a chain is evicted first."""
 
 
 class Hotness:
     """The hotness policy; the module docstring has the formula.
 
-    _used: time of the last use in ticks since the first use, uint32 [capacity + 1]; the end of the
-        time to live if that is later; 0 for an unknown entry.
-    _uses: c (log2 of the uses), float32 [capacity + 1].
-    _held_until: end of the time for which `hold` holds the entry back, in ticks, uint32 [capacity +
-        1]. Not reset when an entry number is reused, so a new block may be held back for the few
-        seconds that are left.
+    The arrays have a value for each entry number [capacity + 1]. A tick is 1/TICKS_PER_S seconds.
+
+    _used: time of the last use, uint32, in ticks since the first use of any entry. If the entry has
+        a time to live that ends later: that end. 0 for an entry that the policy does not know.
+    _uses: c (log2 of the uses), float32.
+    _held_until: time until which `hold` holds the entry back, in ticks, uint32. Not reset when an
+        entry number is reused, so a new block may be held back for the few seconds that are left.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -448,8 +453,8 @@ class Hotness:
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries are held back: those that `hold` named, and those used so recently
-        that the winning contender holds them. `now`: in ticks."""
+        """Returns which entries are held back: entries that `hold` named, and entries whose last
+        use is less than the winning contender's `hold_s` ago. `now`: in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)

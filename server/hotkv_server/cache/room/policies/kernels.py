@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the eviction policies. Import this module at the first use and through
-`hotkv_proto.native.require`, which names the fix if Numba is missing: importing Numba takes a
-second. `tests/core/test_hotness.py`, `test_duel.py` and `test_ghosts.py` compare the kernels with
-plain Python implementations of the same rules.
+"""Numba kernels of the eviction policies. Importing Numba takes a second, so import this module
+only when it is first used, through `hotkv_proto.native.require`. If Numba is missing, that function
+raises an error that says how to install it. `tests/core/test_hotness.py`, `test_duel.py` and
+`test_ghosts.py` compare the kernels with plain Python implementations of the same rules.
 
 Terms: a ghost is a record of an evicted block. A contender is a setting of the formula of
 `Hotness`. Its shadow cache stores keys without bytes, and shows how many hits the setting would get
@@ -77,12 +77,13 @@ def use(
     memory: Any,
     depth_step: Any,
 ) -> None:
-    """Records a use of each entry: c = log2(2^(c - age/memory) + 2^weight). Times are in ticks.
+    """Records a use of each entry: c = log2(2^(c - age/memory) + 2^weight_log2). Times are in
+    ticks.
 
     The entries are in chain order. A block counts as used at least as often as the blocks after it
-    in the chain, plus `depth_step` per block, even if its own uses were forgotten. A weight of -inf
-    means a refresh, not a use: known entries get the new time of last use but no further use, and
-    unknown entries are skipped.
+    in the chain, plus `depth_step` per block, even if its own uses were forgotten. If `weight_log2`
+    is -inf, the call is a refresh, not a use: known entries get the new time of last use but no
+    further use, and unknown entries are skipped.
 
     used: time of the last use, by entry; set to `until` if that is later.
     uses: c (log2 of the uses), by entry.
@@ -120,9 +121,13 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Writes the heat of entries, by the formula of `Contender`, into `out`. Adds `kept_s` for an
-    entry whose last use lies after `latest`, because its time to live has not ended. `used` and
-    `latest` are in ticks."""
+    """Writes the heat of entries, by the formula of `Contender`, into `out`.
+
+    used: time of each entry's last use, in ticks. For an entry with a time to live, `used` is the
+        end of that time, which may lie in the future: after `latest`. Until that end, `kept_s` is
+        added to the entry's heat, so that it is evicted after the other entries.
+    latest: the latest time of a call, in ticks.
+    """
     for i in range(entries.shape[0]):
         entry = entries[i]
         count = np.float64(uses[entry])
@@ -137,8 +142,8 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Resets the state of the given entries to 0. Returns how many had a state, and writes the keys
-    and former states of those into `gone_keys` and `gone_states`."""
+    """Resets the state of the given entries to 0. Returns how many entries had another state. For
+    these entries, writes the keys into `gone_keys` and the former states into `gone_states`."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]
@@ -158,9 +163,9 @@ def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any
 def remember(
     tags: Any, values: Any, ages: Any, keys: Any, new_values: Any, next_age: Any, gone: Any
 ) -> int:
-    """Adds ghosts (records of evicted blocks, by key) in order. In a full bucket, a new ghost
-    replaces the oldest. Returns how many ghosts were replaced, and writes their values into
-    `gone`."""
+    """Adds ghosts (records of evicted blocks, by key) in order. A new ghost replaces the ghost with
+    the same tag, or, in a full bucket, the oldest ghost. Returns how many ghosts were replaced, and
+    writes their values into `gone`."""
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -260,8 +265,8 @@ def _raise(
     now_s: Any,
     lift: Any,
 ) -> None:
-    """Sets the heat of those sampled keys among `asked` that a shadow cache holds: to the heat of a
-    use at `now_s`, plus `lift`."""
+    """Sets the heat of sampled keys of `asked` in all shadow caches that hold them. The new heat is
+    the heat of a key that is used at `now_s`, plus `lift`."""
     for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
@@ -301,13 +306,14 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key among `asked` in the shadow cache of every contender.
-    `asked`: keys of the blocks of a request, from the first block on. A shadow cache holds at most
-    `limit` keys.
+    """Records a use of each sampled key of `asked` in the shadow cache of every contender. `asked`:
+    keys of the blocks of a request, from the first block on. A shadow cache holds at most `limit`
+    keys; the coldest key is evicted for a new key.
 
-    Keys of one call never displace each other, as in a real cache: it stores a request's blocks
-    from the first on, until no room is left. A key is not stored either if it would displace a key
-    that was used within the contender's `hold_s`.
+    A key is not stored if another key of the same call would have to be evicted for it. The real
+    cache does the same: it stores a request's blocks from the first on, until no room is left. A
+    key is not stored either if a key would have to be evicted for it that was used within the
+    contender's `hold_s`.
     """
     num_contenders = rules.shape[0]
     for c in range(num_contenders):

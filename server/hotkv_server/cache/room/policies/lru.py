@@ -18,9 +18,10 @@ DEMOTED_S = 2e8
 
 
 class Stamps:
-    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted. Without a time
-    to live (`ttl_s`), each use gets a later stamp than all uses before. Within a call, a block gets
-    a later stamp than the blocks after it in the chain."""
+    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted. The entry with
+    the earliest stamp is evicted first. A use sets the stamp to the time of the use plus the time
+    to live (`ttl_s`). Of two uses without a time to live, the later use has the later stamp. Within
+    a call, a block gets a later stamp than the blocks after it in the chain."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -43,19 +44,21 @@ class Stamps:
         self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
 
     def demote(self, entries: Entries) -> None:
-        """Marks entries that have a stamp as demoted. The end of their chain will be evicted
-        first."""
+        """Marks entries that have a stamp as demoted. `entries`: in chain order; the last of them
+        will be evicted first."""
         entries = entries[self.stamp_s[entries] > 0]
         self.stamp_s[entries] -= DEMOTED_S
         self.demoted.add(entries[::-1])
 
     def restore(self, entries: Entries) -> None:
-        """Undoes the demotion of entries. For a policy whose `touch` does not stamp entries."""
+        """Undoes the demotion of entries: they get the stamp back that they had before. Needed by a
+        policy whose `touch` does not call `use`."""
         demoted = entries[self.stamp_s[entries] < 0]
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the stamps of entries, for demoted entries the stamp that they had before."""
+        """Returns the stamp of each entry; for a demoted entry, the stamp that it had before its
+        demotion."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 

@@ -1,13 +1,14 @@
 """The interface of an eviction policy: it orders ready entries by how soon they should be evicted.
 
-Always true: a policy never decides whether an entry may be evicted (pins do) and never accesses the
-index. The entries of a call are in chain order, each at most once. The first block of a chain is
-hotter than the last, so that the end of a chain is evicted first. Keys are 64-bit and outlive entry
-numbers: a policy recognizes by its key a block that was evicted and is stored again. No clock:
-`now_s` is passed in and never goes back.
+Always true: a policy only orders entries. Whether an entry may be evicted depends on its pins, and
+the caller passes a function that decides it (`Evictable`). A policy never accesses the index. The
+entries of a call are in chain order, each at most once. The first block of a chain is hotter than
+the last, so that the end of a chain is evicted first. Keys have 64 bits and stay valid after an
+eviction, unlike entry numbers: if a block was evicted and is stored again, the policy recognizes
+the block by its key. No clock: callers pass the current time as `now_s`, which never goes back.
 
 A policy may hold entries back: it then refuses to evict entries that it expects to be used soon,
-and a new block finds no room instead.
+so that a new block finds no room and is not stored.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,8 +30,8 @@ class Policy(Protocol):
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready, and records a use of each: a block is stored after a
-        request has missed it."""
+        """Adds blocks that became ready, and records a use of each: the use by the request for
+        which the block was computed."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
@@ -38,32 +39,34 @@ class Policy(Protocol):
         """Records a use of ready entries."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Marks entries as in use without counting a use. Called for the blocks before a block that
-        became ready in its chain."""
+        """Marks entries as in use without counting a use. Called when a block became ready, for the
+        blocks before it in its chain."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Records a miss of blocks that were not stored because they found no room. The reason may
-        be that `victims` held other blocks back. The blocks are in chain order. `depth`: number of
-        blocks before them in the chain."""
+        """Records that a request used blocks which were not stored, because there was no room for
+        them. The reason may be that `victims` held other blocks back. `keys`: the blocks, in chain
+        order. `depth`: number of blocks before the first of these blocks in the chain."""
 
     def allow_keeping(self, allowed: bool) -> None:
         """Sets whether `victims` may hold entries back, that is, return fewer entries than can be
-        evicted. At first it may. If `allowed` is False, the policy switches at once to its best
-        rule that holds no entries back."""
+        evicted. Until the first call it may. If `allowed` is False, the policy switches at once to
+        its best rule that holds no entries back."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Marks entries as not expected to be used again. Such entries are evicted before all
         others until they are used or refreshed. Skips entries that were never admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Marks entries as expected to be used by `until_s`. Until then, `victims` does not return
-        them if `keep_at_s` is given, even if it then returns too few entries. May do nothing."""
+        """Marks entries as expected to be used before the time `until_s`. Until that time,
+        `victims` holds these entries back if it is called with `keep_at_s`. A policy that holds no
+        entries back does nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that leave the cache. Skips entries that were never admitted. `evicted`:
-        True if they were evicted to make room, False if they were dropped for another reason."""
+        True if they were evicted, to make room or by an operator; the policy may then remember
+        their keys. False if they were flushed or dropped."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         """Prepares the next call of `victims` with these arguments. Each step of the returned
@@ -76,9 +79,9 @@ class Policy(Protocol):
         """Returns up to `count` entries to evict, coldest first; fewer only if fewer entries are
         evictable, or if `keep_at_s` allows it.
 
-        slot_bytes: the slot size of the entries; 0 for any size. A policy has a queue for each
+        slot_bytes: the slot size of the entries; 0 for any size. A policy may have a queue for each
             value.
-        evictable: tells which entries may be evicted and have that size.
+        evictable: function that returns which entries may be evicted and have this slot size.
         keep_at_s: the current time, if the policy may hold back entries that it expects to be used
             before the blocks that would replace them. None if the policy may not hold entries back.
         """
@@ -92,7 +95,8 @@ class Policy(Protocol):
         live (`Retention.ttl_s`) if that is later."""
 
     def figures(self) -> dict[str, float]:
-        """Returns the values that the policy has adapted to the traffic, by metric name."""
+        """Returns figures of the policy by metric name, for example the parameters that it has
+        chosen for the present traffic."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the policy's arrays and counts disagree. Takes time linear in

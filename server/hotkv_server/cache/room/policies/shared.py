@@ -13,12 +13,15 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 
 # Ghosts: records of evicted blocks.
 #
-# A `GhostTable` is a table of fixed size over 64-bit keys; each ghost carries 64 bits that its
-# policy chooses. Always true: a key has at most one ghost; the oldest ghosts are dropped first. The
-# blocks of a chain become ghosts together. They should also be dropped together, because dropping a
-# single ghost breaks its chain. So the table has twice as many places as ghosts, and few buckets
-# fill up before their ghosts expire. Two keys of one bucket with equal tags are mistaken for each
-# other, with odds of 1 in 2^31; the cost is a wrong estimate of heat.
+# A `GhostTable` is a hash table of fixed size. It stores a ghost by the 64-bit key of its block;
+# each ghost carries 64 bits that the policy chooses. Always true: a key has at most one ghost; the
+# oldest ghosts are dropped first.
+#
+# The blocks of a chain become ghosts together. Their ghosts should also be dropped together,
+# because a chain from which a ghost is missing is of little use. So the table has twice as many
+# places as ghosts: few buckets are then full before their oldest ghosts expire. Two keys of one
+# bucket with equal tags are mistaken for each other, with odds of 1 in 2^31; the cost is a wrong
+# estimate of heat.
 
 
 WAYS = 8
@@ -36,8 +39,8 @@ def spread(keys: Keys) -> Keys:
 
 
 class GhostTable:
-    """The last `num_ghosts` ghosts: records of evicted blocks by key, each with a 64-bit value that
-    its policy chooses.
+    """The newest `num_ghosts` ghosts: records of evicted blocks by key, each with a 64-bit value
+    that the policy chooses.
 
     tags: uint32 [buckets, WAYS]: 31 bits of each ghost's mixed key (`spread`), and the lowest bit
         set; 0 for an empty place.
@@ -64,8 +67,8 @@ class GhostTable:
         return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
 
     def remember(self, keys: Keys, values: Values) -> Values:
-        """Adds ghosts in order. Returns the values of the ghosts that were dropped to make room for
-        them."""
+        """Adds a ghost for each key, in order. Returns the values of the older ghosts that were
+        dropped because their bucket was full or they had the same key."""
         if self._next_age + len(keys) >= 1 << 32:
             self._begin_anew()
         gone = np.zeros(len(keys), np.uint64)
@@ -93,16 +96,16 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops all ghosts whose tag is `tag` or higher."""
+        """Drops all ghosts whose tag (see `tags`) is `tag` or higher."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
 
     def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
-        """Adds ghosts of an earlier table as the oldest ghosts. Ignores places that this table does
-        not have.
+        """Adds ghosts of an earlier table, which was saved, as the oldest ghosts. Ignores places
+        that this table does not have.
 
-        places: flat indices of the ghosts in `tags`.
+        places: positions of the ghosts in the flattened array `tags`.
         tags: the tags of the ghosts.
         """
         known = places < self.tags.size
@@ -127,26 +130,29 @@ class GhostTable:
 
 # A `ColdQueue` returns the coldest entries in order, without sorting all entries.
 #
-# A refill scans entries by number, from the place at which the last refill stopped, until it has
-# seen enough evictable entries. It queues the coldest share of them, sorted. So a victim costs
-# amortised constant work. If a slot size is rare among many entries, a refill scans far: a tenth of
-# a second over ten million entries, once for many victims; `sweep` does it in parts before. A touch
-# writes only the state of its entry: a queued entry whose state has changed since is skipped. An
-# entry that was added later, or was used and is still the coldest, waits for the next refill.
+# The queue is refilled when it has too few entries. A refill scans entries by number, from the
+# place at which the last refill stopped, until it has seen enough evictable entries. It queues the
+# coldest 1/SHARE of them, sorted, so the work for each victim is constant on average. If a slot
+# size is rare among many entries, a refill must scan many: ten million entries take a tenth of a
+# second. So that `take` need not do this at once, `sweep` refills the queue before, in parts.
+#
+# A use of an entry writes only the entry's state in the policy. So the queue skips an entry whose
+# state has changed since it was queued. An entry that was added after a refill, or that was used
+# and is the coldest all the same, is queued by a later refill.
 
 
 SHARE = 16
 """A refill queues the coldest 1/16 of the entries that it has scanned."""
 MIN_QUEUED = 4
-"""A refill queues at least this many entries. Small, because a colder block that comes later waits
-until the queued entries are evicted."""
+"""A refill queues at least this many entries. The number is small, because a colder block that
+comes later is evicted only after the queued entries."""
 SWEEP_ENTRIES = 1 << 17
 """Entry numbers that each part of a refill examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 Members = Callable[[int, int], Entries]
-"""Function that returns the entries with numbers from `first` to `stop` - 1 that belong to a
-queue. Its arguments are `first` and `stop`."""
+"""Function with the arguments `first` and `stop`. It returns those entries that belong to a queue,
+among the entry numbers from `first` to `stop` - 1."""
 
 
 class Highest:
@@ -163,9 +169,13 @@ class Highest:
 
 
 class ColdQueue:
-    """Returns entries in order of eviction, the coldest first. `members`: function that returns
-    which entries belong to the queue. `state` [capacity + 1]: the policy's 64 bits for each entry,
-    which change whenever the entry is used or removed."""
+    """Returns entries in order of eviction, the coldest first.
+
+    members: function that returns which entries belong to the queue.
+    state: the policy's 64 bits for each entry number [capacity + 1], which change whenever the
+        entry is used or removed.
+    highest: the highest entry number to scan.
+    """
 
     def __init__(
         self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
@@ -188,8 +198,8 @@ class ColdQueue:
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue if it has too few entries for a `take` with the same arguments, so that
-        `take` need not refill. Yields after each part."""
+        """Refills the queue if a `take` with the same arguments would find too few entries in it.
+        Then that `take` need not refill the queue. Yields after each part."""
         head = self._entries[: 4 * count]
         if (
             np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
@@ -204,8 +214,8 @@ class ColdQueue:
         """Removes the coldest evictable entries from the queue and returns them, at most `count`.
         Also removes entries that are not evictable (pinned); they return with the next refill.
 
-        held: tells which entries to hold back. An entry held back keeps its place, and the search
-            ends at the first such entry.
+        held: function that returns which entries to hold back. If one of the examined entries is
+            held back, it stays in the queue, and the queue is not searched further.
         """
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
@@ -261,8 +271,8 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Returns how many of `entries` were compared, and evictable entries among them: at least
-        the coldest, as many as a refill may queue."""
+        """Returns how many of `entries` were compared, and some of the evictable entries among
+        them: at least as many of the coldest as a refill may queue."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
@@ -288,20 +298,21 @@ def _kept(num_seen: int, count: int) -> int:
 
 # Demoted entries are evicted before all others, until they are used again.
 #
-# A policy marks a demoted entry in its state and adds it to a `DemotedEntries`, which the policy's
-# `victims` asks first. A use writes the state anew and thereby undoes the demotion. Always true:
-# `take` returns an entry at most once, and never if the entry's state has changed since it was
-# demoted. Memory is bounded by the capacity, however often entries are demoted and used in turn. A
-# call examines only the entries that it was given and a few parts of PART_ENTRIES.
+# To demote an entry, a policy marks the entry in its state and adds it to a `DemotedEntries`.
+# `victims` of the policy takes entries from there first. A use writes the entry's state anew and
+# thereby undoes the demotion. Always true: `take` returns an entry at most once, and never if the
+# entry's state has changed since it was demoted. Memory is bounded by the capacity, however often
+# entries are demoted and used in turn. A call examines only the entries that it was given and a few
+# parts of PART_ENTRIES.
 
 
 LOOKED_ENTRIES = 1 << 14
-"""Most entries that a `take` examines. If it has examined so many, the entries that it skipped
-(pinned, or of other slot sizes) move behind the other demoted entries."""
+"""A `take` stops when it has examined this many entries. The entries that it skipped (because they
+are pinned or of other slot sizes) then move behind the other demoted entries."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""Number of old parts that are compacted for each new part, so that old parts shrink faster than
-new parts come."""
+"""For each new part, this many old parts are compacted (`_compact_next`), so that the parts can't
+pile up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +357,8 @@ class DemotedEntries:
 
     def add(self, entries: Entries) -> None:
         """Adds entries whose state marks them as demoted, in the order in which they should be
-        evicted. An entry that is listed twice counts at its first place. An entry that was added
-        before moves to its new place."""
+        evicted. If an entry is listed twice, its first place counts. An entry that was added by an
+        earlier call moves to its new place."""
         for start in range(0, len(entries), PART_ENTRIES):
             some = entries[start : start + PART_ENTRIES]
             numbers = np.arange(self._num_added, self._num_added + len(some)).astype(np.uint32)
@@ -365,8 +376,8 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Removes entries from the next part that are no longer valid (`_valid`). Joins the part
-        with the part before it if both fit into one."""
+        """Compacts the next part: removes the entries of the part that are no longer valid
+        (`_valid`). Joins the part with the part before it if both together are small enough."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
