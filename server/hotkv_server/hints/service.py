@@ -83,7 +83,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             known = self._desk.book.known(tenant)
             if known is None:
                 return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
-            # A restarted server counts from the beginning.
+            # After a restart of the machine the clock, and so the numbers, begin anew.
             cursor = request.cursor if request.cursor <= known.last_sequence else 0
             found = known.since(cursor, request.message_id, page_size(request.page_size))
             return hints_pb2.GetHintOutcomesResponse(
