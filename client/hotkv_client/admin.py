@@ -9,6 +9,7 @@ from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 from hotkv_client.wire import admin as _admin_wire
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.messages.fields import whole_ms
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
@@ -168,7 +169,7 @@ class AdminClient:
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Asks the server to drain: to refuse new work, and to stop when all work has ended or
         `timeout_s` has passed (0: the server's default). Returns when draining has begun."""
-        return self._call("drain", timeout_ms=int(timeout_s * 1000))
+        return self._call("drain", timeout_ms=whole_ms(timeout_s))
 
     def explain(
         self,
