@@ -9,6 +9,7 @@ from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 from hotkv_client.wire import admin as _admin_wire
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.messages.fields import whole_ms
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
@@ -175,7 +176,7 @@ class AdminClient:
 
         timeout_s: 0: the server's default.
         """
-        return self._call("drain", timeout_ms=int(timeout_s * 1000))
+        return self._call("drain", timeout_ms=whole_ms(timeout_s))
 
     def explain(
         self,

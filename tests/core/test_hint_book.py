@@ -220,6 +220,16 @@ def use(book: HintBook, name: str, now_s: float) -> TenantHints:
     return tenant
 
 
+def test_a_cursor_misses_nothing_of_the_next_server() -> None:
+    cursor = 0
+    for now_s, num_actions in ((10.0, 2), (10.5, 5)):
+        tenant = HintBook().tenant("t", now_s)
+        for number in range(num_actions):
+            tenant.begin(HintOutcome("m", f"{now_s} {number}", "pin", "", now_s))
+        assert len(tenant.since(cursor, "", 100)) == num_actions
+        cursor = tenant.last_sequence
+
+
 def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
     book = HintBook(LIMITS)
     first = book.tenant("a", 0.0)

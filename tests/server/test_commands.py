@@ -18,6 +18,7 @@ import pytest
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.command import cli, completion, draining, help_text, sizing
+from hotkv_client.command.tables import human_seconds
 from hotkv_client.testing import PagedEngine
 from tests.server.commands import (
     HOTKV,
@@ -106,6 +107,14 @@ def test_a_host_over_tcp_is_asked_for_its_port() -> None:
 
 
 # Help
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(59.97, "1m 0s"), (119.6, "2m 0s"), (3599.7, "1h 0m"), (59.94, "59.9s"), (3725, "1h 2m")],
+)
+def test_a_time_is_never_sixty_of_a_unit(seconds: float, shown: str) -> None:
+    assert human_seconds(seconds) == shown
 
 
 def test_help_lists_every_command_once_by_purpose_with_an_example(alone: Run) -> None:

@@ -7,6 +7,7 @@ import json
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.messages.fields import MAX_IDENTIFIER
 from hotkv_server.node import names
 from hotkv_server.node.names import NAMES_FILE, Names
 from tests.server.places import Place, place, store
@@ -169,6 +171,18 @@ def test_memory_is_bounded_and_the_newest_stay(
         book.tell(f"id-{number}", f"name-{number}", MODEL, SPACE, [])
     again = Names(tmp_path)
     assert [again.engine(f"id-{at}") for at in (1, 2, 4)] == ["id-1", "name-2", "name-4"]
+
+
+def test_the_longest_names_outlive_a_restart(tmp_path: Path) -> None:
+    waiting: list[Callable[[], None]] = []
+    book, longest = Names(tmp_path, waiting.append), "\N{GRINNING FACE}" * (MAX_IDENTIFIER - 4)
+    for number in range(names.MAX_NAMES):
+        space = replace(SPACE, model=f"model-{number}")
+        one = f"{number:04}{longest}"
+        book.tell(one, one, one, space, [])
+    waiting[0]()
+    again = Names(tmp_path)
+    assert again.engine(one) == one and again.model_of(space) == one
 
 
 def test_one_write_waits_and_has_the_newest_names(tmp_path: Path) -> None:

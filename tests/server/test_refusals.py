@@ -454,6 +454,7 @@ CALLS: list[tuple[str, Message, Reason]] = [
     *[("Tell", tell("blocks", page_size=odd), FIELD) for odd in (str(1 << 30), "-1", "²", "x")],
     *[("Tell", tell("blocks", hash_prefix=odd), FIELD) for odd in ("ab cd", "xy", "a" * 65)],
     ("Tell", tell("blocks", page_token="../.."), FIELD),
+    ("Tell", tell("blocks", page_token="9" * 5000), FIELD),
     ("Tell", tell("blocks", key_space_id="-1"), FIELD),
     ("Tell", tell("blocks", pages="1"), FIELD),
     ("Tell", tell("secrets"), FIELD),

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.warm_start import CALL_BLOCKS, _calls, export
+from hotkv_client.wire.admin import WarmStartStub, prefetch
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import token_block_hashes
+from hotkv_proto.v1 import warm_pb2
 from hotkv_server.cache.values import HashList
 from hotkv_server.warm_start.book import Warmth
 from hotkv_server.warm_start.drive import WarmStart
@@ -177,6 +179,27 @@ def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(file := tmp_path / "file")
     export(client, link, 1, 0)
     assert link.is_symlink() and file.read_text()
+
+
+class TellsItsTimes:
+    """Stands in for a client's stub: keeps the deadline and the wait of a call."""
+
+    def PrefetchBlocks(
+        self, request: warm_pb2.PrefetchBlocksRequest, timeout: float, metadata: object
+    ) -> warm_pb2.PrefetchBlocksResponse:
+        self.deadline_s, self.wait_ms = timeout, request.timeout_ms
+        return warm_pb2.PrefetchBlocksResponse()
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "wait_ms", "deadline_s"), [(0, 0, 15), (0.0004, 1, 5.0004), (2.5, 2500, 7.5)]
+)
+def test_a_prefetch_outlasts_the_wait_of_its_server(
+    wait_s: float, wait_ms: int, deadline_s: float
+) -> None:
+    stub = TellsItsTimes()
+    prefetch(cast(WarmStartStub, stub), 1, (), (), wait_s, 5, ())
+    assert (stub.wait_ms, stub.deadline_s) == (wait_ms, deadline_s)
 
 
 @given(

@@ -16,11 +16,13 @@ def human_bytes(count: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """Formats a time: 3725 as 1h 2m."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
+    # Rounded first, so that no time is shown as 60 seconds beside its minutes.
+    seconds = round(seconds)
     if seconds < 3600:
-        return f"{seconds // 60:.0f}m {seconds % 60:.0f}s"
-    return f"{seconds // 3600:.0f}h {seconds % 3600 // 60:.0f}m"
+        return f"{seconds // 60}m {seconds % 60}s"
+    return f"{seconds // 3600}h {seconds % 3600 // 60}m"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

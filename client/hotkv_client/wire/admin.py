@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from hotkv_client.channels import Metadata
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.answers import as_error
-from hotkv_proto.messages.fields import enum_word
+from hotkv_proto.messages.fields import enum_word, whole_ms
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -272,6 +272,8 @@ def poll_hints(
 
 
 WarmStartStub = warm_pb2_grpc.WarmStartServiceStub
+DEFAULT_WAIT_S = 10.0
+"""How long a server waits for promotions if a call names no time."""
 NamedGroups = Sequence[tuple[int, bytes]]
 """Pairs of a group index and packed hashes."""
 
@@ -317,7 +319,7 @@ def prefetch(
     request = warm_pb2.PrefetchBlocksRequest(
         groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],
         prompts=[warm_pb2.NamedPrompt(hashes=hashes, token_ids=ids) for hashes, ids in prompts],
-        timeout_ms=int(wait_s * 1000),
+        timeout_ms=whole_ms(wait_s),
     )
     if isinstance(key_space, int):
         request.key_space_id = key_space
@@ -328,7 +330,8 @@ def prefetch(
         except json_format.ParseError as error:
             raise ValueError(f"key_space: {error}") from error
     try:
-        answer = stub.PrefetchBlocks(request, timeout=wait_s + timeout_s, metadata=metadata)
+        timeout_s += wait_s or DEFAULT_WAIT_S
+        answer = stub.PrefetchBlocks(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
         raise as_error(error) from error
     return plain(answer)

@@ -25,7 +25,9 @@ NAMES_FILE = "names.json"
 FORMAT_VERSION = 1
 MAX_NAMES = 1024
 """Most engines whose names are remembered; also most models."""
-MAX_BYTES = 4 << 20
+MAX_BYTES = 32 << 20
+"""Largest file of names that is read. The longest names need less; JSON writes a character as up to
+12 bytes."""
 DIGITS = 16
 """How many leading hexadecimal digits of a key space's fingerprint identify the key space, in the
 file of names and in the ledger."""
@@ -63,7 +65,7 @@ class Names:
         self._do = do
         self._engines: dict[str, EngineNames] = {}
         self._models: dict[str, str] = {}
-        self._text = ""
+        self._saved: tuple[dict[str, EngineNames], dict[str, str]] = {}, {}
         self._is_queued = False
         if self._path is not None:
             self._read(self._path)
@@ -149,25 +151,26 @@ class Names:
         newest names."""
         if self._path is None:
             return
-        content: Mapping[str, Any] = {
-            "format": FORMAT_VERSION,
-            "engines": {
-                engine_id: [one.told, one.shown, one.model]
-                for engine_id, one in self._engines.items()
-            },
-            "models": self._models,
-        }
-        self._text = json.dumps(content)
+        # Copies, because another thread makes the text: all names of the longest are megabytes.
+        self._saved = dict(self._engines), dict(self._models)
         if not self._is_queued:
             self._is_queued = True
             self._do(self._write)
 
     def _write(self) -> None:
-        # Reset this before the text is read: a change that comes later then queues another write.
+        # Reset this before the names are read: a change that comes later then queues another write.
         self._is_queued = False
         assert self._path is not None
+        engines, models = self._saved
+        content: Mapping[str, Any] = {
+            "format": FORMAT_VERSION,
+            "engines": {
+                engine_id: [one.told, one.shown, one.model] for engine_id, one in engines.items()
+            },
+            "models": models,
+        }
         try:
-            replace_file(self._path, [self._text])
+            replace_file(self._path, json.JSONEncoder().iterencode(content))
         except OSError as error:
             log.warning("names not saved, a restart loses them: %s", error)
 

@@ -36,6 +36,7 @@ MAX_ROWS = 256
 """Most sessions, or key spaces, in a list, unless the caller asks for more."""
 MAX_KEY_SPACES = 4096
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
+MAX_TOKEN_DIGITS = 20
 SERVED_BLOCKS = 2000
 """Most blocks in a page of an answer, even if the caller asks for more, because the event loop
 makes the row of each block."""
@@ -282,7 +283,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
 async def _blocks(node: Node, filters: Filters) -> Figures:
     """Returns a page of the list of blocks. The list has no particular order."""
     token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
-    if token and not (token.isascii() and token.isdecimal()):
+    if token and not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
         raise HotKVError(
             Reason.INVALID_FIELD,
             "page_token is none that this server gave out; leave it empty to begin",

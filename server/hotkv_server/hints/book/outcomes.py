@@ -20,6 +20,8 @@ from hotkv_server.cache.values import BoolMask
 from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
+NUMBERS_PER_S = 1_000_000
+"""More sequence numbers per second than outcomes ever change."""
 OutcomeKey = tuple[str, str]
 """Id of a message, and id of an action in this message."""
 
@@ -276,6 +278,8 @@ class HintBook:
             sessions = HintSessions(limits.sessions, limits.session_bytes)
             known = TenantHints(limits, sessions)
             known.tokens, known.filled_s = float(limits.burst_actions), now_s
+            # Above the numbers of an earlier server, and of this tenant if it was dropped.
+            known.last_sequence = int(now_s * NUMBERS_PER_S)
         self._tenants[name] = known
         known.sessions.forget_others(now_s)
         idle = [one for one, hints in self._tenants.items() if not hints.num_prefetches]
