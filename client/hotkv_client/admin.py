@@ -62,10 +62,12 @@ class AdminClient:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
-        """Returns the server's report about a topic, as parsed JSON.
+        """Returns one of the server's reports, as parsed JSON. docs/told.md lists the topics, their
+        filters and the fields of each report.
 
-        If `topic` is empty, returns the names of all topics and the filters of each topic.
-        docs/told.md describes the fields.
+        topic: the subject of the report, such as `savings`. Empty: returns the names of all topics
+            and the filters of each topic.
+        filters: filters of this topic, such as `since_s`.
         """
         given = {name: str(value) for name, value in filters.items() if value}
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
@@ -140,11 +142,11 @@ class AdminClient:
     def watch_requests(
         self, key_space_id: int = 0, seconds: float = 0
     ) -> Iterator[tuple[list[WatchedRequest], int]]:
-        """Yields pairs: requests that engines have reported, and the number of later requests that
-        this stream missed because the caller read it too slowly.
+        """Yields pairs: the next requests that engines reported, and the number of requests after
+        them that this stream missed because the caller read it too slowly.
 
-        The first pair is empty. Every request that is reported after it is either yielded or
-        counted as missed. The stream ends after `seconds`; 0: never.
+        The first pair is empty. Every request that is reported after the first pair is either
+        yielded or counted as missed. The stream ends after `seconds`; 0: never.
         """
         return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
@@ -156,11 +158,11 @@ class AdminClient:
         tiers: bool = False,
         state: bool = False,
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Yields pairs: cache events, and the number of later events that this stream missed
-        because the caller read it too slowly.
+        """Yields pairs: the next cache events, and the number of events after them that this stream
+        missed because the caller read it too slowly.
 
-        The first pair is empty. Every event after it is either yielded or counted as missed. The
-        stream ends after `seconds`; 0: never.
+        The first pair is empty. Every event after the first pair is either yielded or counted as
+        missed. The stream ends after `seconds`; 0: never.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
         state: begin with events for the cached blocks whose tokens the server knows.
@@ -222,8 +224,8 @@ class AdminClient:
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
-        """Asks the server to promote blocks from lower tiers to host memory. Returns the number of
-        the blocks that are then in host memory, in a lower tier, and in no tier.
+        """Asks the server to promote blocks from lower tiers to host memory. Returns three numbers:
+        how many of the blocks are then in host memory, in a lower tier, and in no tier.
 
         key_space: the dict that `export_blocks` yielded, or a key space id.
         groups: the blocks, as pairs of a group index and packed hashes.
@@ -279,8 +281,8 @@ class AdminClient:
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Returns the time and tokens that the cache saved per engine, and the further savings of a
-        larger cache.
+        """Returns, per engine, the time and tokens that the cache has saved, and an estimate of
+        what a larger cache would have saved in addition.
 
         since_s: counts only the requests of the last `since_s` seconds; 0: all requests.
         """

@@ -1,8 +1,8 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
 Starts a server for the benchmark (`own_server`), times the server's operations (`measure`) and
-explains the figures (`rows_of`). A server that already runs is not used. `measure` runs one
-function after the other; the functions together take about a minute.
+explains the figures (`rows_of`). A server that already runs is not used. `measure` times one
+operation after the other; all of them together take about a minute.
 """
 
 import contextlib
@@ -331,7 +331,7 @@ PROMPT_TOKENS = 10_000
 class BenchRow:
     """A row of the result.
 
-    what: name of the measure.
+    what: name of the measured operation.
     means: sentence that explains the value, for example in tokens per second.
     """
 
@@ -354,9 +354,9 @@ def _tokens_per_s(bytes_per_s: float) -> str:
 
 
 def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
-    """Returns a row for each measure.
+    """Returns a row for each measured operation.
 
-    found: times by the names of `measure`.
+    found: the times that `measure` returned, by the name of the operation.
     """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))
@@ -402,7 +402,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
 
 
 def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
-    """Returns two rows for each tested tier and block size."""
+    """Returns two rows (write and read) for each tested tier and block size."""
     rows = []
     for one in timings:
         size, name = one["block_bytes"], one["tier"]
@@ -479,7 +479,8 @@ LEAST_ARENA_MIB = 256
 
 
 def measure(target: str, seconds: float, say: Callable[[str], None]) -> dict[str, Times]:
-    """Runs every measure on a server. Returns the times by name. Raises BenchError."""
+    """Times every operation on a server. Returns the times by name of the operation. Raises
+    BenchError."""
     num_threads = len(os.sched_getaffinity(0))
     engine = BenchEngine(target)
     measures: dict[str, Callable[[float], Times]] = {

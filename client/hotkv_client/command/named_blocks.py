@@ -17,8 +17,8 @@ MAX_DIGITS = 64
 MAX_CANDIDATES = 8
 """Most candidates that an error lists."""
 LOOKED_AT = 200
-"""Most blocks that are requested for a prefix. A hash may have a block in each group and key space.
-"""
+"""Most blocks that are requested from the server for a prefix. It exceeds MAX_CANDIDATES, because a
+hash may have a block in each group and key space."""
 Place = tuple[int, int]
 """Key space id and group index."""
 

@@ -66,7 +66,8 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Sums the rows that show the same names. Returns a row for each sum, in the order of the first
     row of each sum.
 
-    A sum has the ids of its first row, which is the row that was used last.
+    The ids in the result are those of the first row of each sum. The server lists the row that was
+    used last first.
 
     by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
         model.

@@ -61,8 +61,8 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Promotes the blocks that a file of blocks names to host memory. Returns the number of blocks
-    by outcome (COUNTS).
+    """Promotes to host memory the blocks that are named in a file of blocks. Returns the number of
+    blocks by outcome (COUNTS).
 
     Raises HotKVError, OSError; ValueError with the line number if the file has another format.
 

@@ -4,7 +4,7 @@ The double copies the blocks' bytes, by the engines' layouts. As with the real s
 an engine store under one write lease (`FakeWrites`), and a block is ready when every shard is
 written. A store can't commit if its session is closed or has called `revoke_stores`. If a store
 over a shared fence is cancelled, its future resolves at once; the double still ends the store later
-and finds it revoked. `FakeServer.residencies` is a `FakeResidencies`.
+and finds it revoked. `FakeServer.residencies` holds the residencies (a `FakeResidencies`).
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.

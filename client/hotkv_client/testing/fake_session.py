@@ -4,7 +4,7 @@ bytes.
 Always true: a call is first recorded in `FakeServer.calls`. Its future resolves at once, unless an
 attribute of the server (such as `hold`) delays the answer. A store commits no block if its session
 is closed or has called `revoke_stores`. If a store over a shared fence is cancelled, its future
-resolves at once; the server still ends the store later and finds it revoked.
+resolves at once. The server ends that store later and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -68,7 +68,7 @@ def call(
 def tell(
     stubs: Stubs, topic: str, timeout_s: float, metadata: Metadata, filters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the server's report about a topic. Raises HotKVError."""
+    """Returns one of the server's reports; `AdminClient.tell` describes them. Raises HotKVError."""
     request = admin_pb2.TellRequest(topic=topic, filters=filters)
     try:
         answer = stubs.admin.Tell(request, timeout=timeout_s, metadata=metadata)
@@ -103,7 +103,7 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
     Raises HotKVError if the stream fails before its deadline. Also raises it if the deadline passes
     without any answer, because a server sends the first answer at once.
 
-    seconds: the stream's deadline, as it was given to the call; 0: no deadline.
+    seconds: the deadline with which the caller made the call; 0: no deadline.
     """
     has_answered = False
     try:
@@ -121,8 +121,8 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Yields pairs: requests that engines have reported, and the number of later requests that the
-    stream missed.
+    """Yields pairs: the next requests that engines reported, and the number of requests after them
+    that the stream missed.
 
     The first pair is empty. Raises HotKVError if the stream fails.
 
@@ -148,8 +148,8 @@ def watch_requests(
 def subscribe(
     stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, state: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yields pairs: cache events as plain values, and the number of later events that the stream
-    missed.
+    """Yields pairs: the next cache events as plain values, and the number of events after them that
+    the stream missed.
 
     The first pair is empty. Raises HotKVError if the stream fails.
 
@@ -229,8 +229,8 @@ def send_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> list[dict[str, Any]]:
-    """Sends an envelope of hints outside a request. Returns the outcomes of its actions that are
-    known so far. Raises HotKVError."""
+    """Sends an envelope (a set of actions on blocks) outside a request. Returns the outcomes of the
+    actions that are known so far. Raises HotKVError."""
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -256,8 +256,8 @@ def poll_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Returns the outcomes of hints that have changed since `cursor`, and the next cursor. Raises
-    HotKVError."""
+    """Returns the outcomes of hints that have changed since `cursor` was returned, and the cursor
+    for the next call. Raises HotKVError."""
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
@@ -335,8 +335,8 @@ def prefetch(
 
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the key space in which the kind of each group is a number. `plain` has
-    converted these kinds to words, which `json_format` can't read."""
+    """Returns a copy of the key space in which the kind of each group is an enum number. `plain`
+    has converted these kinds to words, which `json_format` can't read."""
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [
