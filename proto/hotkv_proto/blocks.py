@@ -106,7 +106,7 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish for how long the server should retain the blocks that it uses.
+    """A request's wish for how long the server should retain the blocks that the request uses.
 
     The server may ignore the wish; it serves the request in any case. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
@@ -247,9 +247,9 @@ class ResidencyOpened:
 class Flushed(int):
     """The number of blocks that a flush has dropped, as an int.
 
-    pending_tiers: names of the tiers that did not answer. The server flushes such a tier as soon as
-        it answers. Until then other nodes may load blocks from before the flush from this tier. For
-        the tier `disk`, this node may load such blocks after a power loss.
+    pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
+        tier as soon as it answers. Until then other nodes may load blocks from before the flush
+        from this tier. For the tier `disk`, this node may load such blocks after a power loss.
     """
 
     pending_tiers: tuple[str, ...]

@@ -55,8 +55,8 @@ class ActionType(enum.Enum):
 
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Kinds of actions that are executed after the end of their request, if they name the request's own
-blocks or its session."""
+"""Kinds of actions that are executed after the end of the request that carried them, if they name
+this request's own blocks or its session."""
 
 
 class Status(enum.Enum):

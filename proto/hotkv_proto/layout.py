@@ -183,7 +183,7 @@ class Recipe:
 class Layout:
     """The KV memory of a rank. `validate` must pass before any copy.
 
-    shard_index: index of the shard in each slot that this rank holds.
+    shard_index: index, in each slot, of the shard that this rank holds.
     num_blocks: number of blocks in the memory; block ids are less than this.
     """
 
