@@ -82,7 +82,7 @@ class GroupSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes of a slot: the sum of all shards."""
+        """Returns the size of a slot in bytes: the sum of all shards."""
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:

@@ -78,7 +78,7 @@ class PageTensor:
 
     @property
     def page_bytes(self) -> int:
-        """Returns the bytes of a block in this tensor."""
+        """Returns the size of a block's page in this tensor, in bytes."""
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the bytes of a block."""
+        """Returns the size of a block in the memory of this handle, in bytes."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
@@ -198,7 +198,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all handles."""
+        """Returns the total size of all memory handles, in bytes."""
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:

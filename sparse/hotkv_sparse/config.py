@@ -197,7 +197,8 @@ class SparseConfig:
 
     @property
     def always_tokens(self) -> int:
-        """Returns the number of tokens that are kept regardless of their score."""
+        """Returns the number of tokens that are kept regardless of their score: sinks and recent
+        window."""
         return self.sink_tokens + self.recent_tokens
 
     def max_always_blocks(self, block_tokens: int) -> int:

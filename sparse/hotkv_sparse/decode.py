@@ -109,8 +109,8 @@ class Always:
 class Decoded:
     """The result of a layer's decode step. The caller must attend to all blocks of `map`.
 
-    selection: the selected blocks. `map` may lack some of them. Those that are in `ahead` are added
-        in the next step, the others only if they are selected again.
+    selection: the selected blocks. `map` may lack some of them. A missing block in `ahead` is added
+        in the next step; any other missing block is added only if it is selected again.
     ahead: int32, hot slots that the caller must fill before the next step, each with the block that
         `hot.block_of` names.
     num_loaded: number of candidate blocks that this step's selection added to `map`. The caller

@@ -276,10 +276,10 @@ class HotSet:
         """Makes a step: adds missing blocks of `selection` to the map, and evicts other blocks for
         them.
 
-        First adds all missing always kept blocks (blocks that were never seeded), even in place of
-        selected blocks. Then adds the heaviest missing candidates, until `max_loads` blocks are
-        added in total. The other missing blocks are returned in `Step.prefetch`, unless a prefetch
-        of them is in progress.
+        First adds all missing always kept blocks (`seed` has not added them). For these blocks it
+        may evict even selected blocks. Then adds the heaviest missing candidates, until `max_loads`
+        blocks are added in total. The other missing blocks are returned in `Step.prefetch`, unless
+        a prefetch of them is in progress.
 
         selection: this step's selection over the current `span`.
         """

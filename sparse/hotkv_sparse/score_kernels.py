@@ -366,11 +366,12 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits code that computes `EXP_SUM` of sixteen rows at once.
+    """Emits code that computes, for sixteen rows at once, the result of `_emit_exp_sum` for each
+    row.
 
     Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
-    float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
-    operation across lanes.
+        float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
+        operation across lanes.
     """
     scores, stride, num_runs, largest, totals = args
     peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))

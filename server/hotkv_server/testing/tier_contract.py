@@ -111,7 +111,7 @@ class Bench:
 
     @property
     def arena(self) -> NDArray[np.uint8]:
-        """Returns the bytes of the arena."""
+        """Returns the memory of the arena."""
         return self.rig.arena.array()
 
     def blocks(
@@ -144,7 +144,7 @@ class Bench:
             self.slot(slot)[:] = self.rig.content(number)
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """Returns the bytes of a slot in the arena."""
+        """Returns the memory of a slot in the arena."""
         return self.arena[slot * self.rig.slot_bytes : (slot + 1) * self.rig.slot_bytes]
 
     def write(

@@ -112,8 +112,8 @@ class CudaSelector:
 
     @property
     def _tile_bytes(self) -> int:
-        """Returns the bytes of a tile (the prepared queries of 8 heads). For a summary format a
-        tile has the parts of the 8 heads one after the other."""
+        """Returns the size of a tile (the prepared queries of 8 heads) in bytes. For a summary
+        format a tile has the parts of the 8 heads one after the other."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
