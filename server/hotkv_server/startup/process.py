@@ -59,8 +59,8 @@ def raise_file_limit() -> None:
 
 
 def return_large_blocks() -> None:
-    """Makes malloc return large blocks to the kernel when they are freed. By default it would keep
-    blocks as large as the largest messages."""
+    """Makes malloc return large pieces of memory to the kernel when they are freed. By default
+    malloc would keep freed pieces as large as the largest messages."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 

@@ -221,8 +221,9 @@ def check_flushes(store: Store) -> None:
 
 @contextlib.contextmanager
 def _many() -> "Any":
-    """Yields a function that makes callbacks, and the list of the callbacks' arguments. At its end
-    waits until all callbacks have been called."""
+    """Yields a function that makes callbacks, and the list of the arguments with which these
+    callbacks were called. At the end of the `with` block, waits until all callbacks have been
+    called."""
     changed, answers, num_begun = threading.Condition(), list[Any](), [0]
 
     def on_done(value: Any) -> None:

@@ -169,8 +169,8 @@ class TenantHints:
         self.changed(outcome)
 
     def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
-        """Returns up to `most` outcomes that have changed after `cursor` (a sequence number), the
-        oldest change first.
+        """Returns up to `most` outcomes that have changed since the change with sequence number
+        `cursor`, the oldest change first.
 
         message_id: only outcomes of this message; empty: of all messages.
         """
@@ -289,7 +289,8 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Returns the bytes of the recorded prompts of all tenants, with and without a session."""
+        """Returns the total size in bytes of the recorded prompts of all tenants: prompts of
+        sessions, and prompts of requests without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )

@@ -18,8 +18,9 @@ pauses."""
 HELD_GAPS = 1.5
 """Blocks are held for HELD_GAPS times the expected pause."""
 MAX_HOLD_S = 5.0
-"""Longest time for which blocks are held. If the time would be longer, they are not held at all:
-blocks of sessions with short pauses hit more often in the same room (`bench.agents`)."""
+"""Longest time for which blocks are held. Blocks that would have to be held longer are not held at
+all. The same memory gives more hits if it holds the blocks of sessions with shorter pauses
+(`bench.agents`)."""
 
 
 @dataclass(slots=True)
