@@ -216,7 +216,8 @@ class Revocations:
 def _new_page(owner: object) -> tuple[int, NDArray[np.uint32]]:
     """Creates a zeroed page. Returns its descriptor and its words.
 
-    The descriptor is closed when `owner` is garbage-collected. Raises OSError.
+    The descriptor is closed when `owner` is garbage-collected. Raises OSError if the system
+    refuses.
     """
     fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
     weakref.finalize(owner, os.close, fd)

@@ -55,7 +55,8 @@ class Selects:
     ) -> SelectedBlocks:
         """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
 
-        Raises HotKVError; SessionLostError if the session is closed during the call.
+        Raises HotKVError if the server refuses the selection, SessionLostError if the session is
+        closed during the call.
 
         sequence_id: a sequence that was created with a `SelectConfig`.
         query_QD: float32 [query heads of the shard, head size], after positional encoding.

@@ -441,7 +441,8 @@ class Session:
 
     def ping(self, timeout_s: float) -> float:
         """Makes an empty call and returns its round-trip time in seconds. Blocks at most
-        `timeout_s`. Raises HotKVError or TimeoutError."""
+        `timeout_s`. Raises HotKVError if the call fails, TimeoutError if there is no answer in
+        time."""
         start_s = time.perf_counter()
         self._call(_wire.ping).result(timeout_s)
         return time.perf_counter() - start_s

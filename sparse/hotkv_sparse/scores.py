@@ -181,9 +181,11 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
 
     In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
     over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
-    (docs/sparse.md). For quest the score is the sum over channels of max(q m, q M), with the
-    block's minimum m and maximum M. A block without tokens has the score -inf. Raises
-    INVALID_FIELD. Compiled code runs without the GIL.
+    (docs/sparse.md). In the formats quest and mean the score is (s + q · mu) * scale - bias. For
+    quest, s is the sum over channels of max(q m, q M), with the block's minimum m and maximum M.
+    For mean, s is q · k, with the block's mean key k. A block without tokens has the score -inf.
+    Raises INVALID_FIELD if the pool or the rows do not fit the query. Compiled code runs without
+    the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
     rows_S: int32 [S], rows of the blocks to score; None: all rows, in order.

@@ -56,7 +56,8 @@ class BenchError(Exception):
 
 @contextlib.contextmanager
 def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterator[str]:
-    """Starts a server with an arena of this size and yields its target. Raises BenchError."""
+    """Starts a server with an arena of this size and yields its target. Raises BenchError if shared
+    memory has too little room, or if the server does not start."""
     free = shutil.disk_usage(shared_memory).free
     if free < arena_bytes + arena_bytes // 4:
         raise BenchError(
@@ -255,7 +256,8 @@ class BenchEngine:
         return f"bench-{self._number}"
 
     def _stored(self, names: list[bytes]) -> float:
-        """Stores blocks under these hashes and returns the time in seconds. Raises BenchError."""
+        """Stores blocks under these hashes and returns the time in seconds. Raises BenchError if
+        the store fails."""
         name, began_s = self._name(), time.perf_counter()
         run = BlockRun(0, names, self._sources[: len(names)])
         result = self._session.store(name, name, [run], CALL_S).result(CALL_S)
@@ -264,7 +266,8 @@ class BenchEngine:
         return time.perf_counter() - began_s
 
     def _loaded(self, names: list[bytes], *, with_lease: bool) -> float:
-        """Loads stored blocks and returns the time in seconds. Raises BenchError.
+        """Loads stored blocks and returns the time in seconds. Raises BenchError if the load fails,
+        or if a block was evicted.
 
         with_lease: whether the time includes the acquisition of the lease.
         """
@@ -480,7 +483,7 @@ LEAST_ARENA_MIB = 256
 
 def measure(target: str, seconds: float, say: Callable[[str], None]) -> dict[str, Times]:
     """Times every operation on a server. Returns the times by name of the operation. Raises
-    BenchError."""
+    BenchError if an operation fails."""
     num_threads = len(os.sched_getaffinity(0))
     engine = BenchEngine(target)
     measures: dict[str, Callable[[float], Times]] = {

@@ -31,7 +31,8 @@ def places(
     A whole hash is listed under every group whose hashes have the same length. A prefix is listed
     only under the groups in which the server has the block.
 
-    Raises HotKVError. Raises ValueError for a prefix that matches no hash or several hashes.
+    Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
+    matches no hash or several hashes.
 
     key_space_id: 0 for all.
     group_index: None for all.
@@ -54,7 +55,8 @@ def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -
     """Returns the packed hashes of a prompt's blocks, which the user names by whole hashes or by
     first digits.
 
-    Raises HotKVError. Raises ValueError for a prefix that matches no hash or several hashes.
+    Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
+    matches no hash or several hashes.
     """
     words = list(map(checked, words))
     if all(len(word) == MAX_DIGITS for word in words):

@@ -30,7 +30,8 @@ SUMS = (
 
 
 def seconds(text: str) -> float:
-    """Parses a time such as 90s, 30m, 1h or 7d into seconds; empty: 0. Raises ValueError."""
+    """Parses a time such as 90s, 30m, 1h or 7d into seconds; empty: 0. Raises ValueError for a text
+    that is no such time, or a time above MAX_SINCE_S."""
     if not text:
         return 0.0
     unit = UNITS_S.get(text[-1], 0)

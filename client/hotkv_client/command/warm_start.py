@@ -118,7 +118,8 @@ def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
-    """Reads the key space from the first line of a file of blocks. Raises ValueError."""
+    """Reads the key space from the first line of a file of blocks. Raises ValueError if the line
+    has another format."""
     try:
         found = json.loads(line)
         space: dict[str, Any] = found["key_space"]

@@ -54,7 +54,7 @@ def call(
 ) -> dict[str, Any]:
     """Makes an admin call. Returns the answer as plain values, bytes as hexadecimal.
 
-    Raises HotKVError.
+    Raises HotKVError if the server refuses or does not answer.
     """
     method, request = CALLS[name]
     try:
@@ -79,7 +79,8 @@ def tell(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """Asks gRPC's health service whether a service serves. Raises HotKVError.
+    """Asks gRPC's health service whether a service serves. Raises HotKVError if the server does not
+    answer.
 
     service: name of the service; "" asks about the whole server.
 

@@ -99,7 +99,7 @@ def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
 
 def read_error_status(packed: bytes) -> HotKVError | None:
     """Reads the refusal in a packed google.rpc.Status. Returns None if the status does not come
-    from hotkv. Raises DecodeError."""
+    from hotkv. Raises protobuf's DecodeError if the bytes are no such message."""
     told = errors_pb2.Status.FromString(packed)
     for detail_of in told.details:
         if detail_of.type_url == ERROR_INFO_URL:

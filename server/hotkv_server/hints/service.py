@@ -42,8 +42,9 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         self._identify = identify
 
     def _admit(self, request: Asking, context: Any) -> str:
-        """Checks that the peer may act for the tenant that the request names, and returns the
-        tenant. Raises UNAUTHENTICATED or NOT_ALLOWED."""
+        """Returns the tenant that the request names, after checking that the peer may act for it.
+        Raises UNAUTHENTICATED if the peer proves no identity, NOT_ALLOWED if it may not act for the
+        tenant."""
         tenant = fields.name("tenant", request.tenant)
         self._access.admit(self._identify(request, context), tenant)
         return tenant

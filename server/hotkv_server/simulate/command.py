@@ -250,7 +250,7 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
 
 def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
     """Returns the output of the command with `--arena`: the estimates of `sizing`. Raises
-    TraceError."""
+    TraceError if the tokens of a block can't be found from a trace."""
     policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
     wanted = Wanted(
         options.arena,

@@ -216,7 +216,9 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence and returns the sequence. Raises HotKVError.
+        """Appends blocks to a sequence and returns the sequence. Raises INVALID_FIELD if the
+        sequence is unknown or the blocks don't continue it, TOO_LARGE or OVERLOADED if a bound is
+        reached.
 
         first_position: position of the first block of `hashes` in the sequence. Blocks that the
             sequence already has must have the same hashes.

@@ -34,7 +34,8 @@ class Listeners:
 
     @staticmethod
     async def open(settings: Settings, node: Node) -> "Listeners":
-        """Binds all listeners and starts gRPC. Raises StartError."""
+        """Binds all listeners and starts gRPC. Raises StartError if an address can't be bound, or
+        if the access settings can't be used."""
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)

@@ -201,7 +201,7 @@ _REFUSED = {
 
 
 def model_named(name: str) -> Model:
-    """Returns the model of `MODELS` with this name. Raises INVALID_FIELD."""
+    """Returns the model of `MODELS` with this name. Raises INVALID_FIELD if the name is unknown."""
     if name not in MODELS:
         raise refuse("model", name, f"use one of {', '.join(MODELS)}, or --config with a file")
     return MODELS[name]

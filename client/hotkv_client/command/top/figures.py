@@ -44,7 +44,7 @@ class Reading:
 
 
 def read(client: AdminClient) -> Reading:
-    """Asks the server for a reading. Raises HotKVError."""
+    """Asks the server for a reading. Raises HotKVError if the server refuses or does not answer."""
     info = client.info()
     return Reading(
         at_s=time.monotonic(),

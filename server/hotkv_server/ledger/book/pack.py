@@ -96,7 +96,8 @@ def seal(pieces: Iterable[bytes]) -> bytes:
 
 
 def unpack(content: bytes) -> Kept:
-    """Parses the content of a ledger's file. Raises PackError."""
+    """Parses the content of a ledger's file. Raises PackError if the content is damaged, or of
+    another format."""
     if len(content) < HEADER.size:
         raise PackError(f"it has {len(content)} bytes")
     magic, crc, length = HEADER.unpack_from(content)
