@@ -18,7 +18,8 @@ TICKET_KEY = "hotkv-ticket-bin"
 
 
 class AdminClient:
-    """A client of the server's admin API. Calls raise HotKVError.
+    """A client of the server's admin API. Calls raise HotKVError if the server refuses or does not
+    answer.
 
     Calls block for at most `timeout_s`, except the streams (`watch_requests`, `events`) and
     `export_blocks`. The constructor raises HotKVError for credentials that can't be used.
@@ -53,10 +54,11 @@ class AdminClient:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Returns whether the server serves. Asks on the engines' socket, not on the admin socket.
+        """Returns the answer of gRPC's health service. The call goes to the engines' socket, not to
+        the admin socket.
 
-        service: "live" asks whether the server is healthy, which is also true while the server
-            drains. Empty: asks whether the server accepts work.
+        service: "live": True means that the server is healthy, which is also true while the server
+            drains. Empty: True means that the server accepts work.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
@@ -82,7 +84,7 @@ class AdminClient:
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Returns the key spaces with the number and bytes of their blocks.
+        """Returns the key spaces with the number and the total bytes of their blocks.
 
         key_space_id: limits the list to this key space; 0: all key spaces.
         """
@@ -238,8 +240,8 @@ class AdminClient:
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Reports about the user sessions with this id: returns one dict for each tenant that has
-        such a session, or hints that named it.
+        """Returns a report about the user sessions with this id: a dict for each tenant that has
+        such a session, or that has hints that named it.
 
         The dict says where the session's blocks are stored, which hints named these blocks, and the
         totals of the session's requests (prompt tokens, hits, saved time).
@@ -260,7 +262,7 @@ class AdminClient:
     def hints(
         self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
     ) -> dict[str, Any]:
-        """Returns the latest `outcomes` of routers' hints, and in `tenants` the state of each
+        """Returns the latest `outcomes` of routers' hints, and in `tenants` the totals of each
         tenant's hints.
 
         message_id, session_id: limit the outcomes to this message or user session; empty: all. With

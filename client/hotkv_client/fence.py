@@ -1,4 +1,4 @@
-"""The fence: a page shared with the server, through which an engine revokes its stores.
+"""The fence: a memory page shared with the server, through which an engine revokes its stores.
 
 The page consists of uint32 words. Each store in flight has a word; 1 means that the store is
 revoked. The server reads the word after the copy and before the commit. Once the word is set, the

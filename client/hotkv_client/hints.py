@@ -14,7 +14,8 @@ from hotkv_proto.errors import HotKVError
 class HintClient:
     """A client of the server's HintService, for one tenant. For one thread.
 
-    Each call blocks for at most `timeout_s` and raises HotKVError.
+    Each call blocks for at most `timeout_s`. It raises HotKVError if the server refuses or does not
+    answer.
 
     tenant: the tenant whose blocks the hints name; empty if the server has no tenants.
     """

@@ -83,8 +83,9 @@ def split_messages(
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
     """Returns a future that resolves when all `futures` have resolved.
 
-    Its result is `join` of their results, in the order of `futures`. If some of `futures` failed,
-    it fails with the exception of the first failed future in that order.
+    Its result is what `join` returns for the list of their results. If some of `futures` failed,
+    the returned future fails with the exception of the first failed future, in the order of
+    `futures`.
     """
     whole: Future[R] = Future()
     # Makes `Future.cancel` ineffective: a cancelled future could not be resolved.

@@ -1,13 +1,14 @@
 """A session with the server: one gRPC stream, reopened with back-off whenever it breaks.
 
-Most calls send a message and return a future for the answer. Only `ping` blocks until the server
-answers. If the arguments of a call are wrong, its future fails; a call without an answer raises the
-error instead.
+Most calls send a message and return a future for the answer; if the arguments are wrong, the future
+fails. Calls that have no answer return no future; if the arguments are wrong, they raise. Only
+`ping` blocks until the server answers.
 
-Always true: every future resolves. The future of a load resolves only when the server can no longer
-touch the engine's memory for this load, because the server has answered or is dead. The same is
-true of a store that can't be revoked. The future of a store that can be revoked also resolves at
-`cancel` and when the connection breaks: from then on the store can't commit.
+A store can be revoked if it has a word of the fence, a page that the session shares with the server
+(`fence`). Always true: every future resolves. The future of a load resolves only when the server
+can no longer touch the engine's memory for this load, because the server has answered or is dead.
+The same is true of a store that can't be revoked. The future of a store that can be revoked also
+resolves at `cancel` and when the connection breaks: from then on the store can't commit.
 """
 
 import time
@@ -90,9 +91,9 @@ class Session:
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Waits while a server that has answered is opening the session, at most `timeout_s`.
-        Returns at once if no server is opening the session. Returns whether the session is
-        connected."""
+        """Waits for a session that a server is opening: the server has accepted the connection and
+        has not opened the session yet. Blocks at most `timeout_s`; returns at once if no server is
+        opening the session. Returns whether the session is connected."""
         return self._life.wait_opened(timeout_s)
 
     def close(self) -> None:
@@ -151,7 +152,8 @@ class Session:
     @property
     def grows_residencies(self) -> bool:
         """Returns True if the server to which the session connected last can reserve more blocks
-        for an open residency; False before the first connection."""
+        for an open residency (room in host memory that is reserved for a request). False before the
+        first connection."""
         return self._life.opened.grows_residencies
 
     @property
@@ -275,7 +277,7 @@ class Session:
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
         """Acquires a write lease, which reserves slots for blocks that a store will write.
 
-        Resolves to an array of `BlockResult` values for each run.
+        The future resolves to an array of `BlockResult` values for each run.
 
         runs: each run is a list of consecutive blocks of a group.
         ttl_s: time until the lease expires; 0: the server's default.
@@ -309,7 +311,8 @@ class Session:
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[ResidentBlocks]":
-        """Pins those blocks of `hashes` that are ready. Resolves to their offsets in `arena()`.
+        """Pins those blocks of `hashes` that are ready. The future resolves to the offset of each
+        block in `arena()`; -1 if the block is not pinned.
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
         the server restarted, the server first compares the block's bytes with the block's check
@@ -387,7 +390,7 @@ class Session:
     def append_blocks(
         self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[SequenceState]":
-        """Appends blocks that have become complete to a sequence.
+        """Appends complete blocks to a sequence.
 
         first_position: position of the first block of `hashes` in the context. If the sequence
             already has a block at one of the positions, both hashes must be equal.
@@ -458,7 +461,8 @@ class Session:
         after: After | None = None,
         traceparent: str | None = None,
     ) -> "Future[TransferResult]":
-        """Copies blocks that a read lease pins into the registered engine memory.
+        """Copies blocks into the registered engine memory. The read lease `lease_id` must pin the
+        blocks.
 
         after: the server writes only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may write at once.
@@ -481,7 +485,8 @@ class Session:
         after: After | None = None,
         fence_index: int = 0,
     ) -> "Future[TransferResult]":
-        """Copies blocks from the registered engine memory into the arena and commits them.
+        """Copies blocks from the registered engine memory into the arena and commits them. A block
+        becomes ready when the shards of all ranks are committed.
 
         The first store under a `lease_id` reserves the slots. Other ranks store their shards of the
         same blocks under the same `lease_id`, into these slots.

@@ -108,8 +108,8 @@ class SelectConfig:
         first by layer, within a layer by format in the order of `config.scorers_of(layer)`, within
         a format by KV head.
     kv_heads: KV heads per shard.
-    hot_blocks: number of blocks per layer and shard that the caller can keep in device memory (the
-        hot set), which the server records; 0: no hot set.
+    hot_blocks: size of the hot set: the blocks that the caller keeps in device memory, per layer
+        and shard. The server records them. 0: the server records no hot set.
     scale: factor by which attention multiplies its scores; None: 1 / sqrt(head_size).
     centres: the centres (mean key of each layer and head) with which the representations were
         built, for the heads of all shards; None: they were built without centres. The server can't

@@ -514,7 +514,7 @@ def run(
 ) -> dict[str, Any]:
     """Runs the benchmark for `seconds`, not counting the start, the stop and the test of tiers.
 
-    Raises BenchError; ValueError for invalid options.
+    Raises BenchError if the benchmark can't run, ValueError for invalid options.
 
     disk: a folder in which a disk tier is tested.
     config: settings of a server whose tiers are tested.

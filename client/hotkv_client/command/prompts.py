@@ -60,9 +60,9 @@ def packed(token_ids: Any) -> bytes:
 
 
 def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
-    """Asks an engine to tokenise a chat or prompt. Returns the packed token ids.
+    """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
 
-    Raises OSError if the file can't be read. Raises ValueError if the file holds no such request,
+    Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
     or if the engine does not answer.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.

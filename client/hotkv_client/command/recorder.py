@@ -105,8 +105,8 @@ def record(
     """Writes the requests that engines report to `path`, and returns a summary.
 
     Stops after `seconds` (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes each
-    line as soon as its request arrives. Raises HotKVError, OSError; ValueError if `block_tokens` is
-    not positive.
+    line as soon as its request arrives. Raises HotKVError if the server refuses or the stream
+    fails, OSError if the file can't be written, and ValueError if `block_tokens` is not positive.
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")

@@ -64,11 +64,11 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sums the rows that show the same names. Returns a row for each sum, in the order of the first
-    row of each sum.
+    """Joins rows that show the same names into one row with their sums. Returns the joined rows in
+    the order in which their names first occur.
 
-    The ids in the result are those of the first row of each sum. The server lists the row that was
-    used last first.
+    A joined row has the ids of the first row that it contains. The server lists the row first that
+    was used last.
 
     by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
         model.

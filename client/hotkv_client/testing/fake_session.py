@@ -414,7 +414,8 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # The double reads and commits in one step, so a check before the read suffices.
+            # The double reads and commits in one step. So it checks only once, before the read,
+            # whether the store was revoked.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (
@@ -433,7 +434,8 @@ class FakeSession:
             )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
-        # Once the future is resolved, even by an error, the store can't commit.
+        # Ends the store when its future is resolved, even by an error, so that it can't commit
+        # after that.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return (
             answer

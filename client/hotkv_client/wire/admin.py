@@ -79,8 +79,8 @@ def tell(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """Asks gRPC's health service whether a service serves. Raises HotKVError if the server does not
-    answer.
+    """Asks gRPC's health service about a service of the server. Returns True if it is serving.
+    Raises HotKVError if the server does not answer.
 
     service: name of the service; "" asks about the whole server.
 
@@ -231,7 +231,7 @@ def send_hints(
     ticket: bytes,
 ) -> list[dict[str, Any]]:
     """Sends an envelope (a set of actions on blocks) outside a request. Returns the outcomes of the
-    actions that are known so far. Raises HotKVError."""
+    actions that are known so far. Raises HotKVError if the server refuses or does not answer."""
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -258,7 +258,7 @@ def poll_hints(
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
     """Returns the outcomes of hints that have changed since `cursor` was returned, and the cursor
-    for the next call. Raises HotKVError."""
+    for the next call. Raises HotKVError if the server refuses or does not answer."""
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
@@ -281,7 +281,8 @@ def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
     """Yields the key space as a dict, then lists of its hottest blocks. A list has pairs of a group
-    index and packed hashes. The first lists have the hottest blocks. Raises HotKVError.
+    index and packed hashes. The first lists have the hottest blocks. Raises HotKVError if the
+    server refuses or the stream fails.
 
     byte_count: approximate total size of the named blocks; 0: all blocks.
     """
@@ -305,10 +306,11 @@ def prefetch(
     timeout_s: float,
     metadata: Metadata,
 ) -> dict[str, Any]:
-    """Asks the server, in one call, to promote the named blocks to host memory. Returns the counts
-    of the answer.
+    """Asks the server, in one call, to promote the named blocks to host memory. Returns the
+    answer's fields: the numbers of blocks by outcome.
 
-    Raises HotKVError; ValueError if `key_space` does not describe a key space.
+    Raises HotKVError if the server refuses or does not answer, ValueError if `key_space` does not
+    describe a key space.
 
     key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
     groups: the blocks, as pairs of a group index and packed hashes.

@@ -252,7 +252,7 @@ def report_requests(
     loads: Iterable[LoadEnd] = (),
 ) -> Iterator[Request]:
     """Yields the messages that report scheduled requests, ended requests and ended loads: a single
-    message, or several if one would be too large."""
+    message, or several if a single message would be too large."""
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]
     ends = [load_end_message(end) for end in loads]

@@ -71,7 +71,7 @@ TROUBLES = {
     "events_lost_total": "events were lost: a reader is too slow",
     "ledger_lost_reports_total": "reports were not counted: the ledger is behind",
 }
-"""Counters that should not grow, with the warning for each that does."""
+"""Counters that should not grow. The value is the warning that is shown if the counter grows."""
 
 
 @dataclass(frozen=True, slots=True)
