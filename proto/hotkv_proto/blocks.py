@@ -235,7 +235,8 @@ class ResidencyOpened:
 
     word_index: index of the session's validity word behind the arena.
     word_value: value of this word as long as the session's residencies are valid.
-    generation: the generation of the arena when the residency was opened.
+    generation: a number that the server gives to all residencies that it opens; higher than the
+        number of every earlier server of this arena.
     """
 
     residency_id: str

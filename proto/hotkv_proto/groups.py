@@ -99,8 +99,9 @@ class GroupSpec:
                 return max(0, hit_tokens - 1)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """Returns the first block that a request needs to continue after a hit of `hit_tokens`. It
-        needs the blocks from there up to, but not including, block `hit_tokens // block_tokens`."""
+        """Returns the first block that a request needs to continue after a hit of `hit_tokens`. The
+        request needs the blocks from this block up to, but not including, block `hit_tokens //
+        block_tokens`."""
         return min(
             self.first_needed_token(hit_tokens) // self.block_tokens,
             hit_tokens // self.block_tokens,

@@ -315,9 +315,9 @@ class Layout:
             )
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
-        # The order of runs in the slot may differ from their order in memory. So the dimensions are
-        # sorted by stride. Each stride must be at least the extent of the dimensions below it. The
-        # blocks count as a further dimension.
+        # Checks that no two runs overlap. The order of runs in the slot may differ from their order
+        # in memory, so the dimensions are sorted by stride. Each stride must be at least the extent
+        # of the dimensions below it. The blocks count as a further dimension.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)

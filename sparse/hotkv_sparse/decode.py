@@ -6,6 +6,9 @@ use these two functions for fusion and `adaptive_p`, for which numpy chooses the
 a hot set. A single call is faster: a call into compiled code costs about a microsecond, passing
 arrays between two calls costs more, and a model has tens of layers.
 
+The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
+logarithm of the mass.
+
 Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
 blocks of the context.
 """

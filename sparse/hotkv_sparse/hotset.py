@@ -1,5 +1,5 @@
 """The hot set: the blocks of a sequence that are on the device, in hot slots. Each hot set belongs
-to a layer and a set of heads. A step attends only to these blocks.
+to a layer and a shard (the heads of a rank). A step attends only to these blocks.
 
 Always true (`check_invariants`):
 - A slot has one of five states. Free. Mapped: the step attends to its block. Loading: a prefetch is

@@ -56,8 +56,8 @@ def _field_names() -> frozenset[str]:
 
 
 def field_at_fault(message: str) -> str:
-    """Returns the path of a field with which the sentence of a refusal begins; empty if it does not
-    begin with a field."""
+    """Returns the path of the field with which a refusal's sentence begins; empty if the sentence
+    does not begin with a field."""
     path = _PATH.match(message)
     if path is None or path[0].partition(".")[0].partition("[")[0] not in _field_names():
         return ""

@@ -122,8 +122,9 @@ def hint_identifier(field: str, text: str) -> str:
 
 
 def read_envelope(text: str) -> Hints:
-    """Reads a router's envelope (a set of actions on blocks) in JSON. Raises INVALID_FIELD if the
-    text is no JSON object, TOO_LARGE if it is too long. Wrong actions are rejected, not raised."""
+    """Reads a router's envelope (a set of actions on blocks) in JSON. A wrong action is listed in
+    `Hints.rejected`. Raises INVALID_FIELD if the text is no JSON object, TOO_LARGE if it is too
+    long."""
     if len(text) > MAX_ENVELOPE_CHARS:
         raise HotKVError(
             Reason.TOO_LARGE,

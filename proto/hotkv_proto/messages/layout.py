@@ -16,7 +16,7 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 
 MAX_TENSORS = 1 << 16
 MAX_KEY_SPACE_BYTES = 32 << 10
-"""Most bytes of a key space on the wire. Most of them are layer names."""
+"""Largest size of a key space on the wire, in bytes. Most of these bytes are layer names."""
 KEY_SPACE_TEXTS = (
     "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed",
     "parallel_shape", "page_format",

@@ -41,7 +41,8 @@ def report_message(
 def read_reports(
     messages: Iterable[session_pb2.RequestReport], hash_bytes: int
 ) -> list[RequestReport[Words]]:
-    """Reads the reports of scheduled requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    """Reads the reports of scheduled requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for
+    an invalid field."""
     return [
         RequestReport(
             read_hashes("requests.hashes", m.hashes, hash_bytes),
@@ -79,7 +80,8 @@ def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hint
 def read_ended(
     messages: Iterable[hints_pb2.EndedRequest], hash_bytes: int
 ) -> list[EndedRequest[Words]]:
-    """Reads the reports of ended requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    """Reads the reports of ended requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for an
+    invalid field."""
     return [
         EndedRequest(
             read_hashes("ended.hashes", m.hashes, hash_bytes),

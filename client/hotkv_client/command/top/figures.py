@@ -282,7 +282,7 @@ def _hit_ratio(sums: Mapping[str, Any]) -> float | None:
 
 
 def _activity(tier: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the activity of a tier below host memory; empty for host memory."""
+    """Returns the counts of reads and writes of a tier below host memory; empty for host memory."""
     return {} if tier.get("name") == HOST else tier.get("activity") or {}
 
 
