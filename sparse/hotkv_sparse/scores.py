@@ -1,8 +1,9 @@
 """Scores blocks: estimates from the blocks' representations (compact forms of their keys) how much
 attention a query pays to each block.
 
-A score is a log mass in nats. In a token format it estimates the logsumexp of q · k * scale over
-the block's tokens; in a summary format it is the value of the format's formula (see `score`).
+A score is a log mass in nats: it estimates the log of the block's attention mass, the sum of exp(q
+· k * scale) over the block's tokens. In a token format it estimates the logsumexp of q · k * scale
+over the block's tokens; in a summary format it is the value of the format's formula (see `score`).
 Compiled kernels multiply integers. `tests/oracles/sparse.py` computes the same in numpy; the
 results differ only by float rounding.
 

@@ -1,5 +1,6 @@
 """Receives hints of routers: with a scheduled request, at the end of a request, and without a
-request.
+request. A session here is a session of a router (such as a user's conversation), unless it is a
+`LiveSession`.
 
 Always true: an action that can't be done has an outcome with a reason. A tenant's actions are
 within its budget and affect only blocks of its own key spaces. An action that names a session of

@@ -1,9 +1,9 @@
 """Serves the gRPC service HintService, by which routers send hints without a request and query the
 outcomes of actions.
 
-Always true: a peer acts for a tenant only if it proves that it may, by the same rules as for a
-session. It sees and changes only that tenant's data. The answer about another tenant's data is the
-same as if the data did not exist.
+Always true: a peer acts for a tenant only if it proves that it may, by the same rules as an engine
+that opens a session. The peer sees and changes only that tenant's data. The answer about another
+tenant's data is the same as if the data did not exist.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Performs the actions of hints: finds an action's blocks, then retains, demotes or prefetches
 them, and sets the action's outcome.
 
-Always true: blocks that other sessions or recent requests may use again are not demoted. A tenant's
-prefetches stay within their share of the arena. Use on the event loop only; long work runs in
-slices, between which other tasks run.
+Always true: blocks that other sessions (of a router, such as users' conversations) or recent
+requests may use again are not demoted. A tenant's prefetches stay within their share of the arena.
+Use on the event loop only; long work runs in slices, between which other tasks run.
 """
 
 import asyncio

@@ -59,8 +59,8 @@ class HintLimits:
     """Limits of the memory and work for hints. `tenants` and `node_bytes` apply to the node, the
     other limits to each tenant.
 
-    sessions: sessions that are remembered.
-    session_bytes: bytes of the hashes of the sessions' prompts.
+    sessions: sessions of the router that are remembered.
+    session_bytes: bytes of the hashes of these sessions' prompts.
     outcomes: outcomes that are remembered.
     actions_per_s: actions accepted per second on average.
     burst_actions: actions accepted at once after a pause.

@@ -1,5 +1,5 @@
-"""Measures how long sessions pause between the end of a request and their next request, to predict
-when a session returns.
+"""Measures how long a router's sessions (such as users' conversations) pause between the end of a
+request and their next request, to predict when a session returns.
 
 The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
 at most SHARED_GAPS for all sessions together. If a request arrives while another request of its
