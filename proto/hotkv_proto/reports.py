@@ -21,8 +21,8 @@ class Miss(enum.IntEnum):
     """The server did not have the block when the engine looked it up. The server replaces this
     reason by NEVER_STORED, EVICTED or IN_FLIGHT."""
     NEVER_STORED = 2
-    """The block was never stored here, or was evicted so long ago that the server has forgotten
-    it."""
+    """The block was never stored in this server, or was evicted so long ago that the server has
+    forgotten it."""
     EVICTED = 3
     """The block was evicted to make room for other blocks."""
     IN_FLIGHT = 4

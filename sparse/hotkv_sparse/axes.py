@@ -179,7 +179,8 @@ class AxesEstimate:
         self.num_tokens += keys_HND.shape[1]
         self._keys_HD += keys_HND.sum(axis=1)
         self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
-        # Takes the mean over the group's query heads, so their number has no influence.
+        # Takes the mean over the group's query heads, so the number of query heads has no
+        # influence.
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )

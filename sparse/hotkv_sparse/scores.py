@@ -1,11 +1,10 @@
 """Scores blocks: estimates from the blocks' representations (compact forms of their keys) how much
 attention a query pays to each block.
 
-A score is a log mass in nats: it estimates the log of the block's attention mass, the sum of exp(q
-· k * scale) over the block's tokens. In a token format it estimates the logsumexp of q · k * scale
-over the block's tokens; in a summary format it is the value of the format's formula (see `score`).
-Compiled kernels multiply integers. `tests/oracles/sparse.py` computes the same in numpy; the
-results differ only by float rounding.
+In a token format, a score estimates the block's log mass, in nats: the logarithm of the attention
+mass, which is the sum of exp(q · k * scale) over the block's tokens. In a summary format, a score
+is the value of the format's formula (see `score`). Compiled kernels multiply integers.
+`tests/oracles/sparse.py` computes the same in numpy; the results differ only by float rounding.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.

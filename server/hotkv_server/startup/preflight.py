@@ -249,7 +249,7 @@ def _bind(setting: str, host: str, port: int) -> None:
             one.bind(address)
             one.listen(1)
     except (OSError, UnicodeError) as error:
-        # UnicodeError: no name of a host, such as one with a label that is too long.
+        # UnicodeError: the text is no valid host name, for example because a label is too long.
         why = getattr(error, "strerror", None) or error
         raise StartError(
             f"{setting}: can't listen on {host}:{port} ({why}); choose another with "

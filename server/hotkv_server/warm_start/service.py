@@ -1,5 +1,5 @@
-"""Serves the gRPC service WarmStartService. Export lists the blocks that the node would keep
-longest. Prefetch promotes blocks that a client names from the tiers to host memory."""
+"""Serves the gRPC service WarmStartService. Its call Export lists the blocks that the node would
+keep longest. Its call Prefetch promotes to host memory the blocks that a client names."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -97,8 +97,8 @@ DEVICES: dict[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """Returns the device with this name. HERE names this machine. Raises INVALID_FIELD if the name
-    is unknown."""
+    """Returns the device with this name. The name HERE stands for this machine. Raises
+    INVALID_FIELD if the name is unknown."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(HERE, "this machine's own memory", memory_bytes)

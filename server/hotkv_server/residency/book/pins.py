@@ -55,7 +55,7 @@ class ResidencyPins:
     def pin(
         self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
     ) -> None:
-        """Pins blocks, in order, until the group has its most blocks.
+        """Pins blocks, in order, until the group has as many blocks as it may have.
 
         Skips a position that already has a block. Does nothing if the residency is closing or lacks
         the group.
