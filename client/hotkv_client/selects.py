@@ -5,7 +5,6 @@ Selections run one at a time: each call waits for its answer. The first selectio
 the stream ends with its session.
 
 For a sequence with `SelectConfig.hot_blocks`, the server records the hot set: the blocks that the
-For a sequence with `SelectConfig.hot_blocks`, the server records the hot set: the blocks that the
 caller keeps on the device. The record begins empty when a stream opens, and is dropped with that
 stream. So use the same stream for all decode steps of a sequence.
 """

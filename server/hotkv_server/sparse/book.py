@@ -52,8 +52,8 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: for each format, by its name, by how much it overestimates a block's log mass with this
-        centre.
+    bias: by the name of a format: by how much scores in this format overestimate a block's log mass
+        with this centre.
     """
 
     mu: bytes

@@ -148,7 +148,7 @@ class CupyDevice:
     """A CUDA device, used through CuPy.
 
     number: CUDA's number of the device.
-    stream: CUDA's number of the stream for launches (torch:
+    stream: CUDA's handle of the stream for launches, as an int (torch:
         `torch.cuda.current_stream().cuda_stream`).
     """
 
