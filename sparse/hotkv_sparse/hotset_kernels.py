@@ -110,7 +110,8 @@ def _victims(
     """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes them to
     `out` and returns their number.
 
-    Chooses only blocks whose last use was before step `before`.
+    Chooses only candidates (blocks `first` to `last` - 1) that have a copy in host memory and whose
+    last use was before step `before`.
     """
     if count <= 0:
         return 0
@@ -158,7 +159,8 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Evicts the mapped blocks that step `clock` has not selected, if they may be evicted.
+    """Evicts the mapped candidates (blocks `first` to `last` - 1) that step `clock` has not
+    selected and that have a copy in host memory.
 
     Writes the evicted blocks to `out` and returns their number.
     """
