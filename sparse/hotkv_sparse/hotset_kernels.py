@@ -351,12 +351,13 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Adds the blocks of ready slots (slots that a prefetch has written) to the map `old` [M], as
-    long as there is room; see `HotSet.adopt`.
+    """Adds the blocks of ready slots (slots that a prefetch has written) to the map `old` [M]; see
+    `HotSet.adopt`. Evicts other blocks for them if the map is full, and frees the ready slots for
+    which there is no room.
 
-    Writes maps [2, K] (blocks and slots of the new map) and moves [3, K] (added blocks, their
-    slots, evicted blocks). Returns the number of blocks of the new map, of added blocks and of
-    evicted blocks.
+    If any slot is ready, writes maps [2, K] (blocks and slots of the new map) and moves [3, K]
+    (added blocks, their slots, evicted blocks). Returns the number of blocks of the new map, of
+    added blocks and of evicted blocks.
     """
     num_ready = 0
     for slot in range(state.shape[0]):

@@ -107,7 +107,7 @@ def become_owner(settings: Settings) -> None:
 
 
 def _missing(*directories: Path) -> set[Path]:
-    """Returns those of the directories and their parents that do not exist."""
+    """Returns the missing directories among `directories` and their parents."""
     return {
         folder
         for path in directories

@@ -132,8 +132,9 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets the places of a sequence's representations (compact forms of keys) and of the
-        blocks' copies, for consecutive blocks from position `first` on.
+        """Sets where the representations (compact forms of keys) of consecutive blocks of a
+        sequence are, and where the blocks' copies in the arena are. The blocks begin at position
+        `first`.
 
         Call this method between two steps. Blocks until the values are copied to the device.
 
