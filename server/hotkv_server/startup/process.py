@@ -15,7 +15,7 @@ import numpy as np
 from hotkv_server.memory import mapping
 
 PRIVATE_UMASK = 0o077
-"""Umask of the server: its files are private, unless it sets another mode."""
+"""Umask of the server. The server's files are private, unless the server sets another mode."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
 """Parts of the file names of libraries that a running server does not use: the compiler of numba's
 kernels, and numpy's linear algebra."""

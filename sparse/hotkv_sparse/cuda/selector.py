@@ -256,7 +256,8 @@ class CudaSelector:
 
         out: float32 [R, Q, D], output: the attention; None: not computed.
         scale: scale of attention; None: 1 / sqrt(D).
-        log_mass: float32 [R, Q], output: the log of the attention mass; None: not computed.
+        log_mass: float32 [R, Q], output: the log of the attention mass of the attended blocks;
+            None: not computed.
         always: True: attend only to the always kept blocks (sinks, recent window).
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot
