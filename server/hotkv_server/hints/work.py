@@ -132,7 +132,7 @@ class HintedBlocks:
         return done
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """Counts the blocks of prompts (`num_blocks`), and those of them that are ready in host
+        """Counts the blocks of prompts (`num_blocks`), and how many of them are ready in host
         memory (`num_done`). Other tasks run between parts."""
         done, breaks = Done(), Breaks()
         for one in prompts:

@@ -95,8 +95,9 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
 
 def become_owner(settings: Settings) -> None:
     """Makes a root process switch to the server's user, so that its checks have the same rights as
-    the server. The user is the owner of the arena; without an arena, the owner of the directory of
-    the sockets. Use it only in a process that only makes checks."""
+    the server. The user is the owner of the arena's directory; if there is no such directory or
+    root owns it, the owner of the directory of the sockets. Use it only in a process that only
+    makes checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
         if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):

@@ -133,7 +133,8 @@ def _why(
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
     causes = core.space.removal.causes(key_space_id, group_index, hashes)
-    # Evicted for room, or demoted because of a hint: with more room these blocks would have stayed.
+    # These blocks were evicted to make room, or because a hint demoted them. With more room they
+    # would have stayed.
     made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
     codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:
