@@ -67,8 +67,8 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Joins rows that show the same names into one row with their sums. Returns the joined rows in
     the order in which their names first occur.
 
-    A joined row has the ids of the first row that it contains. The server lists the row first that
-    was used last.
+    A joined row has the ids of the first row that it contains. The server lists the rows in the
+    order of their last use, the latest first.
 
     by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
         model.

@@ -27,7 +27,7 @@ from hotkv_server.wire.errors import answer
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 Identify = Callable[[Any, Any], Peer]
 """A function that returns the proven identity of a call's peer, given the request and the gRPC
-context. Raises HotKVError."""
+context. Raises HotKVError if a proof is not valid."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):

@@ -297,7 +297,7 @@ class KeptHotSet:
         them.
 
         where: the span of the context.
-        num_complete: number of its complete blocks.
+        num_complete: number of complete blocks in the context.
         """
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS

@@ -28,7 +28,7 @@ def open_cache(
 ) -> tuple[CacheCore, Verifier]:
     """Makes the core with the blocks of an earlier server, and the verifier. Compares blocks with
     their check values for at most `integrity.start_check_s`. Blocks the calling thread. Raises
-    StartError."""
+    StartError if the arena's files can't be read or written."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,

@@ -30,8 +30,8 @@ class OpenedBelow(Protocol):
 
     def take_over(self, core: CacheCore) -> bool:
         """Fills the books with the blocks that an earlier server left in the tiers. Returns True if
-        this may have registered key spaces in the core. Blocks the calling thread. Raises
-        StartError."""
+        this call may have registered key spaces in the core. Blocks the calling thread. Raises
+        StartError if a tier can't be used."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
         """Makes the object through which the node moves blocks between host memory and the tiers.

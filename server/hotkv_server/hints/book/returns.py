@@ -54,8 +54,9 @@ class ReturnTimes:
         session.idle_since_s = None
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
-        """Records that a request of the session has ended. Returns for how many seconds to hold its
-        blocks; 0 if no pause is known, or if the session is expected to return too late."""
+        """Records that a request of the session has ended. Returns for how many seconds to hold the
+        session's blocks; 0 if no pause is known, or if the session is expected to return too
+        late."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0
