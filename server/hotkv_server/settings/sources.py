@@ -1,9 +1,9 @@
 """The sources of settings: names of flags and variables, suggestions for wrong names, and the list
 of all settings.
 
-Always true: an unknown flag is refused. An unknown variable with the prefix is refused only if it
-is similar to a setting, or names a section (`HOTKV_ARENA__…`). Other such variables may belong to
-other programs: Kubernetes sets some of them for a service called hotkv.
+Always true: an unknown flag is refused. An unknown variable with the prefix `HOTKV_` is refused
+only if it is similar to a setting, or names a section (`HOTKV_ARENA__…`). Other such variables may
+belong to other programs: Kubernetes sets some of them for a service called hotkv.
 """
 
 import difflib
