@@ -36,7 +36,6 @@ class SparseConfig:
     sparse_topk: the budget: number of tokens to which a layer of a sequence attends, including the
         always kept tokens. A whole number counts tokens; a fraction is a share of the context.
     adaptive_p: share of the attention mass, 0 to 1. If set, a selection ends as soon as it has this
-    adaptive_p: share of the attention mass, 0 to 1. If set, a selection ends as soon as it has this
         share, and `sparse_topk` is only its upper limit. Otherwise the whole budget is selected.
         .85 loses more, .9 is usual, .95 loses less. Needs `rot2u`, `rot3u` or `mix2`; refused if
         `residency` is not `off`.
