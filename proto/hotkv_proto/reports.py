@@ -1,5 +1,8 @@
 """Reports of engines: scheduled requests, ended requests, ended loads, reasons of misses, and
-counters of sparse decode."""
+counters of sparse decode.
+
+A hash block is the tokens of one block hash.
+"""
 
 import enum
 from dataclasses import dataclass

@@ -296,7 +296,7 @@ class KeptHotSet:
         blocks, including the partial block, get slots. Returns the blocks that lose their slots to
         them.
 
-        where: the span of the context.
+        where: the span (sinks, candidates and recent window) of the context.
         num_complete: number of complete blocks in the context.
         """
         if (where, num_complete) == (self._hot.span, self._num_complete):
@@ -317,7 +317,7 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """Checks a request. Returns the span of the blocks from which to select.
+    """Checks a request. Returns the span (sinks, candidates and recent window) of its context.
 
     Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
     TOO_LARGE if it needs too many scores.

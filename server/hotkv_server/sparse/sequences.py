@@ -179,8 +179,8 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence and counts it for `owner`. Returns the sequence and True. If the same
-        sequence exists already, returns that sequence and False.
+        """Creates a sequence and counts it for `owner`, a tenant or engine. Returns the sequence
+        and True. If the same sequence exists already, returns that sequence and False.
 
         Raises HotKVError: INVALID_FIELD if the id is empty, DUPLICATE_ID if another sequence has
         it, OVERLOADED or TOO_LARGE if a bound is reached.

@@ -5,7 +5,7 @@ Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't s
 data. An action is done once, even if its message arrives again. Each change of an outcome gives the
 outcome a new sequence number, higher than all earlier numbers of this tenant. A block counts as
 reused once a request has hit it in hotkv after the action; an action counts each of its blocks
-once.
+once. A hash block is the tokens of one block hash.
 """
 
 from collections import OrderedDict
@@ -190,8 +190,7 @@ class TenantHints:
         If the action is already tracked in this key space from the same `start` on, keeps the hits
         counted so far.
 
-        hashes: hashes of the prompt's hash blocks (blocks of the engine's hash block size), uint32
-            words [n, 8].
+        hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
         """
         if start >= stop:
             return

@@ -1,7 +1,8 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
 Only the blocks of a single group are examined, the counted group. It is the first group in which a
-hit needs all blocks before it, or the first group if there is no such group.
+hit needs all blocks before it, or the first group if there is no such group. A hash block is the
+tokens of one block hash.
 """
 
 from collections import Counter
