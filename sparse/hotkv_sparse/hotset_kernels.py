@@ -232,8 +232,8 @@ def _missing(
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
     """Writes the new map to maps [2, M]: its blocks, ascending, and their slots. Returns M.
 
-    The new map consists of the blocks of the old map that are still mapped, and the first
-    `num_joined` blocks of `joined`.
+    The new map consists of the blocks of the old map whose slot in `slot_of` still has the state
+    MAPPED in `state`, and the first `num_joined` blocks of `joined`.
     """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):

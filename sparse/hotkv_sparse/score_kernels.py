@@ -169,7 +169,7 @@ def _run_operation(bits: int, num_heads: int) -> Any:
     line of codes; with 3 bits, two low lines and a high line. `query` is int8
     [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
     [heads]. Writes 16 scores for each head to float32 [heads][out_stride bytes]: (codes . query +
-    bias) * sigma * factor.
+    bias) * sigma * factor, with the run's scales `sigma`, one per token.
     """
     planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 

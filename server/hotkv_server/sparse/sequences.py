@@ -52,7 +52,7 @@ class LiveSequence:
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
     hot_sets: by layer and shard, the recorded hot set (blocks in the client's hot slots), with the
-        number of the stream to which it belongs.
+        number of the client's stream of selections to which it belongs.
     lock: held during a selection.
     """
 
