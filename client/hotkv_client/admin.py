@@ -241,7 +241,7 @@ class AdminClient:
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Returns a report about the user sessions with this id: a dict for each tenant that has
-        such a session, or that has hints that named it.
+        such a session, or whose hints have named this id.
 
         The dict says where the session's blocks are stored, which hints named these blocks, and the
         totals of the session's requests (prompt tokens, hits, saved time).

@@ -205,10 +205,10 @@ class HotSet:
         are complete.
 
         Call this method whenever a block begins or becomes full. New blocks of the context get
-        slots, except blocks below `num_host`, which are already in host memory. If the context
-        becomes shorter (a rewind), the slots of the removed blocks become free; all copies to host
-        memory must have ended before. Raises OVERLOADED if too few blocks can be evicted; then wait
-        for copies to host memory, or call `resize`.
+        slots, except blocks at positions below `num_host`, which are already in host memory. If the
+        context becomes shorter (a rewind), the slots of the removed blocks become free; all copies
+        to host memory must have ended before. Raises OVERLOADED if too few blocks can be evicted;
+        then wait for copies to host memory, or call `resize`.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(

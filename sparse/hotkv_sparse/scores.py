@@ -179,11 +179,12 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     """Returns the scores float32 [Q, S] of blocks whose representations (compact forms of keys) are
     in a pool.
 
-    In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
-    over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
-    (docs/sparse.md). In the formats quest and mean the score is (s + q · mu) * scale - bias. For
-    quest, s is the sum over channels of max(q m, q M), with the block's minimum m and maximum M.
-    For mean, s is q · k, with the block's mean key k. A block without tokens has the score -inf.
+    In a token format the score of a block is logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) -
+    bias over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
+    (docs/sparse.md). In the formats quest and mean the score is (s + q · mu) * scale - bias, where
+    s depends on x, the keys of the block minus mu. For quest, s is the sum over channels of
+    max(q m, q M), with the minimum m and the maximum M of x over the tokens. For mean, s is the
+    product of q and the mean of x over the tokens. A block without tokens has the score -inf.
     Raises INVALID_FIELD if the pool or the rows do not fit the query. Compiled code runs without
     the GIL.
 
