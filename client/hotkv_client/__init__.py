@@ -1,4 +1,5 @@
-"""Client of hotkv-server: sessions for engines, admin calls for operators.
+"""The client library of hotkv: sessions for engines, admin calls for operators, the command
+`hotkv`.
 
 It depends on grpcio, protobuf and numpy only.
 """

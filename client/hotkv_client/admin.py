@@ -19,7 +19,8 @@ TICKET_KEY = "hotkv-ticket-bin"
 
 
 class AdminClient:
-    """A client of the server's admin API. Calls raise HotKVError.
+    """A client of the server's admin API. Calls raise HotKVError if the server refuses or does not
+    answer.
 
     Calls block for at most `timeout_s`, except the streams (`watch_requests`, `events`) and
     `export_blocks`. The constructor raises HotKVError for credentials that can't be used.
@@ -54,19 +55,22 @@ class AdminClient:
         self._channel.close()
 
     def ping(self, service: str = "") -> bool:
-        """Returns whether the server serves. Asks on the engines' socket, not on the admin socket.
+        """Returns the answer of gRPC's health service. The call goes to the engines' socket, not to
+        the admin socket.
 
-        service: "live" asks whether the server is healthy, which is also true while the server
-            drains. Empty: asks whether the server accepts work.
+        service: "live": True means that the server is healthy, which is also true while the server
+            drains. Empty: True means that the server accepts work.
         """
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
     def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
-        """Returns the server's report about a topic, as parsed JSON.
+        """Returns one of the server's reports, as parsed JSON. docs/told.md lists the topics, their
+        filters and the fields of each report.
 
-        If `topic` is empty, returns the names of all topics and the filters of each topic.
-        docs/told.md describes the fields.
+        topic: the subject of the report, such as `savings`. Empty: returns the names of all topics
+            and the filters of each topic.
+        filters: filters of this topic, such as `since_s`.
         """
         given = {name: str(value) for name, value in filters.items() if value}
         return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
@@ -81,7 +85,7 @@ class AdminClient:
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Returns the key spaces with the number and bytes of their blocks.
+        """Returns the key spaces with the number and the total bytes of their blocks.
 
         key_space_id: limits the list to this key space; 0: all key spaces.
         """
@@ -141,11 +145,11 @@ class AdminClient:
     def watch_requests(
         self, key_space_id: int = 0, seconds: float = 0
     ) -> Iterator[tuple[list[WatchedRequest], int]]:
-        """Yields pairs: requests that engines have reported, and the number of later requests that
-        this stream missed because the caller read it too slowly.
+        """Yields pairs: the next requests that engines reported, and the number of requests after
+        them that this stream missed because the caller read it too slowly.
 
-        The first pair is empty. Every request that is reported after it is either yielded or
-        counted as missed. The stream ends after `seconds`; 0: never.
+        The first pair is empty. Every request that is reported after the first pair is either
+        yielded or counted as missed. The stream ends after `seconds`; 0: never.
         """
         return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
@@ -157,11 +161,11 @@ class AdminClient:
         tiers: bool = False,
         state: bool = False,
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-        """Yields pairs: cache events, and the number of later events that this stream missed
-        because the caller read it too slowly.
+        """Yields pairs: the next cache events, and the number of events after them that this stream
+        missed because the caller read it too slowly.
 
-        The first pair is empty. Every event after it is either yielded or counted as missed. The
-        stream ends after `seconds`; 0: never.
+        The first pair is empty. Every event after the first pair is either yielded or counted as
+        missed. The stream ends after `seconds`; 0: never.
 
         tiers: include events of blocks in lower tiers; False: host memory only.
         state: begin with events for the cached blocks whose tokens the server knows.
@@ -223,8 +227,8 @@ class AdminClient:
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
-        """Asks the server to promote blocks from lower tiers to host memory. Returns the number of
-        the blocks that are then in host memory, in a lower tier, and in no tier.
+        """Asks the server to promote blocks from lower tiers to host memory. Returns three numbers:
+        how many of the blocks are then in host memory, in a lower tier, and in no tier.
 
         key_space: the dict that `export_blocks` yielded, or a key space id.
         groups: the blocks, as pairs of a group index and packed hashes.
@@ -237,8 +241,8 @@ class AdminClient:
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
-        """Reports about the user sessions with this id: returns one dict for each tenant that has
-        such a session, or hints that named it.
+        """Returns a report about the user sessions with this id: a dict for each tenant that has
+        such a session, or whose hints have named this id.
 
         The dict says where the session's blocks are stored, which hints named these blocks, and the
         totals of the session's requests (prompt tokens, hits, saved time).
@@ -259,7 +263,7 @@ class AdminClient:
     def hints(
         self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
     ) -> dict[str, Any]:
-        """Returns the latest `outcomes` of routers' hints, and in `tenants` the state of each
+        """Returns the latest `outcomes` of routers' hints, and in `tenants` the totals of each
         tenant's hints.
 
         message_id, session_id: limit the outcomes to this message or user session; empty: all. With
@@ -280,8 +284,8 @@ class AdminClient:
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
-        """Returns the time and tokens that the cache saved per engine, and the further savings of a
-        larger cache.
+        """Returns, per engine, the time and tokens that the cache has saved, and an estimate of
+        what a larger cache would have saved in addition.
 
         since_s: counts only the requests of the last `since_s` seconds; 0: all requests.
         """

@@ -24,9 +24,9 @@ from hotkv_proto.words import GENERATION
 
 # Mapping of files. No code writes through the arrays that `map_file` returns.
 #
-# Always true: a mapping begins at a multiple of 2 MiB. Only there can the kernel map the files as
-# huge pages, and Python's own mmap does not promise such an address. With small pages, a cold
-# lookup spends more time on page faults than on reading the block table.
+# Always true: a mapping begins at a multiple of 2 MiB. The kernel can map a file with huge pages
+# only at such an address, which Python's own mmap does not promise. With small pages, a cold lookup
+# spends more time on page faults than on reading the block table.
 
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -45,7 +45,8 @@ _libc.mmap.argtypes = (
 
 
 def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.uint8]:
-    """Maps the first bytes of a file and returns them as a read-only array, uint8 [num_bytes].
+    """Maps the first `num_bytes` bytes of a file. Returns them as a read-only array, uint8
+    [num_bytes].
 
     The file stays mapped as long as the array or a view of it is referenced. Raises OSError if the
     system refuses or the file is shorter.
@@ -57,7 +58,8 @@ def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.u
     file_bytes = os.fstat(fd).st_size
     if file_bytes < num_bytes:
         raise OSError(f"the file has {file_bytes} bytes, not {num_bytes}")
-    # The file's mapping replaces a part of this mapping. Both are unmapped together.
+    # This anonymous mapping reserves addresses. The file's mapping then replaces a part of it, and
+    # both are unmapped together.
     room = mmap.mmap(
         -1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
     )

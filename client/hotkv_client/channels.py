@@ -152,8 +152,9 @@ UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
         "log says why; over TCP it may also want TLS",
     ),
 )
-"""Explanations of the gRPC code UNAVAILABLE. An entry has texts that gRPC's details may contain,
-and the explanation for them. The first matching entry is used."""
+"""Explanations for operators, for calls that failed with the gRPC code UNAVAILABLE. An entry has
+texts that gRPC's error details may contain, and the explanation for them. The first matching entry
+is used."""
 SENTENCES: dict[grpc.StatusCode, str] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         "no answer in time: the server is busy or hangs; --timeout-s waits longer"

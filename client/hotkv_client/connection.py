@@ -1,8 +1,11 @@
-"""A single connection of a session's stream: from its opening to the end of its last transfer.
+"""A connection of a session to the server: one gRPC stream, from its opening to the end of its last
+transfer.
 
 A connection owns the channel, the link (the connection to the server's descriptor socket), the
 mapped block table, and every call that waits for its answer. Always true: each call is resolved
-once, by the answer with the same `request_id`. If an answer can't be read, only its own call fails.
+once, by the answer with the same `request_id`. If an answer can't be read, only the call of that
+answer fails.
+
 If the stream breaks, calls that touch no engine memory fail at once. A store with a word of the
 fence (a shared page through which stores are revoked) is revoked and then fails at once. A load, or
 a store without such a word, fails only when the server can no longer touch the engine's memory.
@@ -323,7 +326,8 @@ class Connection:
             try:
                 thread.start()
             except RuntimeError:
-                # No thread can be started. So this thread waits before it opens a connection.
+                # No thread can be started. So this thread waits, before it opens the next
+                # connection.
                 self._settle(*arguments)
         else:
             self.link.close()

@@ -1,4 +1,4 @@
-"""The fence: a page shared with the server, through which an engine revokes its stores.
+"""The fence: a memory page shared with the server, through which an engine revokes its stores.
 
 The page consists of uint32 words. Each store in flight has a word; 1 means that the store is
 revoked. The server reads the word after the copy and before the commit. Once the word is set, the
@@ -9,9 +9,9 @@ server has answered the store.
 There are two kinds of fence. For a `Fence`, the session that owns the page chooses the word of each
 store. For a `SharedFence`, another process of the engine (the scheduler) chooses the words through
 `Revocations`, for the pages of several sessions at once. So the scheduler can revoke a store before
-the process of the session learns that the store is not wanted. The page of a `SharedFence` also
-records, for each word, whether the session still waits for the server's answer. Both the session
-and the scheduler may set a store's word; only `Revocations` clears it.
+the process of the session is told to revoke it. The page of a `SharedFence` also records, for each
+word, whether the session still waits for the server's answer. Both the session and the scheduler
+may set a store's word; only `Revocations` clears it.
 
 A page's descriptor is closed when its `Fence` or `SharedFence` is garbage-collected. The words stay
 mapped as long as they are referenced.
@@ -66,8 +66,8 @@ class Fence:
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight, by setting all words. `take` clears a word before a new
-        store gets it."""
+        """Revokes all stores in flight, by setting all words. `take` clears a word before it
+        returns the word for a new store."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
@@ -80,7 +80,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """The place of a shared fence's page, by which another process opens the page.
+    """Tells another process where the page of a `SharedFence` is: that process opens
+    `/proc/PID/fd/FD`.
 
     pid: process that owns the page.
     fd: descriptor of the page in that process.
@@ -133,7 +134,7 @@ class SharedFence:
 
     def revoke_all(self) -> None:
         """Revokes all stores in flight, by setting all words for stores on this session's page.
-        `Revocations.take` clears a word before a new store gets it."""
+        `Revocations.take` clears a word before it returns the word for a new store."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
@@ -148,14 +149,14 @@ class Revocations:
     all sessions. For one thread.
 
     A store has the same word on all pages. Always true: a word is reused only after `end` was
-    called for it and no session waits for the server's answer to its store. The constructor raises
-    OSError or ValueError if a page can't be mapped.
+    called for it and no session waits for the server's answer to its store. The constructor revokes
+    all stores in flight, and raises OSError or ValueError if a page can't be mapped.
     """
 
     def __init__(self, places: Sequence[FencePlace]) -> None:
         self._pages = [_found(place) for place in places]
         # An earlier scheduler process may have chosen words for stores that are still in flight.
-        # Only this object can revoke those stores now.
+        # That process is gone, so only this object can revoke those stores.
         self.revoke_all()
         self._ended = list(range(SHARED_WORDS - 1, 0, -1))
         self._free = self._answered()
@@ -179,8 +180,8 @@ class Revocations:
         return index
 
     def _answered(self) -> list[int]:
-        """Returns the ended words for which no session waits for an answer, and removes them from
-        `_ended`."""
+        """Returns the words that were passed to `end` and for whose store no session waits for an
+        answer any more. Removes these words from `_ended`."""
         waiting = {
             index
             for index in self._ended
@@ -215,7 +216,8 @@ class Revocations:
 def _new_page(owner: object) -> tuple[int, NDArray[np.uint32]]:
     """Creates a zeroed page. Returns its descriptor and its words.
 
-    The descriptor is closed when `owner` is garbage-collected. Raises OSError.
+    The descriptor is closed when `owner` is garbage-collected. Raises OSError if the system
+    refuses.
     """
     fd = os.memfd_create("hotkv-fence", os.MFD_CLOEXEC)
     weakref.finalize(owner, os.close, fd)

@@ -14,7 +14,8 @@ from hotkv_proto.errors import HotKVError
 class HintClient:
     """A client of the server's HintService, for one tenant. For one thread.
 
-    Each call blocks for at most `timeout_s` and raises HotKVError.
+    Each call blocks for at most `timeout_s`. It raises HotKVError if the server refuses or does not
+    answer.
 
     tenant: the tenant whose blocks the hints name; empty if the server has no tenants.
     """
@@ -47,11 +48,11 @@ class HintClient:
     def send(
         self, envelope: Mapping[str, Any], key_space_id: int = 0, hashes: Sequence[bytes] = ()
     ) -> list[dict[str, Any]]:
-        """Sends an envelope (a set of actions) with the fields of vLLM's `kv_hints`. Returns the
-        outcomes of the actions that are known so far.
+        """Sends an envelope: a set of actions on blocks, such as `pin` or `prefetch`, with the
+        fields of vLLM's `kv_hints`. Returns the outcomes of the actions that are known so far.
 
         key_space_id, hashes: a prompt, named by its key space and block hashes. Actions that name
-            no session apply to this prompt.
+            no user session apply to the blocks of this prompt.
         """
         return _wire.send_hints(
             self._stub,
@@ -85,7 +86,7 @@ class HintClient:
         )
 
     def _ticket(self) -> bytes:
-        """Fetches a ticket, which proves which user this process runs as.
+        """Fetches a ticket, which proves to the server which user this process runs as.
 
         Returns empty bytes over TCP, without a tenant, or if no ticket can be fetched. A server
         without tenants needs no ticket.

@@ -61,9 +61,9 @@ class SessionLife:
             return self._changed.wait_for(lambda: self.state is LinkState.CONNECTED, timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Waits until the server has opened the session, if a server has already answered. Blocks
-        at most `timeout_s`; returns at once if no server has answered. Returns whether the session
-        is connected."""
+        """Waits for a session that a server is opening: the server has accepted the connection and
+        has not opened the session yet. Blocks at most `timeout_s`; returns at once if no server is
+        opening the session. Returns whether the session is connected."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             return self.state is LinkState.CONNECTED
@@ -81,7 +81,7 @@ class SessionLife:
         if connection is not None:
             connection.outbox.put(None)
         if awaited is not None:
-            # If no server answers, the thread would otherwise wait until its timeout.
+            # Without this call, the thread would wait for a server until its timeout.
             awaited.cancel()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(CLOSE_WAIT_S)

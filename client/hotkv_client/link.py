@@ -1,4 +1,5 @@
-"""The link: a connection to the server's descriptor socket that lives as long as the session.
+"""The link: a connection to the server's descriptor socket, which accompanies a session's gRPC
+stream.
 
 Over the link the client sends the descriptors of the engine's memory, and the server sends the
 descriptors of the arena and the block table. Once the link is closed, the server can no longer
@@ -117,7 +118,7 @@ class Link:
 
     def _let_go_of_arena(self) -> None:
         """Closes the arena's descriptor and drops the link's `Arena`. The arena stays mapped while
-        a caller still references it."""
+        a caller still references that `Arena`."""
         with self._lock:
             if self._arena_fd >= 0:
                 os.close(self._arena_fd)

@@ -1,8 +1,8 @@
 """Splits values that are too large for one message into parts, and joins the answers to the parts.
 
-Always true: a part has at most PART_BYTES of hashes or messages, so the whole call fits into a gRPC
-message. A part has at most PART_BLOCKS hashes, the most that the server accepts in a call. The
-parts keep the order of the values.
+Always true: a part has at most PART_BYTES of hashes or messages, so a message with the part is
+small enough for gRPC. A part has at most PART_BLOCKS hashes, the most that the server accepts in a
+call. The parts keep the order of the values.
 """
 
 import threading
@@ -66,7 +66,7 @@ def split_messages(
     messages: Iterable[T], num_bytes: Callable[[T], int], most_bytes: int
 ) -> Iterator[list[T]]:
     """Yields the messages in parts of at most `most_bytes` and at most MAX_REPORTS messages. A
-    message of more than `most_bytes` has a part for itself."""
+    message of more than `most_bytes` makes a part of its own."""
     part: list[T] = []
     size = 0
     for message in messages:
@@ -83,8 +83,9 @@ def split_messages(
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
     """Returns a future that resolves when all `futures` have resolved.
 
-    Its result is `join` of their results, in order. If some of them failed, it fails with the
-    exception of the first failed future in the order of `futures`.
+    Its result is what `join` returns for the list of their results. If some of `futures` failed,
+    the returned future fails with the exception of the first failed future, in the order of
+    `futures`.
     """
     whole: Future[R] = Future()
     # Makes `Future.cancel` ineffective: a cancelled future could not be resolved.

@@ -2,8 +2,11 @@
 
 Engines that can't map the server's memory use this stream, and so do tools for inspection.
 Selections run one at a time: each call waits for its answer. The first selection opens the stream;
-the stream ends with its session. A hot set of the server is valid within one stream only and is
-empty at first, so use the same stream for all decode steps of a sequence.
+the stream ends with its session.
+
+For a sequence with `SelectConfig.hot_blocks`, the server records the hot set: the blocks that the
+caller keeps on the device. The record begins empty when a stream opens, and is dropped with that
+stream. So use the same stream for all decode steps of a sequence.
 """
 
 import queue
@@ -52,7 +55,8 @@ class Selects:
     ) -> SelectedBlocks:
         """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
 
-        Raises HotKVError; SessionLostError if the session is closed during the call.
+        Raises HotKVError if the server refuses the selection, SessionLostError if the session is
+        closed during the call.
 
         sequence_id: a sequence that was created with a `SelectConfig`.
         query_QD: float32 [query heads of the shard, head size], after positional encoding.

@@ -1,13 +1,14 @@
 """A session with the server: one gRPC stream, reopened with back-off whenever it breaks.
 
-Most calls send a message and return a future for the answer. Only `ping` blocks until the server
-answers. If the arguments of a call are wrong, its future fails; a call without an answer raises the
-error instead.
+Most calls send a message and return a future for the answer; if the arguments are wrong, the future
+fails. Calls that have no answer return no future; if the arguments are wrong, they raise. Only
+`ping` blocks until the server answers.
 
-Always true: every future resolves. The future of a load resolves only when the server can no longer
-touch the engine's memory for this load, because the server has answered or is dead. The same is
-true of a store that can't be revoked. The future of a store that can be revoked also resolves at
-`cancel` and when the connection breaks: from then on the store can't commit.
+A store can be revoked if it has a word of the fence, a page that the session shares with the server
+(`fence`). Always true: every future resolves. The future of a load resolves only when the server
+can no longer touch the engine's memory for this load, because the server has answered or is dead.
+The same is true of a store that can't be revoked. The future of a store that can be revoked also
+resolves at `cancel` and when the connection breaks: from then on the store can't commit.
 """
 
 import time
@@ -90,9 +91,9 @@ class Session:
         return self._life.wait_connected(timeout_s)
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Waits until the server has opened the session, if a server has already answered. Blocks
-        at most `timeout_s`; returns at once if no server has answered. Returns whether the session
-        is connected."""
+        """Waits for a session that a server is opening: the server has accepted the connection and
+        has not opened the session yet. Blocks at most `timeout_s`; returns at once if no server is
+        opening the session. Returns whether the session is connected."""
         return self._life.wait_opened(timeout_s)
 
     def close(self) -> None:
@@ -100,8 +101,8 @@ class Session:
         page through which stores are revoked).
 
         The server then ends the session's transfers and releases its leases. Blocks until the
-        thread has ended, for at most 5 seconds. Does not block if a callback of the session calls
-        it.
+        thread has ended, for at most 5 seconds. If a callback of the session calls this method, it
+        does not block.
         """
         self._life.close()
 
@@ -115,8 +116,9 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """Returns the epoch of the server last connected to; 0 before the first connection. The
-        epoch is a number that changes when the server loses the cache's contents."""
+        """Returns the epoch of the server to which the session connected last; 0 before the first
+        connection. The epoch is a number that changes when the server loses the cache's
+        contents."""
         return self._life.opened.epoch
 
     @property
@@ -127,8 +129,8 @@ class Session:
 
     @property
     def wants_token_ids(self) -> bool:
-        """Returns True if the server last connected to publishes events, which need
-        `BlockRun.token_ids`.
+        """Returns True if the server to which the session connected last publishes events. Events
+        contain tokens, so stores then need `BlockRun.token_ids`.
 
         False before the first connection.
         """
@@ -136,27 +138,28 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes of this key space's blocks that the server had in host memory when the
-        last connection was opened; 0 before the first connection."""
+        """Returns the total bytes of this key space's blocks in the server's host memory, as the
+        server reported them when it opened the last connection; 0 before the first connection."""
         return self._life.opened.stored_bytes
 
     @property
     def has_residency(self) -> bool:
-        """Returns True if the server last connected to supports residencies; False before the first
-        connection. A residency reserves room in host memory for a request and pins the request's
-        blocks there."""
+        """Returns True if the server to which the session connected last supports residencies;
+        False before the first connection. A residency reserves room in host memory for a request
+        and pins the request's blocks there."""
         return self._life.opened.has_residency
 
     @property
     def grows_residencies(self) -> bool:
-        """Returns True if the server last connected to can reserve more blocks for an open
-        residency; False before the first connection."""
+        """Returns True if the server to which the session connected last can reserve more blocks
+        for an open residency (room in host memory that is reserved for a request). False before the
+        first connection."""
         return self._life.opened.grows_residencies
 
     @property
     def has_tiers(self) -> bool:
-        """Returns True if the server last connected to has tiers below host memory; False before
-        the first connection.
+        """Returns True if the server to which the session connected last has tiers below host
+        memory; False before the first connection.
 
         `lookup` also finds blocks in these tiers, `probe` finds only blocks in host memory.
         """
@@ -164,8 +167,8 @@ class Session:
 
     @property
     def has_events(self) -> bool:
-        """Returns True if the server last connected to offers `read_events`, whose events engines
-        publish to routers; False before the first connection."""
+        """Returns True if the server to which the session connected last offers `read_events`;
+        False before the first connection. Engines publish these events to routers."""
         return self._life.opened.has_events
 
     @property
@@ -180,14 +183,15 @@ class Session:
 
     @property
     def order_message(self) -> str:
-        """Returns the reason why the server rejected a kind of mark that `EngineMemory.order`
-        offers. Empty if the server rejected no kind, or without a connection."""
+        """Returns the reason why the server rejected a kind of mark (a point in the device's queue)
+        that `EngineMemory.order` offers. Empty if the server rejected no kind, or without a
+        connection."""
         connection = self._connection
         return connection.order_message if connection is not None else ""
 
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None:
         """Looks up blocks in the server's block table, which this process has mapped. Returns a
-        mask of the blocks that are ready; None without a table.
+        mask of the blocks that are ready; None without a connection, or if no table is mapped.
 
         Makes no call to the server and takes microseconds. The result is a hint: the server may
         evict a block at any time, until a lease pins it.
@@ -214,7 +218,8 @@ class Session:
     def lookup(
         self, groups: Sequence[GroupHashes], traceparent: str | None = None
     ) -> "Future[tuple[BoolMask, ...]]":
-        """Asks the server which blocks are ready. Resolves to a mask for each group.
+        """Asks the server which blocks are ready. The future resolves to a mask for each entry of
+        `groups`.
 
         Sends several messages if the hashes are too many for a single message.
 
@@ -240,10 +245,11 @@ class Session:
     ) -> "Future[LeaseGrant]":
         """Acquires a read lease, which pins those blocks of `groups` that are ready.
 
-        If blocks are in lower tiers, the answer waits for their promotion, up to a limit of the
-        server. If a block was stored before the server restarted, the server first compares the
-        block's bytes with the block's check value. A repeated call with the same `lease_id` and
-        blocks gets the same answer; with other blocks it fails as DUPLICATE_ID.
+        If blocks are in lower tiers, the server promotes them before it answers, but waits no
+        longer than its setting `tiers.lookup_wait_ms`. If a block was stored before the server
+        restarted, the server first compares the block's bytes with the block's check value. A
+        repeated call with the same `lease_id` and blocks gets the same answer; with other blocks it
+        fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
@@ -271,7 +277,7 @@ class Session:
     ) -> "Future[tuple[NDArray[np.uint8], ...]]":
         """Acquires a write lease, which reserves slots for blocks that a store will write.
 
-        Resolves to an array of `BlockResult` values for each run.
+        The future resolves to an array of `BlockResult` values for each run.
 
         runs: each run is a list of consecutive blocks of a group.
         ttl_s: time until the lease expires; 0: the server's default.
@@ -305,7 +311,8 @@ class Session:
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[ResidentBlocks]":
-        """Pins those blocks of `hashes` that are ready. Resolves to their offsets in `arena()`.
+        """Pins those blocks of `hashes` that are ready. The future resolves to the offset of each
+        block in `arena()`; -1 if the block is not pinned.
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
         the server restarted, the server first compares the block's bytes with the block's check
@@ -371,8 +378,8 @@ class Session:
 
         hashes: hashes of the complete blocks of the context.
         select: settings with which the server selects blocks for the sequence (`selects`). None:
-            the server makes no selections and pins no blocks; it uses the sequence only in reports
-            (`report_sparse`).
+            the server makes no selections and pins no blocks; the session only reports about the
+            sequence (`report_sparse`).
         """
         return self._call(
             lambda: _sparse_wire.create_sequence(
@@ -383,7 +390,7 @@ class Session:
     def append_blocks(
         self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[SequenceState]":
-        """Appends blocks that have become complete to a sequence.
+        """Appends complete blocks to a sequence.
 
         first_position: position of the first block of `hashes` in the context. If the sequence
             already has a block at one of the positions, both hashes must be equal.
@@ -437,7 +444,8 @@ class Session:
 
     def ping(self, timeout_s: float) -> float:
         """Makes an empty call and returns its round-trip time in seconds. Blocks at most
-        `timeout_s`. Raises HotKVError or TimeoutError."""
+        `timeout_s`. Raises HotKVError if the call fails, TimeoutError if there is no answer in
+        time."""
         start_s = time.perf_counter()
         self._call(_wire.ping).result(timeout_s)
         return time.perf_counter() - start_s
@@ -453,7 +461,8 @@ class Session:
         after: After | None = None,
         traceparent: str | None = None,
     ) -> "Future[TransferResult]":
-        """Copies blocks that a read lease pins into the registered engine memory.
+        """Copies blocks into the registered engine memory. The read lease `lease_id` must pin the
+        blocks.
 
         after: the server writes only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may write at once.
@@ -476,7 +485,8 @@ class Session:
         after: After | None = None,
         fence_index: int = 0,
     ) -> "Future[TransferResult]":
-        """Copies blocks from the registered engine memory into the arena and commits them.
+        """Copies blocks from the registered engine memory into the arena and commits them. A block
+        becomes ready when the shards of all ranks are committed.
 
         The first store under a `lease_id` reserves the slots. Other ranks store their shards of the
         same blocks under the same `lease_id`, into these slots.
@@ -484,7 +494,7 @@ class Session:
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.
         fence_index: index of the word of `EngineMemory.fence` that revokes the store. Raises
-            ValueError if that shared fence has no such word for stores. Ignored without
+            ValueError if the fence has no word for stores with this index. Ignored without
             `EngineMemory.fence`.
         """
         connection, fence = self._connection, self._life.fence
@@ -515,13 +525,14 @@ class Session:
         A store that has a word of the fence (page through which stores are revoked) is revoked at
         once, even if the server hangs: its future resolves as CANCELLED, without results. The
         server either committed the store's blocks before this call, or never commits them. The
-        future of a load resolves when the server has stopped writing.
+        future of a load, or of a store without a word, resolves when the server has answered.
         """
         if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
 
     def revoke_stores(self) -> None:
-        """Revokes all stores in flight. After this call the engine may overwrite their blocks.
+        """Revokes all stores in flight. After this call the engine may overwrite the memory that
+        they read.
 
         The futures of these stores resolve when the server answers. Raises SessionLostError if a
         store in flight has no word of the fence (page through which stores are revoked): such a

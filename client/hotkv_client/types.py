@@ -79,7 +79,8 @@ class Evicted:
 class WatchedRequest:
     """A request that an engine has reported.
 
-    hashes: packed hashes of the prompt's full hash blocks.
+    hashes: packed block hashes of the prompt; the tokens after the last full hash block have no
+        hash.
     prompt_tokens: length of the prompt.
     device_hit_tokens: tokens that hit in the engine's own device cache.
     hit_tokens: tokens that hit in the device cache or in hotkv.
@@ -96,22 +97,24 @@ class WatchedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SelectConfig:
-    """Settings of the selections that the server makes for a sequence.
+    """Settings of the selections that the server makes for a sequence (a context that the session
+    decodes sparsely).
 
-    config: the server uses only the fields that affect a selection.
+    config: the settings of sparse attention. The server uses only the fields that affect a
+        selection.
     representation_group: group index of the representations (compact forms of blocks' keys) in this
         session, as `SessionConfig.representation_group` returns it.
     layer_indices: the sparse layers, ascending. They define the order of a representation's data:
         first by layer, within a layer by format in the order of `config.scorers_of(layer)`, within
         a format by KV head.
     kv_heads: KV heads per shard.
-    hot_blocks: size of the hot set (the blocks in device memory) that the server records per layer
-        and shard; 0: no hot set.
-    scale: scale of attention; None: 1 / sqrt(head_size).
-    centres: the centres with which the representations were built, for the heads of all shards;
-        None: they were built without centres. Pass the centres of the kind that the session
-        declares: with other centres the selection is worse than without any, and the server can't
-        check them, because the kind's version is only a hash.
+    hot_blocks: size of the hot set: the blocks that the caller keeps in device memory, per layer
+        and shard. The server records them. 0: the server records no hot set.
+    scale: factor by which attention multiplies its scores; None: 1 / sqrt(head_size).
+    centres: the centres (mean key of each layer and head) with which the representations were
+        built, for the heads of all shards; None: they were built without centres. The server can't
+        check the centres, because the version of a kind of representation is only a hash. With
+        wrong centres the selection is worse than without centres.
     """
 
     config: "SparseConfig"
@@ -126,10 +129,10 @@ class SelectConfig:
 
 @dataclass(frozen=True, slots=True)
 class SequenceCreated:
-    """The answer to the creation of a sequence.
+    """The answer to the creation of a sequence (a context that the session decodes sparsely).
 
-    lease_id: if the server makes selections for the sequence, the lease that pins the first
-        `covered_blocks` blocks of the context and their representations (compact forms of keys). A
+    lease_id: the lease that pins the first `covered_blocks` blocks of the context and their
+        representations (compact forms of keys), if the server makes selections for the sequence. A
         block's position in the context is then its position in the lease's lists too.
     """
 
@@ -142,8 +145,8 @@ class SequenceState:
     """The state of a sequence after blocks were appended.
 
     num_blocks: complete blocks of the sequence.
-    lease_id: if the server makes selections for the sequence, the lease that pins the first
-        `covered_blocks` blocks of the context and their representations (compact forms of keys). It
+    lease_id: the lease that pins the first `covered_blocks` blocks of the context and their
+        representations (compact forms of keys), if the server makes selections for the sequence. It
         replaces the lease of the previous answer.
     """
 

@@ -106,7 +106,7 @@ MAX_TTL_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request's wish for how long the server should retain the blocks that it uses.
+    """A request's wish for how long the server should retain the blocks that the request uses.
 
     The server may ignore the wish; it serves the request in any case. Requests set it in
     `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
@@ -235,7 +235,8 @@ class ResidencyOpened:
 
     word_index: index of the session's validity word behind the arena.
     word_value: value of this word as long as the session's residencies are valid.
-    generation: the generation of the arena when the residency was opened.
+    generation: a number that the server gives to all residencies that it opens; higher than the
+        number of every earlier server of this arena.
     """
 
     residency_id: str
@@ -247,9 +248,9 @@ class ResidencyOpened:
 class Flushed(int):
     """The number of blocks that a flush has dropped, as an int.
 
-    pending_tiers: names of the tiers that did not answer. The server flushes such a tier as soon as
-        it answers. Until then other nodes may load blocks from before the flush from this tier. For
-        the tier `disk`, this node may load such blocks after a power loss.
+    pending_tiers: names of the tiers that have not answered the flush. The server flushes such a
+        tier as soon as it answers. Until then other nodes may load blocks from before the flush
+        from this tier. For the tier `disk`, this node may load such blocks after a power loss.
     """
 
     pending_tiers: tuple[str, ...]

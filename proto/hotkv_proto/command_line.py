@@ -1,6 +1,6 @@
-"""A parser of command lines with errors of a single line. If a flag or word is unknown, the error
-suggests a similar name. `ended` runs a command and handles Ctrl-C, and output that is closed or
-full."""
+"""Parses command lines, and prints each error as a single line. If a flag or word is unknown, the
+error suggests a similar name. `ended` runs a command and handles Ctrl-C, a closed output and a full
+disk."""
 
 import argparse
 import difflib

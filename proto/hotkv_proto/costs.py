@@ -4,20 +4,21 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""Least ratio of the largest to the smallest size at which `fitted` counts the whole cost as fixed
-if the cost does not grow with size."""
+"""Least ratio of the largest to the smallest measured size at which `fitted` trusts that a cost is
+fixed, if the cost does not grow with the size."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Returns the fixed seconds of a transfer, and the seconds per unit of size.
+    """Splits the cost of transfers into a fixed part and a part that grows with the size. Returns
+    the fixed seconds of a transfer, and the seconds per unit of size.
 
     sizes: sizes of the measured transfers [n].
     seconds: durations of these transfers [n].
 
     The results are a least-squares fit, and at least 0. If the fixed part would be negative, the
-    whole cost counts as cost per unit. If the cost does not grow with size, the whole cost counts
-    as fixed cost if the sizes differ by at least a factor of WIDE, otherwise as cost per unit.
-    Returns zeros if no size is above 0.
+    whole cost counts as cost per unit. If the cost does not grow with the size, the whole cost
+    counts as fixed cost if the sizes differ by at least a factor of WIDE, otherwise as cost per
+    unit. Returns zeros if no size is above 0.
     """
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0

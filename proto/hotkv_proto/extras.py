@@ -1,5 +1,5 @@
-"""Names the packages of an extra, for messages that advise how to install them. These packages are
-on PyPI; hotkv itself is not."""
+"""Names the packages of an extra (an optional feature of hotkv's package, such as `otel`), for
+messages that advise how to install them. These packages are on PyPI; hotkv itself is not."""
 
 import re
 import shlex

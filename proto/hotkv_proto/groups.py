@@ -1,11 +1,11 @@
 """KV cache groups and the hit rule.
 
 A group is a set of layers whose blocks are managed alike, as in vLLM. A request hits n tokens only
-if *every* group can serve a hit of n tokens. The kind of a group decides which blocks before
-position n it needs for that (`GroupSpec.first_needed_block`). Full attention needs all blocks
-before n, so a group that can serve n can serve any smaller n. The other kinds need only a range of
-blocks that ends at n, so they may serve n but not a smaller n. `longest_hit` returns the greatest n
-that all groups can serve.
+if *every* group can serve a hit of n tokens. To serve it, a group needs certain blocks before token
+n to be ready; the kind of the group decides which (`GroupSpec.first_needed_block`). Full attention
+needs all blocks before n, so a group that can serve n can serve any smaller n. The other kinds need
+only a range of blocks that ends at n, so they may serve n but not a smaller n. `longest_hit`
+returns the greatest n that all groups can serve.
 
 All functions are pure and work on numpy masks, without Python code per block. Groups may have any
 order; equal specs are evaluated once.
@@ -26,8 +26,9 @@ Probe = Callable[[Int64s], BoolMask]
 ascending)."""
 
 PROBES_PER_ROUND = 32
-"""Number of blocks that `longest_prefix` probes in one call. The CPU's cache misses of one call
-overlap."""
+"""Number of blocks that `longest_prefix` probes in one call. The CPU waits for the cache misses of
+a call at the same time, so a call with many blocks takes little longer than a call with a single
+block."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
@@ -81,7 +82,7 @@ class GroupSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes of a slot: the sum of all shards."""
+        """Returns the size of a slot in bytes: the sum of all shards."""
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:
@@ -98,8 +99,9 @@ class GroupSpec:
                 return max(0, hit_tokens - 1)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """Returns the first block that a request needs to continue after a hit of `hit_tokens`. It
-        needs the blocks from there up to, but not including, block `hit_tokens // block_tokens`."""
+        """Returns the first block that a request needs to continue after a hit of `hit_tokens`. The
+        request needs the blocks from this block up to, but not including, block `hit_tokens //
+        block_tokens`."""
         return min(
             self.first_needed_token(hit_tokens) // self.block_tokens,
             hit_tokens // self.block_tokens,
@@ -108,9 +110,9 @@ class GroupSpec:
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
         """Returns an upper bound of the hits that this group can serve, in tokens.
 
-        A group whose kind needs every earlier block (`PREFIX_CLOSED`) reaches up to the first
-        missing block. Other groups reach to the end of the prompt. In both cases the bound leaves
-        room for `blocks_after`.
+        If the group's kind needs every earlier block (`PREFIX_CLOSED`), the bound is the number of
+        ready blocks before the first missing block. For other kinds it is the number of all blocks
+        in `ready`. In both cases the bound is lower by `blocks_after` blocks.
 
         ready: which blocks of the prompt are ready [blocks].
         blocks_after: number of blocks behind the hit that must be ready too.
@@ -188,8 +190,9 @@ def longest_hit(
     alignment: the result is a multiple of `alignment`, which must be a multiple of all block sizes;
         0: the least common multiple of the block sizes.
     draft_groups: indices of the groups in which the KV of a token depends on the token after it
-        (EAGLE, MTP). In these groups the block behind the hit must be ready too: only then is the
-        token behind the hit known to be the same. Has no effect on Mamba groups.
+        (EAGLE, MTP). The KV of the hit's last token is then right only if the token behind the hit
+        is the same. A ready block behind the hit proves that, so in these groups this block must be
+        ready too. Has no effect on Mamba groups.
 
     Raises ValueError if `alignment` is not a multiple of all block sizes. Source: EAGLE's
     last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.

@@ -55,8 +55,8 @@ class ActionType(enum.Enum):
 
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Kinds of actions that are executed after the end of their request, if they name the request's own
-blocks or its session."""
+"""Kinds of actions that are executed after the end of the request that carried them, if they name
+this request's own blocks or its session."""
 
 
 class Status(enum.Enum):
@@ -159,7 +159,7 @@ class Hints:
 
     def split(self, session_id: str) -> "tuple[Hints, Hints]":
         """Splits the hints by the time of execution. Returns the actions to execute at once, with
-        all rejections; then the actions to execute after the end of their request (see AT_END).
+        all rejections; then the actions to execute after the end of the request (see AT_END).
 
         session_id: the user session to which the request belongs; empty if the request names no
             session.

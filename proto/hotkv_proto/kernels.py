@@ -202,8 +202,8 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Looks up hashes by their tags (32 bits) only. Writes an entry word for each hash into `out`;
-    0 for a miss.
+    """Looks up hashes by their tags only (32 bits of each mixed hash). Writes an entry word for
+    each hash into `out`; 0 for a miss. `hotkv_proto.table` defines tags and entry words.
 
     prefixes: the first 8 bytes of each hash, uint64 [n].
     salt: the salt of the key space and group.
@@ -272,8 +272,8 @@ def find(
     out: Any,
     out_records: Any,
 ) -> None:
-    """Looks up blocks by key space, group and whole hash. Writes an entry word for each hash into
-    `out`; 0 for a miss.
+    """Looks up blocks by key space, group and whole hash. Writes an entry word
+    (`hotkv_proto.table`) for each hash into `out`; 0 for a miss.
 
     out_records: receives the record of each block that was found [n, RECORD_WORDS]; with 0 rows no
         records are copied.

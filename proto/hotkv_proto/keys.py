@@ -64,7 +64,7 @@ class Representation:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes of a slot: the sum of all shards."""
+        """Returns the size of a slot in bytes: the sum of all shards."""
         return sum(self.shard_bytes)
 
 

@@ -78,7 +78,7 @@ class PageTensor:
 
     @property
     def page_bytes(self) -> int:
-        """Returns the bytes of a block in this tensor."""
+        """Returns the size of a block's page in this tensor, in bytes."""
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the bytes of a block."""
+        """Returns the size of a block in the memory of this handle, in bytes."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
@@ -183,7 +183,7 @@ class Recipe:
 class Layout:
     """The KV memory of a rank. `validate` must pass before any copy.
 
-    shard_index: index of the shard in each slot that this rank holds.
+    shard_index: index, in each slot, of the shard that this rank holds.
     num_blocks: number of blocks in the memory; block ids are less than this.
     """
 
@@ -198,7 +198,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all handles."""
+        """Returns the total size of all memory handles, in bytes."""
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:
@@ -315,9 +315,9 @@ class Layout:
             )
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
-        # The order of runs in the slot may differ from their order in memory. So the dimensions are
-        # sorted by stride. Each stride must be at least the extent of the dimensions below it. The
-        # blocks count as a further dimension.
+        # Checks that no two runs overlap. The order of runs in the slot may differ from their order
+        # in memory, so the dimensions are sorted by stride. Each stride must be at least the extent
+        # of the dimensions below it. The blocks count as a further dimension.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)

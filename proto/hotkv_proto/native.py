@@ -45,10 +45,10 @@ def load(module_name: str) -> ModuleType | None:
 def _answer_scans() -> None:
     """Gives llvmlite's library object, which numba has loaded, an empty `__dict__`.
 
-    For every name that its library lacks, this object returns a function, also for `__dict__`. So
-    code that inspects all attributes of all modules raises. vLLM does that when a CPU engine starts
-    (`vllm.triton_utils.dispatcher`), so without this fix no engine could start in a process that
-    has loaded numba.
+    This object returns a function for any name that is asked of it, also for `__dict__`, which
+    should be a dict. So code that inspects the attributes of all modules raises. vLLM does that
+    when a CPU engine starts (`vllm.triton_utils.dispatcher`), so without this fix no engine could
+    start in a process that has loaded numba.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     functions = getattr(getattr(ffi, "lib", None), "_fntab", None)

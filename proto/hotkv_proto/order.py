@@ -37,9 +37,8 @@ class DeviceOrder:
     device_uuid: UUID of the GPU whose work the marks follow.
     event_handles: CUDA IPC handles of events, 64 bytes each. The engine makes a mark by recording
         one of these events again.
-    flags_handle_id: the memory handle of the layout that holds `num_flags` little-endian uint32
-        words, which are 0 at first. Its memory is device memory, or a file that the device can
-        write.
+    flags_handle_id: id of the layout's memory handle with `num_flags` little-endian uint32 words,
+        which are 0 at first. Its memory is device memory, or a file that the device can write.
     """
 
     device_uuid: bytes = b""

@@ -1,5 +1,8 @@
 """Reports of engines: scheduled requests, ended requests, ended loads, reasons of misses, and
-counters of sparse decode."""
+counters of sparse decode.
+
+A hash block is the tokens of one block hash.
+"""
 
 import enum
 from dataclasses import dataclass
@@ -18,15 +21,15 @@ class Miss(enum.IntEnum):
     UNKNOWN = 0
     """The engine and the server do not know the reason."""
     ABSENT = 1
-    """The engine asked, and the server did not have the block. The server replaces this reason by
-    NEVER_STORED, EVICTED or IN_FLIGHT."""
+    """The server did not have the block when the engine looked it up. The server replaces this
+    reason by NEVER_STORED, EVICTED or IN_FLIGHT."""
     NEVER_STORED = 2
-    """The block was never stored here, or was evicted so long ago that the server has forgotten
-    it."""
+    """The block was never stored in this server, or was evicted so long ago that the server has
+    forgotten it."""
     EVICTED = 3
     """The block was evicted to make room for other blocks."""
     IN_FLIGHT = 4
-    """The block was being written or promoted, or became ready after the engine had asked."""
+    """The block was being written or promoted, or became ready after the engine's lookup."""
     REFUSED = 5
     """The server refused the lookup or lease, or pinned less than the lookup had found."""
     COMPUTED_SOONER = 6
@@ -34,8 +37,8 @@ class Miss(enum.IntEnum):
     NO_SERVER = 7
     """The engine had no connection to a server when the request came."""
     NOT_ASKED = 8
-    """The engine did not ask hotkv for the blocks, for example because the request or the engine's
-    role excludes it."""
+    """The engine did not look the blocks up in hotkv, for example because the request or the
+    engine's role excludes it."""
     LATE = 9
     """The server did not answer within the engine's time limit."""
     FAILED_LOAD = 10

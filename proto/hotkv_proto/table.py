@@ -10,9 +10,10 @@ An *entry* of the index is a block, or a block's representation (for sparse atte
 numbered from 1 on.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
     mixed hash. An entry word is the entry's number, with the high bit set while the entry is
-    reserved (not ready); 0: no entry. An entry is in its home bucket or, if that was full, in one
-    of the next 63 buckets. The overflow count of a bucket is the number of entries that are in a
-    later bucket because this bucket was full.
+    reserved (not ready); 0: no entry. The mixed hash also chooses an entry's home bucket
+    (`home_buckets`). An entry is in its home bucket or, if that was full, in one of the next 63
+    buckets. The overflow count of a bucket is the number of entries that are in a later bucket
+    because this bucket was full.
   record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
     group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation,
     parent entry, depth, representation link.

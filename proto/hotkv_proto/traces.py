@@ -33,7 +33,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import hotkv_proto
 
 FROM_ENVIRONMENT = "env"
-"""A value for the endpoint: the endpoint comes from the variables OTEL_EXPORTER_OTLP_*."""
+"""Value of the argument `endpoint`: the variables OTEL_EXPORTER_OTLP_* name the endpoint."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
 """Most spans that a process records in a second. Recording and exporting a span takes about 100

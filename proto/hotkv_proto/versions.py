@@ -16,8 +16,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 """Most bytes of a message to the server. A longer message would end its stream, so clients split
 it."""
 MAX_BATCH_BYTES = 64 << 10
-"""Most bytes of a batch (several requests or answers in one message). A larger message is sent
-without a batch."""
+"""Most bytes of a batch (several requests or answers in one message). A message that is larger than
+this is sent alone."""
 
 
 class Role(enum.IntEnum):
@@ -39,8 +39,8 @@ class Feature(enum.IntEnum):
     """The server has tiers below host memory: a lookup also finds blocks that are not in the block
     table."""
     EVENTS = 3
-    """A session can read the events of its key space. Engines publish them with their own
-    events."""
+    """A session can read the events of its key space. Engines publish these events together with
+    their own events."""
     RESIDENCY_GROWTH = 4
     """A client may call `open_residency` again for an open residency, to reserve more blocks."""
     BATCHES = 5

@@ -15,8 +15,10 @@ special case of 16 or 0 bits).
 Axes are calibrated on text. Codes made with different axes can't be compared, so the version of a
 kind of representation covers `Axes.to_bytes`.
 
-The unit of a token's codes is the usual rms of their run times a gain of the token. The token's
-scale sigma = |y|² / (y · code) preserves the norm of y, as in the format rot2u.
+The codes of a token count quantisation steps. The size of a step is STEPS times the usual rms of
+the channel's run (`Axes.rms`) times the token's gain, the rms of the token's channels relative to
+the usual rms. The token's scale sigma = |y|² / (y · code) preserves the norm of y, as in the format
+rot2u.
 
 `add_moved` is needed because of RoPE. RoPE turns the slow channels of a key so slowly that a few
 thousand tokens cover only a small part of a turn. Over so few tokens these channels look constant
@@ -177,7 +179,8 @@ class AxesEstimate:
         self.num_tokens += keys_HND.shape[1]
         self._keys_HD += keys_HND.sum(axis=1)
         self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
-        # Takes the mean over the group's query heads, so their number has no influence.
+        # Takes the mean over the group's query heads, so the number of query heads has no
+        # influence.
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )
@@ -291,8 +294,8 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a quantisation step of each coded channel, float32 [H, C], for a token with gain
-    1."""
+    """Returns half a quantisation step of each coded channel, float32 [H, C], for a token whose
+    channels have the usual rms (gain 1)."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)

@@ -383,8 +383,9 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """Computes for each of sixteen tokens its energy |y|², and `inverse`, which is 1 / gain of the
-    token, or 0 if all of its coded channels are 0."""
+    """Computes for each of sixteen tokens its energy |y|², and `inverse`: 1 / gain of the token, or
+    0 if all of its coded channels are 0. The gain is the rms of the token's coded channels, each
+    divided by the usual rms of its run."""
     energy[:] = 0
     inverse[:] = 0
     for channel in range(head_size):

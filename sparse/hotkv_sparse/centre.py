@@ -3,9 +3,10 @@ blocks' keys) encode a key minus the centre, so that their codes spend no bits o
 keys have in common.
 
 A centre is calibrated once per model from any ordinary text. With a centre, codes of the same size
-are clearly more accurate: with SmolLM2-135M, 4k tokens, a budget of 5 %, rot2u and a centre from
-another text, the recall of strong blocks on long-range copy rises from .90 to .98. A wrong centre
-is worse than no centre. The version of a kind of representation covers the centre.
+are clearly more accurate. Example (SmolLM2-135M, 4k tokens, a budget of 5 %, rot2u, a centre from
+another text): if the model copies text from far back, the share of the strongest blocks that are
+selected rises from .90 to .98. A wrong centre is worse than no centre. The version of a kind of
+representation covers the centre.
 
 `axes.AxesEstimate` measures a centre, and `measured_bias` measures the error that remains.
 `Centres` holds the centres of a model's layers; `centre_file` stores them in a file.

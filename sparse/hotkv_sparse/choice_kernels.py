@@ -55,10 +55,10 @@ def _emit_exp(builder: Any, args: Any) -> None:
     """Emits code for: sums += weights * factor, then weights = e^(score - reference).
 
     Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums); scores, weights
-    and sums are float32 [num_runs][16]. Adds the sum of the new weights to float32 `total`. The
-    weights that are added to `sums` are the weights of the previous head. The CPU does this
-    addition while it computes exponentials, so it costs no extra time. Prefetches the memory
-    `ahead` bytes behind the scores, which is read next.
+        and sums are float32 [num_runs][16]. Before the call `weights` has the weights of the
+        previous head, which are added to `sums`. The CPU makes this addition while it computes
+        exponentials, so it costs no extra time. Adds the sum of the new weights to float32 `total`.
+        Prefetches the memory `ahead` bytes behind the scores, which is read next.
     """
     scores, reference, weights, num_runs, total, ahead, factor, out = args
     base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
@@ -191,11 +191,13 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """Computes sums += weights * words[2], then weights = e^(scores[head] - peak), with `peak` the
-    largest score of the head.
+    """Adds the weights of the previous head to `sums`, then computes the weights of this head: sums
+    += weights * words[2], then weights = e^(scores[head] - peak). `peak` is the largest of log_mass
+    and the head's scores.
 
     Returns e^(log_mass - peak), and the same number plus the sum of the new weights. `weights` and
-    `sums` are padded to whole runs of 16. tail [16], words[0] and words[1] are scratch memory.
+    `sums` are padded to whole runs of 16. words[2] is the factor of the previous head's weights.
+    tail [16], words[0] and words[1] are scratch memory.
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16

@@ -6,6 +6,9 @@ use these two functions for fusion and `adaptive_p`, for which numpy chooses the
 a hot set. A single call is faster: a call into compiled code costs about a microsecond, passing
 arrays between two calls costs more, and a model has tens of layers.
 
+The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
+logarithm of the mass.
+
 Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
 blocks of the context.
 """
@@ -109,8 +112,8 @@ class Always:
 class Decoded:
     """The result of a layer's decode step. The caller must attend to all blocks of `map`.
 
-    selection: the selected blocks. `map` may lack some of them. Those that are in `ahead` are added
-        in the next step, the others only if they are selected again.
+    selection: the selected blocks. `map` may lack some of them. A missing block in `ahead` is added
+        in the next step; any other missing block is added only if it is selected again.
     ahead: int32, hot slots that the caller must fill before the next step, each with the block that
         `hot.block_of` names.
     num_loaded: number of candidate blocks that this step's selection added to `map`. The caller

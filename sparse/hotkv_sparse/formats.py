@@ -6,22 +6,22 @@ has a code of a few bits per channel and a scale per token. A *summary* format h
 vectors per block. Byte order is little-endian. The server stores these bytes with the blocks and
 other engines read them, so any change of a format must change `LAYOUT_VERSION`.
 
-A representation in a token format consists of ceil(tokens / 16) runs of 16 tokens. Each run is:
+A representation in a token format consists of ceil(tokens / 16) runs. A run has 16 tokens:
   low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
                                             holds in its bits p * w to p * w + w - 1 the code of
                                             channel l * (32 / w) + 4 p + b
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-A shift and a mask extract four channels of sixteen tokens from a line of 64 bytes. That is the
-operand of an instruction that multiplies and sums four bytes at a time. Channels are padded to
+A kernel extracts, by a shift and a mask, four channels of sixteen tokens from a line of 64 bytes.
+The result has the form that the CPU's byte-product instructions expect. Channels are padded to
 whole lines; the padding may have any value.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
 first. Its lines are as above: first fine lines of w = 4 bits, 8 channels each, then coarse lines of
 w = 2 bits, 16 channels each. The weakest channels have no code. A run has as many lines as in
 rot2u, half of them fine (rounded down), and so the same number of bytes. Codes are evenly spaced:
-code c stands for (c - (2^w - 1) / 2) steps.
+code c stands for the value (c - (2^w - 1) / 2) quantisation steps.
 
 A representation in a summary format is: parts uint8 [parts][D padded to 32], each byte a value +
 128, and 128 in the padding; then float32 [parts], the scale of each part, negative if the block has
@@ -58,7 +58,7 @@ class Format:
     bits: bits of a code; 0 for summary formats.
     levels: for each code, the integer that it stands for, ascending.
     level_unit: the integer level that stands for a rotated channel as large as the key's rms.
-    bias: by how much scores overestimate the log mass of a block without a centre, in nats.
+    bias: by how much scores without a centre overestimate the log mass of a block, in nats.
     parts: number of vectors of a summary format; 0 for token formats.
     by_axes: whether codes are along principal axes (mix2). Then `bits` is the mean over channels,
         and `levels` is empty.
@@ -86,9 +86,9 @@ class Format:
 
 # The levels are the Lloyd-Max levels of the normal distribution (Max 1960: ±.4528, ±1.510; ±.2451,
 # ±.7560, ±1.344, ±2.152), rounded to integers with the largest at 127. A key's sigma is computed
-# from these integers, so their rounding adds no bias. Each `bias` was measured on SmolLM2-135M
-# without a centre: .33 and .09 (mean over blocks, weighted by their true mass). A good centre
-# lowers the bias. With its axes, mix2 has a bias of at most .02.
+# from these integers, so their rounding adds no bias. The `bias` of rot2u (.33) and of rot3u (.09)
+# was measured on SmolLM2-135M without a centre: the mean over blocks, weighted by their true mass.
+# A good centre lowers the bias. With its axes, mix2 has a bias of at most .02.
 FORMATS: dict[str, Format] = {
     "rot2u": Format(
         "rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33
@@ -151,14 +151,15 @@ def padded_channels(form: Format, head_size: int) -> int:
 
 
 def run_bytes(form: Format, head_size: int) -> int:
-    """Returns the bytes of a run of 16 tokens in a token format."""
+    """Returns the size of a run (16 tokens of a KV head) in a token format, in bytes."""
     if form.by_axes:
         return LINE_BYTES * sum(num_lines(head_size)) + 2 * RUN_TOKENS
     return RUN_TOKENS * (padded_channels(form, head_size) * form.bits // 8 + 2)
 
 
 def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
-    """Returns the bytes of the representation (compact form of the keys) of a block and KV head."""
+    """Returns the size of the representation (compact form of the keys) of a block and KV head, in
+    bytes."""
     form = format_named(name)
     if form.bits:
         return num_runs(block_tokens) * run_bytes(form, head_size)
@@ -166,8 +167,8 @@ def head_bytes(name: str, block_tokens: int, head_size: int) -> int:
 
 
 def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of the representation (compact form of the keys) of a block in a layer, for
-    all KV heads."""
+    """Returns the size of the representation (compact form of the keys) of a block in a layer, for
+    all KV heads, in bytes."""
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
 

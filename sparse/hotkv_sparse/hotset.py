@@ -1,5 +1,5 @@
 """The hot set: the blocks of a sequence that are on the device, in hot slots. Each hot set belongs
-to a layer and a set of heads. A step attends only to these blocks.
+to a layer and a shard (the heads of a rank). A step attends only to these blocks.
 
 Always true (`check_invariants`):
 - A slot has one of five states. Free. Mapped: the step attends to its block. Loading: a prefetch is
@@ -205,10 +205,10 @@ class HotSet:
         are complete.
 
         Call this method whenever a block begins or becomes full. New blocks of the context get
-        slots, except blocks below `num_host`, which are already in host memory. If the context
-        becomes shorter (a rewind), the slots of the removed blocks become free; all copies to host
-        memory must have ended before. Raises OVERLOADED if too few blocks can be evicted; then wait
-        for copies to host memory, or call `resize`.
+        slots, except blocks at positions below `num_host`, which are already in host memory. If the
+        context becomes shorter (a rewind), the slots of the removed blocks become free; all copies
+        to host memory must have ended before. Raises OVERLOADED if too few blocks can be evicted;
+        then wait for copies to host memory, or call `resize`.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -276,10 +276,10 @@ class HotSet:
         """Makes a step: adds missing blocks of `selection` to the map, and evicts other blocks for
         them.
 
-        First adds all missing always kept blocks (blocks that were never seeded), even in place of
-        selected blocks. Then adds the heaviest missing candidates, until `max_loads` blocks are
-        added in total. The other missing blocks are returned in `Step.prefetch`, unless a prefetch
-        of them is in progress.
+        First adds all missing always kept blocks (`seed` has not added them). For these blocks it
+        may evict even selected blocks. Then adds the heaviest missing candidates, until `max_loads`
+        blocks are added in total. The other missing blocks are returned in `Step.prefetch`, unless
+        a prefetch of them is in progress.
 
         selection: this step's selection over the current `span`.
         """

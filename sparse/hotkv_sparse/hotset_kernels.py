@@ -110,7 +110,8 @@ def _victims(
     """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes them to
     `out` and returns their number.
 
-    Chooses only blocks whose last use was before step `before`.
+    Chooses only candidates (blocks `first` to `last` - 1) that have a copy in host memory and whose
+    last use was before step `before`.
     """
     if count <= 0:
         return 0
@@ -158,7 +159,8 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Evicts the mapped blocks that step `clock` has not selected, if they may be evicted.
+    """Evicts the mapped candidates (blocks `first` to `last` - 1) that step `clock` has not
+    selected and that have a copy in host memory.
 
     Writes the evicted blocks to `out` and returns their number.
     """
@@ -230,8 +232,8 @@ def _missing(
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
     """Writes the new map to maps [2, M]: its blocks, ascending, and their slots. Returns M.
 
-    The new map consists of the blocks of the old map that are still mapped, and the first
-    `num_joined` blocks of `joined`.
+    The new map consists of the blocks of the old map whose slot in `slot_of` still has the state
+    MAPPED in `state`, and the first `num_joined` blocks of `joined`.
     """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
@@ -349,12 +351,13 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Adds the blocks of ready slots (slots that a prefetch has written) to the map `old` [M], as
-    long as there is room; see `HotSet.adopt`.
+    """Adds the blocks of ready slots (slots that a prefetch has written) to the map `old` [M]; see
+    `HotSet.adopt`. Evicts other blocks for them if the map is full, and frees the ready slots for
+    which there is no room.
 
-    Writes maps [2, K] (blocks and slots of the new map) and moves [3, K] (added blocks, their
-    slots, evicted blocks). Returns the number of blocks of the new map, of added blocks and of
-    evicted blocks.
+    If any slot is ready, writes maps [2, K] (blocks and slots of the new map) and moves [3, K]
+    (added blocks, their slots, evicted blocks). Returns the number of blocks of the new map, of
+    added blocks and of evicted blocks.
     """
     num_ready = 0
     for slot in range(state.shape[0]):

@@ -73,7 +73,8 @@ def build(
     along principal axes instead of a fixed rotation. The summary format quest stores max and min of
     x over the tokens (Quest); the summary format mean stores the mean of x.
 
-    Raises INVALID_FIELD. Does not block; compiled code runs without the GIL.
+    Raises INVALID_FIELD if an array has a wrong shape or dtype, or the format is unknown. Does not
+    block; compiled code runs without the GIL.
 
     mu_HD: centre of the keys; None: 0.
     num_tokens_B: valid tokens of each block; None: all tokens are valid.

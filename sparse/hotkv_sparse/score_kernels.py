@@ -169,7 +169,7 @@ def _run_operation(bits: int, num_heads: int) -> Any:
     line of codes; with 3 bits, two low lines and a high line. `query` is int8
     [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
     [heads]. Writes 16 scores for each head to float32 [heads][out_stride bytes]: (codes . query +
-    bias) * sigma * factor.
+    bias) * sigma * factor, with the run's scales `sigma`, one per token.
     """
     planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 
@@ -366,11 +366,12 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits code that computes `EXP_SUM` of sixteen rows at once.
+    """Emits code that computes, for sixteen rows at once, the result of `_emit_exp_sum` for each
+    row.
 
     Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
-    float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
-    operation across lanes.
+        float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
+        operation across lanes.
     """
     scores, stride, num_runs, largest, totals = args
     peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))

@@ -1,10 +1,10 @@
 """Scores blocks: estimates from the blocks' representations (compact forms of their keys) how much
 attention a query pays to each block.
 
-A score is a log mass in nats. In a token format it estimates the logsumexp of q · k * scale over
-the block's tokens; in a summary format it is the value of the format's formula (see `score`).
-Compiled kernels multiply integers. `tests/oracles/sparse.py` computes the same in numpy; the
-results differ only by float rounding.
+In a token format, a score estimates the block's log mass, in nats: the logarithm of the attention
+mass, which is the sum of exp(q · k * scale) over the block's tokens. In a summary format, a score
+is the value of the format's formula (see `score`). Compiled kernels multiply integers.
+`tests/oracles/sparse.py` computes the same in numpy; the results differ only by float rounding.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
@@ -179,11 +179,14 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     """Returns the scores float32 [Q, S] of blocks whose representations (compact forms of keys) are
     in a pool.
 
-    In a token format the score of a block is logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - bias
-    over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
-    (docs/sparse.md). For quest the score is the sum over channels of max(q m, q M), with the
-    block's minimum m and maximum M. A block without tokens has the score -inf. Raises
-    INVALID_FIELD. Compiled code runs without the GIL.
+    In a token format the score of a block is logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) -
+    bias over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
+    (docs/sparse.md). In the formats quest and mean the score is (s + q · mu) * scale - bias, where
+    s depends on x, the keys of the block minus mu. For quest, s is the sum over channels of
+    max(q m, q M), with the minimum m and the maximum M of x over the tokens. For mean, s is the
+    product of q and the mean of x over the tokens. A block without tokens has the score -inf.
+    Raises INVALID_FIELD if the pool or the rows do not fit the query. Compiled code runs without
+    the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
     rows_S: int32 [S], rows of the blocks to score; None: all rows, in order.

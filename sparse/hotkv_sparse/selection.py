@@ -7,6 +7,9 @@ share a block table. The blocks that are always kept (`Span`) are not scored; ea
 contains them. Of blocks with equal weights, the block with the lower position is preferred, so
 equal weights give the same selection on every machine.
 
+The attention mass of a block is the sum of exp(q · k * scale) over its tokens. The log mass is the
+logarithm of the mass; a score estimates it.
+
 Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, B blocks of a
 pool, N bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
 """

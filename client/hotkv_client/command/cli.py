@@ -121,8 +121,8 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
 
 
 def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
-    """Writes a trace of the requests that engines report, until Ctrl-C. It has numbers for hashes,
-    and no tokens."""
+    """Writes a trace of the requests that engines report, until Ctrl-C. Numbers stand for the block
+    hashes; the trace has no tokens."""
     return recorder.record(
         client,
         options.file,
@@ -292,7 +292,7 @@ def bench(options: argparse.Namespace) -> int:
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    # Exit by an exception, so that the benchmark's server and memory are removed.
+    # A signal raises an exception, so that the benchmark's server and memory are removed.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, end)
     try:

@@ -23,7 +23,8 @@ GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)
 """First Linux version that makes huge pages of shared memory on request."""
 COMPARING_S = 30.0
-"""Longest time for the comparison with the installed vLLM. After it the result is UNKNOWN."""
+"""Longest time that `doors` may take to compare the connector with the installed vLLM. After it the
+result of the check is UNKNOWN."""
 MIB = 1 << 20
 
 

@@ -11,7 +11,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 POLL_S = 0.2
 TOLD_S = 2.0
-"""Interval at which the progress is reported."""
+"""Interval at which `drain` reports its progress."""
 CLOSING_S = 60.0
 """Longest time that a server may need to write its files after its last work has ended."""
 UNKNOWN_S = 600.0
@@ -24,9 +24,9 @@ def drain(
 ) -> dict[str, Any]:
     """Drains the server and waits until its process has closed its sockets.
 
-    Returns the number of leases and transfers at the start, and the waiting time (`waited_s`).
-    Raises HotKVError if the server refuses, or if it still listens CLOSING_S after its own limit
-    has passed.
+    Returns the number of leases and transfers at the start, and the waiting time (`waited_s`). The
+    server answers with its limit for work in flight. Raises HotKVError if the server refuses, or if
+    it still listens CLOSING_S after that limit has passed.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.

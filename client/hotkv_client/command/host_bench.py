@@ -1,8 +1,8 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
 Starts a server for the benchmark (`own_server`), times the server's operations (`measure`) and
-explains the figures (`rows_of`). A server that already runs is not used. `measure` runs one
-function after the other; the functions together take about a minute.
+explains the figures (`rows_of`). A server that already runs is not used. `measure` times one
+operation after the other; all of them together take about a minute.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ class BenchError(Exception):
 
 @contextlib.contextmanager
 def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterator[str]:
-    """Starts a server with an arena of this size and yields its target. Raises BenchError."""
+    """Starts a server with an arena of this size and yields its target. Raises BenchError if shared
+    memory has too little room, or if the server does not start."""
     free = shutil.disk_usage(shared_memory).free
     if free < arena_bytes + arena_bytes // 4:
         raise BenchError(
@@ -255,7 +256,8 @@ class BenchEngine:
         return f"bench-{self._number}"
 
     def _stored(self, names: list[bytes]) -> float:
-        """Stores blocks under these hashes and returns the time in seconds. Raises BenchError."""
+        """Stores blocks under these hashes and returns the time in seconds. Raises BenchError if
+        the store fails."""
         name, began_s = self._name(), time.perf_counter()
         run = BlockRun(0, names, self._sources[: len(names)])
         result = self._session.store(name, name, [run], CALL_S).result(CALL_S)
@@ -264,7 +266,8 @@ class BenchEngine:
         return time.perf_counter() - began_s
 
     def _loaded(self, names: list[bytes], *, with_lease: bool) -> float:
-        """Loads stored blocks and returns the time in seconds. Raises BenchError.
+        """Loads stored blocks and returns the time in seconds. Raises BenchError if the load fails,
+        or if a block was evicted.
 
         with_lease: whether the time includes the acquisition of the lease.
         """
@@ -331,7 +334,7 @@ PROMPT_TOKENS = 10_000
 class BenchRow:
     """A row of the result.
 
-    what: name of the measure.
+    what: name of the measured operation.
     means: sentence that explains the value, for example in tokens per second.
     """
 
@@ -354,9 +357,9 @@ def _tokens_per_s(bytes_per_s: float) -> str:
 
 
 def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
-    """Returns a row for each measure.
+    """Returns a row for each measured operation.
 
-    found: times by the names of `measure`.
+    found: the times that `measure` returned, by the name of the operation.
     """
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))
@@ -402,7 +405,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
 
 
 def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
-    """Returns two rows for each tested tier and block size."""
+    """Returns two rows (write and read) for each tested tier and block size."""
     rows = []
     for one in timings:
         size, name = one["block_bytes"], one["tier"]
@@ -479,7 +482,8 @@ LEAST_ARENA_MIB = 256
 
 
 def measure(target: str, seconds: float, say: Callable[[str], None]) -> dict[str, Times]:
-    """Runs every measure on a server. Returns the times by name. Raises BenchError."""
+    """Times every operation on a server. Returns the times by name of the operation. Raises
+    BenchError if an operation fails."""
     num_threads = len(os.sched_getaffinity(0))
     engine = BenchEngine(target)
     measures: dict[str, Callable[[float], Times]] = {
@@ -510,7 +514,7 @@ def run(
 ) -> dict[str, Any]:
     """Runs the benchmark for `seconds`, not counting the start, the stop and the test of tiers.
 
-    Raises BenchError; ValueError for invalid options.
+    Raises BenchError if the benchmark can't run, ValueError for invalid options.
 
     disk: a folder in which a disk tier is tested.
     config: settings of a server whose tiers are tested.

@@ -17,8 +17,8 @@ MAX_DIGITS = 64
 MAX_CANDIDATES = 8
 """Most candidates that an error lists."""
 LOOKED_AT = 200
-"""Most blocks that are requested for a prefix. A hash may have a block in each group and key space.
-"""
+"""Most blocks that are requested from the server for a prefix. It exceeds MAX_CANDIDATES, because a
+hash may have a block in each group and key space."""
 Place = tuple[int, int]
 """Key space id and group index."""
 
@@ -31,7 +31,8 @@ def places(
     A whole hash is listed under every group whose hashes have the same length. A prefix is listed
     only under the groups in which the server has the block.
 
-    Raises HotKVError. Raises ValueError for a prefix that matches no hash or several hashes.
+    Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
+    matches no hash or several hashes.
 
     key_space_id: 0 for all.
     group_index: None for all.
@@ -54,7 +55,8 @@ def whole_hashes(client: AdminClient, words: Sequence[str], key_space_id: int) -
     """Returns the packed hashes of a prompt's blocks, which the user names by whole hashes or by
     first digits.
 
-    Raises HotKVError. Raises ValueError for a prefix that matches no hash or several hashes.
+    Raises HotKVError if the server refuses or does not answer. Raises ValueError for a prefix that
+    matches no hash or several hashes.
     """
     words = list(map(checked, words))
     if all(len(word) == MAX_DIGITS for word in words):

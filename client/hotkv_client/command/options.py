@@ -1,4 +1,5 @@
-"""The options of `hotkv`: those that all commands share, and those of single commands."""
+"""The options of `hotkv`: common options, which all commands share, and options of single
+commands."""
 
 import argparse
 import math

@@ -28,7 +28,7 @@ PASSED_ON = (
 
 def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
     """Parses a prompt into a pair: hashes and packed token ids, of which one is empty. Raises
-    ValueError.
+    ValueError if the prompt is empty or a file has another format, OSError if a file can't be read.
 
     words: a word is a token id, or a hash or its first digits in hexadecimal. `@FILE` and `-`
         (standard input) name a file with such words, or with the JSON answer of vLLM's `/tokenize`.
@@ -60,9 +60,9 @@ def packed(token_ids: Any) -> bytes:
 
 
 def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
-    """Asks an engine to tokenise a chat or prompt. Returns the packed token ids.
+    """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
 
-    Raises OSError if the file can't be read. Raises ValueError if the file holds no such request,
+    Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
     or if the engine does not answer.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
@@ -142,7 +142,8 @@ def _json(text: str, where: str) -> Any:
 
 
 def _tokens_of(answer: Any) -> list[int]:
-    """Returns the token ids in an answer of `/tokenize`. Raises ValueError."""
+    """Returns the token ids in an answer of `/tokenize`. Raises ValueError if the answer has no
+    list of token ids."""
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
     if not isinstance(tokens, list) or not all(
         type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in tokens

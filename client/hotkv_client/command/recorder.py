@@ -25,7 +25,8 @@ class TraceWriter:
     hash_bytes: length of a block hash.
     hash_block_tokens: tokens that a block hash of the engine stands for.
     block_tokens: tokens of a block of the trace; rounded up to a multiple of `hash_block_tokens`.
-    start_unix_s: time at which the recording began, by the server's clock. May be set anew.
+    start_unix_s: time at which the recording began, by the server's clock. `record` corrects it as
+        it learns more about that clock.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ def record(
     """Writes the requests that engines report to `path`, and returns a summary.
 
     Stops after `seconds` (0: never), at Ctrl-C, or after `max_blocks` different blocks. Writes each
-    line as soon as its request arrives. Raises HotKVError, OSError; ValueError if `block_tokens` is
-    not positive.
+    line as soon as its request arrives. Raises HotKVError if the server refuses or the stream
+    fails, OSError if the file can't be written, and ValueError if `block_tokens` is not positive.
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")
@@ -120,7 +121,8 @@ def record(
         try:
             for requests, missed in client.watch_requests(number, seconds):
                 lost += missed
-                # The server's clock, of another machine perhaps, is at least at the newest time.
+                # The server may run on another machine, with another clock. Its clock shows at
+                # least the time of the newest request.
                 now_unix_s = max((request.unix_time_s for request in requests), default=-math.inf)
                 start_unix_s = now_unix_s - (time.monotonic() - began_s)
                 tracer.start_unix_s = max(tracer.start_unix_s, start_unix_s)

@@ -30,7 +30,8 @@ SUMS = (
 
 
 def seconds(text: str) -> float:
-    """Parses a time such as 90s, 30m, 1h or 7d into seconds; empty: 0. Raises ValueError."""
+    """Parses a time such as 90s, 30m, 1h or 7d into seconds; empty: 0. Raises ValueError for a text
+    that is no such time, or a time above MAX_SINCE_S."""
     if not text:
         return 0.0
     unit = UNITS_S.get(text[-1], 0)
@@ -63,10 +64,11 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Sums the rows that show the same names. Returns a row for each sum, in the order of the first
-    row of each sum.
+    """Joins rows that show the same names into one row with their sums. Returns the joined rows in
+    the order in which their names first occur.
 
-    A sum has the ids of its first row, which is the row that was used last.
+    A joined row has the ids of the first row that it contains. The server lists the rows in the
+    order of their last use, the latest first.
 
     by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
         model.

@@ -38,8 +38,9 @@ def size(
     """Simulates the arenas and returns the result as text, or as JSON with `options.json`. Without
     a trace, first records requests for `options.seconds`.
 
-    Raises HotKVError, SizeError; OSError if a trace can't be opened; ValueError if a needed value
-    comes neither from flags nor from a server, or if the simulator fails.
+    Raises HotKVError if the server refuses or does not answer, SizeError if the simulation can't
+    run here, and OSError if a trace can't be opened. Raises ValueError if a needed value comes
+    neither from flags nor from a server, or if the simulator fails.
     """
     for path in options.traces:
         if not path.is_fifo():
@@ -104,7 +105,8 @@ def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
 
 
 def _sizes(client: AdminClient) -> str:
-    """Returns the arena sizes that are simulated by default for a live server."""
+    """Returns the arena sizes that are simulated by default for a live server, as the value of
+    `--arena`."""
     host = next(one for one in client.tiers() if one["name"] == "host")
     return ",".join(str(int(host["capacity_byte_count"] * scale)) for scale in SCALES)
 

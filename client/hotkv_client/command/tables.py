@@ -235,7 +235,7 @@ def show_flush(answer: dict[str, Any]) -> str:
 
 
 def event_line(item: dict[str, Any]) -> str:
-    """Formats an event."""
+    """Formats a cache event as a line of text."""
     if item["event"] == "lost":
         return f"{item['count']} events lost: they came faster than they could be read"
     at = datetime.datetime.fromtimestamp(item["unix_time_ms"] / 1000).isoformat(" ", "milliseconds")

@@ -32,8 +32,9 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
     """Writes the hashes of the hottest blocks to `path`. An existing file is replaced once the new
     file is complete.
 
-    Raises HotKVError, OSError. Raises ValueError if `path` is a pipe or a device, such as
-    /dev/stdout, because the new file would replace it.
+    Raises HotKVError if the server refuses or does not answer, OSError if the file can't be
+    written. Raises ValueError if `path` is a pipe or a device, such as /dev/stdout, because the new
+    file would replace it.
 
     byte_count: approximate total size of the named blocks; 0: all blocks.
     """
@@ -61,12 +62,13 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Promotes the blocks that a file of blocks names to host memory. Returns the number of blocks
-    by outcome (COUNTS).
+    """Promotes to host memory the blocks that are named in a file of blocks. Returns the number of
+    blocks by outcome (COUNTS).
 
-    Raises HotKVError, OSError; ValueError with the line number if the file has another format.
+    Raises HotKVError if the server refuses or does not answer, OSError if the file can't be read,
+    and ValueError with the line number if the file has another format.
 
-    wait_s: longest wait of each call.
+    wait_s: longest time that each call waits for promotions.
     """
     totals = dict.fromkeys(COUNTS, 0)
     with path.open(errors="replace") as file:
@@ -82,8 +84,9 @@ def fetch_prompts(
     """Promotes all blocks of the prompts in a file to host memory. Returns the number of blocks by
     outcome (COUNTS).
 
-    Skips and counts prompts that are shorter than a block. Raises HotKVError, OSError; ValueError
-    with the line number if the file has another format.
+    Skips and counts prompts that are shorter than a block. Raises HotKVError if the server refuses
+    or does not answer, OSError if the file can't be read, and ValueError with the line number if
+    the file has another format.
     """
     totals = dict.fromkeys(COUNTS, 0)
     num_prompts = num_short = 0
@@ -118,7 +121,8 @@ def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
-    """Reads the key space from the first line of a file of blocks. Raises ValueError."""
+    """Reads the key space from the first line of a file of blocks. Raises ValueError if the line
+    has another format."""
     try:
         found = json.loads(line)
         space: dict[str, Any] = found["key_space"]

@@ -1,17 +1,18 @@
-"""A test double of the server: one state, any number of sessions, faults on demand.
+"""A test double of the server: its state, which any number of sessions share, with faults on
+demand.
 
 The double copies the blocks' bytes, by the engines' layouts. As with the real server, the ranks of
 an engine store under one write lease (`FakeWrites`), and a block is ready when every shard is
 written. A store can't commit if its session is closed or has called `revoke_stores`. If a store
 over a shared fence is cancelled, its future resolves at once; the double still ends the store later
-and finds it revoked. `FakeServer.residencies` is a `FakeResidencies`.
+and finds it revoked. `FakeServer.residencies` holds the residencies (a `FakeResidencies`).
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.
 - `table`: False: `probe` returns None.
 - `hold`: names of calls whose answers are held until `settle`.
 - `late`: names of calls that reach the server only at `settle`.
-- `fail_loads`, `fail_stores`, `fail_flushes`: these calls fail.
+- `fail_loads`, `fail_stores`, `fail_flushes`: True: these calls fail.
 - `pending_tiers`: the pending tiers that flushes report.
 - `spoil_loads`: a load writes wrong bytes to every second block when it begins, and the right bytes
   only if it succeeds.

@@ -127,7 +127,7 @@ class FakeArena:
 class FakeResidency:
     """An open residency of the double.
 
-    asked: number of blocks that the engine reserved, by group index.
+    asked: number of blocks for which the engine reserved room, by group index.
     offsets, names: arena offset and hash of each pinned block, by (group index, position).
     """
 
@@ -256,8 +256,8 @@ class WriteRun:
     blocks' keys).
 
     keys: key of each block or representation.
-    blocks: for representations, the key of the block to which each of them belongs; None for
-        blocks.
+    blocks: None for a run of blocks. For a run of representations: the key of the block of each
+        representation.
     """
 
     keys: Sequence[Key]

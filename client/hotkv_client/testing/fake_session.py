@@ -4,7 +4,7 @@ bytes.
 Always true: a call is first recorded in `FakeServer.calls`. Its future resolves at once, unless an
 attribute of the server (such as `hold`) delays the answer. A store commits no block if its session
 is closed or has called `revoke_stores`. If a store over a shared fence is cancelled, its future
-resolves at once; the server still ends the store later and finds it revoked.
+resolves at once. The server ends that store later and finds it revoked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -414,7 +414,8 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # The double reads and commits in one step, so a check before the read suffices.
+            # The double reads and commits in one step. So it checks only once, before the read,
+            # whether the store was revoked.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (
@@ -433,7 +434,8 @@ class FakeSession:
             )
 
         answer = self._call("store", transfer_id, runs, act, after, begin)
-        # Once the future is resolved, even by an error, the store can't commit.
+        # Ends the store when its future is resolved, even by an error, so that it can't commit
+        # after that.
         answer.add_done_callback(lambda _: [self.server.writes.end(store, None) for store in begun])
         return (
             answer

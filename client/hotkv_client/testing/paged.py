@@ -84,7 +84,8 @@ class PagedEngine:
         self.session = Session(config, EngineMemory(self.layout, {"kv": self.fd}))
 
     def connect(self, timeout_s: float = 20.0) -> "PagedEngine":
-        """Starts the session and waits until it is connected. Raises TimeoutError."""
+        """Starts the session and waits until it is connected. Raises TimeoutError if it is not
+        connected after `timeout_s`."""
         self.session.start()
         if not self.session.wait_connected(timeout_s):
             raise TimeoutError(f"not connected within {timeout_s} s: {self.session!r}")

@@ -54,7 +54,7 @@ def call(
 ) -> dict[str, Any]:
     """Makes an admin call. Returns the answer as plain values, bytes as hexadecimal.
 
-    Raises HotKVError.
+    Raises HotKVError if the server refuses or does not answer.
     """
     method, request = CALLS[name]
     try:
@@ -68,7 +68,7 @@ def call(
 def tell(
     stubs: Stubs, topic: str, timeout_s: float, metadata: Metadata, filters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the server's report about a topic. Raises HotKVError."""
+    """Returns one of the server's reports; `AdminClient.tell` describes them. Raises HotKVError."""
     request = admin_pb2.TellRequest(topic=topic, filters=filters)
     try:
         answer = stubs.admin.Tell(request, timeout=timeout_s, metadata=metadata)
@@ -79,7 +79,8 @@ def tell(
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:
-    """Asks gRPC's health service whether a service serves. Raises HotKVError.
+    """Asks gRPC's health service about a service of the server. Returns True if it is serving.
+    Raises HotKVError if the server does not answer.
 
     service: name of the service; "" asks about the whole server.
 
@@ -103,7 +104,7 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
     Raises HotKVError if the stream fails before its deadline. Also raises it if the deadline passes
     without any answer, because a server sends the first answer at once.
 
-    seconds: the stream's deadline, as it was given to the call; 0: no deadline.
+    seconds: the deadline with which the caller made the call; 0: no deadline.
     """
     has_answered = False
     try:
@@ -121,8 +122,8 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 def watch_requests(
     stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
-    """Yields pairs: requests that engines have reported, and the number of later requests that the
-    stream missed.
+    """Yields pairs: the next requests that engines reported, and the number of requests after them
+    that the stream missed.
 
     The first pair is empty. Raises HotKVError if the stream fails.
 
@@ -148,8 +149,8 @@ def watch_requests(
 def subscribe(
     stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, state: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yields pairs: cache events as plain values, and the number of later events that the stream
-    missed.
+    """Yields pairs: the next cache events as plain values, and the number of events after them that
+    the stream missed.
 
     The first pair is empty. Raises HotKVError if the stream fails.
 
@@ -229,8 +230,8 @@ def send_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> list[dict[str, Any]]:
-    """Sends an envelope of hints outside a request. Returns the outcomes of its actions that are
-    known so far. Raises HotKVError."""
+    """Sends an envelope (a set of actions on blocks) outside a request. Returns the outcomes of the
+    actions that are known so far. Raises HotKVError if the server refuses or does not answer."""
     request = hints_pb2.SendHintsRequest(
         tenant=tenant,
         ticket=ticket,
@@ -256,8 +257,8 @@ def poll_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Returns the outcomes of hints that have changed since `cursor`, and the next cursor. Raises
-    HotKVError."""
+    """Returns the outcomes of hints that have changed since `cursor` was returned, and the cursor
+    for the next call. Raises HotKVError if the server refuses or does not answer."""
     request = hints_pb2.GetHintOutcomesRequest(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
@@ -282,7 +283,8 @@ def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
     """Yields the key space as a dict, then lists of its hottest blocks. A list has pairs of a group
-    index and packed hashes. The first lists have the hottest blocks. Raises HotKVError.
+    index and packed hashes. The first lists have the hottest blocks. Raises HotKVError if the
+    server refuses or the stream fails.
 
     byte_count: approximate total size of the named blocks; 0: all blocks.
     """
@@ -306,10 +308,11 @@ def prefetch(
     timeout_s: float,
     metadata: Metadata,
 ) -> dict[str, Any]:
-    """Asks the server, in one call, to promote the named blocks to host memory. Returns the counts
-    of the answer.
+    """Asks the server, in one call, to promote the named blocks to host memory. Returns the
+    answer's fields: the numbers of blocks by outcome.
 
-    Raises HotKVError; ValueError if `key_space` does not describe a key space.
+    Raises HotKVError if the server refuses or does not answer, ValueError if `key_space` does not
+    describe a key space.
 
     key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
     groups: the blocks, as pairs of a group index and packed hashes.
@@ -338,8 +341,8 @@ def prefetch(
 
 
 def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the key space in which the kind of each group is a number. `plain` has
-    converted these kinds to words, which `json_format` can't read."""
+    """Returns a copy of the key space in which the kind of each group is an enum number. `plain`
+    has converted these kinds to words, which `json_format` can't read."""
     kinds = layout_pb2.KvGroupKind.DESCRIPTOR
     numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
     groups = [

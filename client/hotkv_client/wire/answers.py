@@ -194,7 +194,7 @@ def _event(
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:
-    """Reads a notice that the server has dropped blocks."""
+    """Reads the server's notice that it has dropped blocks."""
     groups = response.eviction_notice.groups
     return Evicted(
         tuple(GroupHashes(g.group_index, cache.unpack(g.hashes, hash_bytes)) for g in groups)

@@ -252,14 +252,15 @@ def report_requests(
     loads: Iterable[LoadEnd] = (),
 ) -> Iterator[Request]:
     """Yields the messages that report scheduled requests, ended requests and ended loads: a single
-    message, or several if one would be too large."""
+    message, or several if a single message would be too large."""
     messages = [report_message(report, hash_bytes) for report in reports]
     over = [ended_message(one, hash_bytes) for one in ended]
     ends = [load_end_message(end) for end in loads]
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
-    # So the hashes of a message name at most PART_BLOCKS blocks, the server's limit for a call.
+    # A message of at most this size names at most PART_BLOCKS hashes, the server's limit for a
+    # call.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
     if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
         yield Request(report_use=whole)
@@ -279,8 +280,9 @@ DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_res
 message holds both."""
 DEFER_S = 0.005
 IN_BATCH_BYTES = 4
-"""Most bytes that a batch adds to each of its requests. `batched` counts them for each request, so
-that a batch of tiny requests does not exceed the server's limit of fields in a message."""
+"""Most bytes that a batch adds to each of its requests. `batched` adds them to the size of each
+request, so that a batch of tiny requests does not exceed the server's limit of fields in a
+message."""
 
 
 def batched(
@@ -288,8 +290,8 @@ def batched(
 ) -> Iterator[Request]:
     """Yields the requests of an outbox in order. Blocks while the outbox is empty; ends at None.
 
-    takes_batches: returns True if the server accepts batches. Several waiting requests then become
-        one message of at most MAX_BATCH_BYTES.
+    takes_batches: returns True if the server accepts batches. The requests that wait in the outbox
+        are then joined to one message, of at most MAX_BATCH_BYTES.
     """
     waiting: Request | None = None
     has_ended = False

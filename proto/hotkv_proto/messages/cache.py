@@ -97,7 +97,8 @@ def packed_words(words: Words, hash_bytes: int) -> bytes:
 
 
 def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
-    """Makes the messages of lists of hashes. Raises INVALID_HASH."""
+    """Makes the messages of lists of hashes. Raises INVALID_HASH if a hash has another length than
+    `hash_bytes`."""
     return [
         cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
         for g in groups
@@ -107,7 +108,8 @@ def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache
 def read_groups(
     messages: Sequence[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words]]:
-    """Yields the group index and the hashes of each list. Raises TOO_LARGE or INVALID_HASH."""
+    """Yields the group index and the hashes of each list. Raises TOO_LARGE for more than MAX_LISTS
+    lists, INVALID_HASH if the bytes of a list are not a multiple of `hash_bytes`."""
     fields.check_lists("groups", messages)
     for m in messages:
         yield group_index(m.group_index), read_hashes("groups.hashes", m.hashes, hash_bytes)
@@ -117,7 +119,8 @@ def read_groups(
 
 
 def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
-    """Makes the messages of runs (consecutive blocks of a group) to store. Raises INVALID_HASH."""
+    """Makes the messages of runs (consecutive blocks of a group) to store. Raises INVALID_HASH if a
+    hash has another length than `hash_bytes`."""
     return [
         cache_pb2.BlockRun(
             group_index=run.group_index,
@@ -137,7 +140,7 @@ def read_runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words, Words | None, int]]:
     """Yields the group index, hashes, parent and depth of each run (consecutive blocks of a group).
-    Raises TOO_LARGE or INVALID_HASH.
+    Raises TOO_LARGE for too many runs or blocks, INVALID_HASH for a hash of a wrong length.
 
     The hashes are words [n, 8]. The parent is the hash of the block before the run, words [8]; None
     if the run begins its context. The depth is the number of blocks before the run.
@@ -223,7 +226,7 @@ def extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
 
 
 def read_extra_keys(message: cache_pb2.BlockExtraKeys) -> tuple[ExtraKey, ...] | None:
-    """Reads a block's extra keys. Raises INVALID_FIELD."""
+    """Reads a block's extra keys. Raises INVALID_FIELD if an extra key is empty."""
     return tuple(map(_extra_key, message.keys)) or None
 
 
@@ -255,7 +258,8 @@ def retention_message(value: Retention) -> cache_pb2.Retention | None:
 
 
 def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
-    """Reads a retention. An unset message means the default retention. Raises INVALID_FIELD."""
+    """Reads a retention. An unset message means the default retention. Raises INVALID_FIELD if a
+    value is out of range, or if a pin has no time to live."""
     try:
         return Retention(
             message.priority, fields.seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin
@@ -273,7 +277,8 @@ def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> N
 
 
 def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
-    """Reads the options of a store. Raises INVALID_FIELD or TOO_LARGE."""
+    """Reads the options of a store. Raises INVALID_FIELD if the retention is out of range or the
+    residency id can't be printed, TOO_LARGE if the id is too long."""
     return StoreOptions(
         read_retention("retention", request.retention),
         fields.name("residency_id", request.residency_id),
@@ -299,7 +304,8 @@ def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
 def read_load_runs(
     messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
 ) -> tuple[list[tuple[int, Int64s]], list[Int64s]]:
-    """Reads the runs (blocks of a group) of a load. Raises TOO_LARGE or INVALID_FIELD.
+    """Reads the runs (blocks of a group) of a load. Raises TOO_LARGE for too many runs or blocks,
+    INVALID_FIELD if a run has different numbers of positions and block ids.
 
     Returns two lists with an item per run: (group index, positions in the lease), and block ids.
     """

@@ -56,8 +56,8 @@ def _field_names() -> frozenset[str]:
 
 
 def field_at_fault(message: str) -> str:
-    """Returns the path of a field with which the sentence of a refusal begins; empty if it does not
-    begin with a field."""
+    """Returns the path of the field with which a refusal's sentence begins; empty if the sentence
+    does not begin with a field."""
     path = _PATH.match(message)
     if path is None or path[0].partition(".")[0].partition("[")[0] not in _field_names():
         return ""
@@ -99,7 +99,7 @@ def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
 
 def read_error_status(packed: bytes) -> HotKVError | None:
     """Reads the refusal in a packed google.rpc.Status. Returns None if the status does not come
-    from hotkv. Raises DecodeError."""
+    from hotkv. Raises protobuf's DecodeError if the bytes are no such message."""
     told = errors_pb2.Status.FromString(packed)
     for detail_of in told.details:
         if detail_of.type_url == ERROR_INFO_URL:

@@ -69,7 +69,7 @@ def whole_ms(duration_s: float) -> int:
 
 
 def rate(field: str, value: float) -> float:
-    """Checks and returns a rate per second; 0 means unknown. Raises INVALID_FIELD if it is negative
+    """Returns a rate per second unchanged; 0 means unknown. Raises INVALID_FIELD if it is negative
     or not finite."""
     if not 0 <= value < math.inf:
         raise HotKVError(
@@ -84,7 +84,8 @@ def packed_int32s(values: ArrayLike) -> bytes:
 
 
 def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
-    """Unpacks little-endian int32 as int64 [n]. Raises INVALID_FIELD."""
+    """Unpacks little-endian int32 as int64 [n]. Raises INVALID_FIELD if the length is not a
+    multiple of 4."""
     if len(packed) % 4:
         raise HotKVError(
             Reason.INVALID_FIELD, f"{field} has {len(packed)} bytes; packed int32 take 4 each"
@@ -103,7 +104,8 @@ def packed_float32s(values: NDArray[np.float32]) -> bytes:
 
 
 def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
-    """Unpacks little-endian float32 [n]. Raises INVALID_FIELD."""
+    """Unpacks little-endian float32 [n]. Raises INVALID_FIELD if the length is not a multiple of
+    4."""
     if len(packed) % 4:
         raise HotKVError(
             Reason.INVALID_FIELD, f"{field} has {len(packed)} bytes; packed float32 take 4 each"

@@ -111,7 +111,8 @@ def _shown(text: str, most: int) -> str:
 
 
 def hint_identifier(field: str, text: str) -> str:
-    """Checks and returns an id that a router has chosen; it may be empty. Raises INVALID_FIELD."""
+    """Returns an id that a router has chosen, unchanged; it may be empty. Raises INVALID_FIELD if
+    it has more than MAX_ID_CHARS characters, or characters that can't be printed."""
     if text and not hints.is_identifier(text):
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -121,7 +122,9 @@ def hint_identifier(field: str, text: str) -> str:
 
 
 def read_envelope(text: str) -> Hints:
-    """Reads a router's envelope in JSON. Raises INVALID_FIELD or TOO_LARGE."""
+    """Reads a router's envelope (a set of actions on blocks) in JSON. A wrong action is listed in
+    `Hints.rejected`. Raises INVALID_FIELD if the text is no JSON object, TOO_LARGE if it is too
+    long."""
     if len(text) > MAX_ENVELOPE_CHARS:
         raise HotKVError(
             Reason.TOO_LARGE,

@@ -16,7 +16,7 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 
 MAX_TENSORS = 1 << 16
 MAX_KEY_SPACE_BYTES = 32 << 10
-"""Most bytes of a key space on the wire. Most of them are layer names."""
+"""Largest size of a key space on the wire, in bytes. Most of these bytes are layer names."""
 KEY_SPACE_TEXTS = (
     "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed",
     "parallel_shape", "page_format",
@@ -181,7 +181,9 @@ def layout_message(value: Layout) -> layout_pb2.Layout:
 
 
 def read_layout(message: layout_pb2.Layout) -> Layout:
-    """Reads a layout. Raises INVALID_LAYOUT, INVALID_FIELD or TOO_LARGE."""
+    """Reads a layout. Raises INVALID_LAYOUT for a memory handle without a valid source, TOO_LARGE
+    for too many tensors or handles, or a name that is too long, INVALID_FIELD for a name that can't
+    be printed."""
     if len(message.tensors) > MAX_TENSORS or len(message.handles) > MAX_TENSORS:
         raise HotKVError(Reason.TOO_LARGE, f"layout has more than {MAX_TENSORS} tensors or handles")
     handles = []
@@ -251,7 +253,8 @@ def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
 
 
 def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
-    """Reads a device order (the kinds of marks that an engine offers). Raises TOO_LARGE."""
+    """Reads a device order (the kinds of marks that an engine offers). Raises TOO_LARGE for more
+    than MAX_MARKS events or an id that is too long."""
     if len(message.event_handles) > MAX_MARKS:
         raise HotKVError(
             Reason.TOO_LARGE,

@@ -20,7 +20,8 @@ MAX_REPORTED_S = 86_400.0
 def report_message(
     value: RequestReport[Sequence[bytes]], hash_bytes: int
 ) -> session_pb2.RequestReport:
-    """Makes the message of a scheduled request. Raises INVALID_HASH."""
+    """Makes the message of a scheduled request. Raises INVALID_HASH if a hash has another length
+    than `hash_bytes`."""
     return session_pb2.RequestReport(
         hashes=pack(value.hashes, hash_bytes),
         prompt_token_count=value.prompt_tokens,
@@ -40,7 +41,8 @@ def report_message(
 def read_reports(
     messages: Iterable[session_pb2.RequestReport], hash_bytes: int
 ) -> list[RequestReport[Words]]:
-    """Reads the reports of scheduled requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    """Reads the reports of scheduled requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for
+    an invalid field."""
     return [
         RequestReport(
             read_hashes("requests.hashes", m.hashes, hash_bytes),
@@ -66,7 +68,8 @@ def _said(reason: int) -> Miss:
 
 
 def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hints_pb2.EndedRequest:
-    """Makes the message of a request that has ended. Raises INVALID_HASH."""
+    """Makes the message of a request that has ended. Raises INVALID_HASH if a hash has another
+    length than `hash_bytes`."""
     return hints_pb2.EndedRequest(
         hashes=pack(value.hashes, hash_bytes),
         session_id=value.session_id,
@@ -77,7 +80,8 @@ def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hint
 def read_ended(
     messages: Iterable[hints_pb2.EndedRequest], hash_bytes: int
 ) -> list[EndedRequest[Words]]:
-    """Reads the reports of ended requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    """Reads the reports of ended requests. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE for an
+    invalid field."""
     return [
         EndedRequest(
             read_hashes("ended.hashes", m.hashes, hash_bytes),
@@ -94,7 +98,8 @@ def load_end_message(value: LoadEnd) -> session_pb2.LoadEnd:
 
 
 def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
-    """Reads the reports of ended loads. Raises INVALID_FIELD."""
+    """Reads the reports of ended loads. Raises INVALID_FIELD if a waiting time is negative or not
+    finite."""
     return [
         LoadEnd(m.report_id, min(fields.rate("loads.wait_s", m.wait_s), MAX_REPORTED_S), m.failed)
         for m in messages

@@ -1,9 +1,9 @@
 """Performs the actions of hints: finds an action's blocks, then retains, demotes or prefetches
 them, and sets the action's outcome.
 
-Always true: blocks that other sessions or recent requests may use again are not demoted. A tenant's
-prefetches stay within their share of the arena. Use on the event loop only; long work runs in
-slices, between which other tasks run.
+Always true: blocks that other sessions (of a router, such as users' conversations) or recent
+requests may use again are not demoted. A tenant's prefetches stay within their share of the arena.
+Use on the event loop only; long work runs in slices, between which other tasks run.
 """
 
 import asyncio
@@ -29,12 +29,14 @@ from hotkv_server.node.removals import Effects
 PREFETCH_SHARE = 1 / 16
 """Largest share of the arena for the blocks that a tenant's prefetches are fetching."""
 PREFETCH_BLOCKS = 256
-"""A prefetch fetches a prompt in parts of this many hash blocks, from the first block on."""
+"""Number of hash blocks (a hash block is the tokens of one block hash) in each part of a prefetch.
+A prefetch fetches a prompt part by part, from the first block on."""
 PREFETCH_PAUSE_S = 0.05
 """Pause before a prefetch checks again whether there is room within PREFETCH_SHARE, in seconds."""
 BLOCKS_PER_ACTION = 4096
-"""An action on n hash blocks counts as n / BLOCKS_PER_ACTION additional actions in the tenant's
-budget."""
+"""Number of hash blocks (a hash block is the tokens of one block hash) that cost as much as an
+action. An action on n hash blocks takes n / BLOCKS_PER_ACTION actions from the tenant's budget, in
+addition to itself."""
 MAX_PREFETCHES = 64
 """Most prefetches that a tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
@@ -130,7 +132,7 @@ class HintedBlocks:
         return done
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """Counts the blocks of prompts (`num_blocks`), and those of them that are ready in host
+        """Counts the blocks of prompts (`num_blocks`), and how many of them are ready in host
         memory (`num_done`). Other tasks run between parts."""
         done, breaks = Done(), Breaks()
         for one in prompts:

@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 SAVE_S = 2.0
 CLOSE_S = 5.0
 SEEN_S = 30.0
-"""Interval at which the keys that the forecast has seen are copied for the file, in seconds. It is
-longer than SAVE_S, because the keys take half a megabyte, and losing the newest keys changes the
-forecast little."""
+"""Interval, in seconds, at which the keys that the forecast has seen are copied for the file. It is
+longer than SAVE_S, because the keys take half a megabyte. A kill then loses the newest keys, which
+changes the forecast little."""
 MAX_FOLLOWING = 1024
 MAX_FOLLOWING_BLOCKS = 1 << 18
 """Limits of the list of requests that wait for the forecast: at most MAX_FOLLOWING requests with
@@ -60,7 +60,8 @@ DEFAULT_POLICY = "hotness"
 class Savings:
     """The ledger's sums over a window of time.
 
-    rows: usage of each account, the most recently used account first.
+    rows: for each account (a tenant, a key space and an engine) its usage (counts of tokens,
+        seconds and bytes), the most recently used account first.
     total: usage of all accounts together.
     outlook: forecast for a larger cache.
     began_unix_s: when counting began, seconds since 1970.
@@ -241,7 +242,8 @@ class LiveLedger:
         capacity_bytes = self._core.space.pool.capacity_bytes
         for _ in range(len(self._following)):
             if not self._following:
-                # Between two steps, a large new request has displaced the waiting requests.
+                # Between two steps a large new request has arrived, and the waiting requests were
+                # dropped to make room for it.
                 return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)
@@ -350,7 +352,7 @@ def _keys(hashes: Words, fingerprint: bytes) -> Keys:
 
 
 def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
-    """Returns the bytes of the arena that `block_tokens` tokens of a prompt take.
+    """Returns how many bytes of the arena `block_tokens` tokens of a prompt take.
 
     Counts only the groups in which a hit needs every block, because other groups store few blocks
     of a prompt. If there is no such group, counts the first group.

@@ -14,7 +14,7 @@ from hotkv_server.node.names import Names
 RECENT_S = 3600.0
 """The metrics show the outlook (forecast of a larger cache) from the requests of the last hour."""
 DEVICE = "device"
-"""Name of an engine's device memory, where metrics and figures list tiers by name."""
+"""Name of an engine's device memory in metrics and figures that list tiers by name."""
 
 
 def savings_figures(found: Savings, names: Names) -> Figures:

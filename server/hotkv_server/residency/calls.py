@@ -1,7 +1,8 @@
 """Answers the calls that open, extend and close residencies. Functions accept and return protobuf
 messages.
 
-Only a session that has received the arena to map may open or extend a residency.
+Clients read a residency's blocks in the arena, which they map. So only a session that has received
+the arena's descriptor may open or extend a residency.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ def residency_id(text: str) -> str:
 
 
 def _check_reads(session: LiveSession) -> None:
-    """Raises NOT_ALLOWED unless the session has received the arena."""
+    """Raises NOT_ALLOWED unless the session has received the arena's descriptor."""
     if not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,

@@ -17,7 +17,7 @@ def attach(settings: Settings, node: Node) -> "ResidencyCapability":
 
 
 class ResidencyCapability(Capability):
-    """Connects residency to the node. See the folder's README."""
+    """Connects residency to the node. The README of this folder describes residency."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,11 +1,11 @@
 """Opens, extends and closes the residencies of a node. Use on the event loop only.
 
-`residency.book` makes the decisions. This module adds the comparison of restored blocks: a block
-that a restart has restored is compared with its check value before a residency pins it.
+`residency.book` makes the decisions. This module compares blocks first: a block that a restart has
+restored is compared with its check value before a residency pins it.
 
 Always true: a client learns the offset of a restored block only after the block's bytes have
-matched the check value. During the comparison the blocks are pinned and the session is not closed.
-A residency is closed in parts, and other tasks run between the parts.
+matched the check value. During the comparison the blocks are pinned, and the session stays open. A
+residency is closed in parts, and other tasks run between the parts.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """Opens a residency, or reserves more room for an open residency. Frees the slabs that the
-        residency needs before it reserves the room. Other tasks run while slabs are freed."""
+        """Opens a residency, or reserves more room for an open residency. First frees the slabs
+        that the residency needs, then reserves the room. Other tasks run while slabs are freed."""
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):

@@ -199,7 +199,8 @@ class TracingSettings(BaseModel, extra="forbid"):
     def _keeps_headers_secret(self) -> "TracingSettings":
         url = urlsplit(self.endpoint)
         if url.username is not None:
-            # Not raised by a validator of the field, because that error would show the value.
+            # This error is not raised by a validator of the field, because that error would show
+            # the value.
             raise ValueError(
                 "endpoint must have no user and password, since logs name it: put `authorization: "
                 "Basic …` into headers_file"

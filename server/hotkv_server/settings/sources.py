@@ -1,9 +1,9 @@
 """The sources of settings: names of flags and variables, suggestions for wrong names, and the list
 of all settings.
 
-Always true: an unknown flag is refused. An unknown variable with the prefix is refused only if it
-is similar to a setting, or names a section (`HOTKV_ARENA__…`). Other such variables may belong to
-other programs: Kubernetes sets some of them for a service called hotkv.
+Always true: an unknown flag is refused. An unknown variable with the prefix `HOTKV_` is refused
+only if it is similar to a setting, or names a section (`HOTKV_ARENA__…`). Other such variables may
+belong to other programs: Kubernetes sets some of them for a service called hotkv.
 """
 
 import difflib
@@ -22,7 +22,8 @@ CLOSE_RATIO = 0.85
 not count as similar to HOTKV_EVENTS."""
 PREFIX = "HOTKV_"
 OTHERS = frozenset({"HOTKV_TARGET"})
-"""Variables with the prefix that are not settings of the server: the command `hotkv` reads them."""
+"""Variables with the prefix `HOTKV_` that are not settings of the server: the command `hotkv` reads
+them."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "EnvSettingsSource"')
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))

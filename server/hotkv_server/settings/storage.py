@@ -96,7 +96,8 @@ class ArenaSettings(BaseModel, extra="forbid"):
 
     @property
     def slab_size(self) -> int:
-        """Returns the bytes of a slab: `slab_bytes`, or a size that depends on the arena's size."""
+        """Returns the size of a slab in bytes: `slab_bytes`, or a size that depends on the arena's
+        size."""
         if self.slab_bytes:
             return self.slab_bytes
         slab_bytes = SMALLEST_SLAB

@@ -250,7 +250,7 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRo
 
 def _sized(traces: list[Trace], options: argparse.Namespace) -> str:
     """Returns the output of the command with `--arena`: the estimates of `sizing`. Raises
-    TraceError."""
+    TraceError if the tokens of a block can't be found from a trace."""
     policy = options.policy[0] if len(options.policy) == 1 else DEFAULT_POLICY
     wanted = Wanted(
         options.arena,
@@ -316,10 +316,12 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[ReportRow]:
-    """Returns the rows of the ideal caches.
+    """Returns the rows of the two ideal caches: the cache that knows the future, and the unbounded
+    cache.
 
-    In the figures of a tier below, the hit rate is the gain of an ideal cache that is larger by the
-    size of that tier. For the unbounded cache it is 0.
+    If a tier below host memory is simulated, `lower.hit_rate` of a row says by how much the hit
+    rate of the ideal cache grows if the cache is larger by the size of that tier; 0 for the
+    unbounded cache.
     """
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []

@@ -94,7 +94,7 @@ def derive_hints(trace: Trace) -> ReplayHints:
 MakePolicy = Callable[[int], Policy]
 """A function that makes a policy for entry numbers from 1 to the given capacity."""
 Progress = Callable[[int], None]
-"""A function that is called with the number of requests done since its last call."""
+"""A function that is called with the number of requests that were replayed since its last call."""
 
 KEY_SPACE, GROUP, LEASE = 1, 0, 1
 WARM_UP_REQUESTS, WARM_UP_BLOCKS = 64, 16

@@ -24,8 +24,8 @@ AGREE_RATIO = 0.98
 """Least share of requests in which a prompt's length must fit its number of blocks, for a block
 size to be accepted."""
 ENOUGH_RATIO = 0.95
-"""Share of the tokens that an endless cache hits. An arena that hits at least this share counts as
-enough."""
+"""An arena counts as enough if it hits at least this share of the tokens that an endless cache
+hits."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
 

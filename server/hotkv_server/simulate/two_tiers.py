@@ -81,8 +81,8 @@ class TwoTiers:
             self.arrivals.let_go(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes those blocks of a request to the second tier that the gate admits. Skips entries
-        that are 0, because these blocks found no room in the first tier."""
+        """Writes to the second tier the blocks of a request that the gate (which limits writes)
+        admits. Skips entries that are 0, because these blocks found no room in the first tier."""
         down = self.lower.down
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])

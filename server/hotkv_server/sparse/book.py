@@ -3,9 +3,9 @@ arena. Uses the same functions as engines (`hotkv_sparse`).
 
 A `SelectSpec` defines the offset of each layer's representation in a slot. A contradictory spec is
 refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations are
-not copied. Instead, the functions get a view of the arena whose rows are `SLOT_ALIGN` bytes apart,
-shifted by the layer's offset in a slot. So the row of a slot is the slot's offset divided by
-`SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
+not copied. Instead, the functions of `hotkv_sparse` get a view of the arena whose rows are
+`SLOT_ALIGN` bytes apart, shifted by the layer's offset in a slot. So the row of a slot is the
+slot's offset divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
 
 Shapes: Q query heads, H KV heads, D channels, C covered blocks.
 """
@@ -52,8 +52,8 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: for each format, by its name, by how much it overestimates a block's log mass with this
-        centre.
+    bias: by the name of a format: by how much scores in this format overestimate a block's log mass
+        with this centre.
     """
 
     mu: bytes
@@ -172,7 +172,7 @@ class SelectSpec:
 
     @cached_property
     def centre_bytes(self) -> int:
-        """Returns the bytes of the centres of all layers."""
+        """Returns the total size of the centres of all layers, in bytes."""
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
@@ -202,7 +202,7 @@ class SelectSpec:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Returns the bytes of a shard's (a rank's) part of a slot of representations."""
+        """Returns the size of a shard's (a rank's) part of a slot of representations, in bytes."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
@@ -281,8 +281,8 @@ class KeptHotSet:
     """The server's record of the blocks in a client's hot slots, for one layer and shard. Decides
     which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
 
-    A block to load may be a block that the client has just filled with tokens; such a recent block
-    is in host memory only after it is stored.
+    A block to load may be a recent block, which the client has just filled with tokens. Such a
+    block is in host memory only after the client has stored it.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:
@@ -296,8 +296,8 @@ class KeptHotSet:
         blocks, including the partial block, get slots. Returns the blocks that lose their slots to
         them.
 
-        where: the span of the context.
-        num_complete: number of its complete blocks.
+        where: the span (sinks, candidates and recent window) of the context.
+        num_complete: number of complete blocks in the context.
         """
         if (where, num_complete) == (self._hot.span, self._num_complete):
             return NO_BLOCKS
@@ -317,7 +317,7 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """Checks a request. Returns the span of the blocks from which to select.
+    """Checks a request. Returns the span (sinks, candidates and recent window) of its context.
 
     Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
     TOO_LARGE if it needs too many scores.

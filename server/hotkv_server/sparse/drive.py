@@ -153,7 +153,8 @@ class SparseDecode:
     def _cover(self, session: LiveSession, sequence: LiveSequence) -> None:
         """Releases the sequence's lease and acquires a new lease. The new lease pins the leading
         blocks that are ready together with their representations (compact forms of keys). Raises
-        OVERLOADED, and changes nothing, if the session's owner may not have the new lease."""
+        OVERLOADED, and changes nothing, if the new lease would exceed a bound of the session's
+        owner (its tenant or engine)."""
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
         groups = (sequence.spec.representation_group, sequence.group_index)
@@ -163,7 +164,7 @@ class SparseDecode:
         ]
         count = _leading(found)
         if count:
-            # A refused call leaves the previous lease.
+            # Checks first, so that a refused call leaves the previous lease.
             previous = self.core.leases.get(session.record.engine_id, sequence.lease_id)
             weight = read_weight(len(groups), len(groups) * count)
             owner = self.core.sessions.owner(session.record)
@@ -190,8 +191,9 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # The lease pins fewer blocks, because it would exceed the share of the arena for leases
-            # without a load, or because a block is missing. Tries again with fewer blocks.
+            # The grant pins fewer blocks than the call asked for: more blocks would exceed the
+            # share of the arena for leases without a load, or a block is missing. Tries again with
+            # fewer blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned)
 
@@ -299,7 +301,7 @@ class Selections:
         Raises INVALID_FIELD if the sequence was created without `select` or can't answer the
         request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the lease has ended.
 
-        stream: number of the client's stream.
+        stream: number of the client's stream of selections.
         """
         if len(self._running) >= MAX_SELECTS:
             raise HotKVError(

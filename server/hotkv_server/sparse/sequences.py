@@ -1,10 +1,11 @@
 """Records the sequences of sessions. A sequence is a context that is decoded sparsely, given as the
 hashes of its complete blocks.
 
-Always true: a sequence belongs to a session and ends with it. The caller chooses its id. A repeated
-call of create or append changes nothing. The number of sequences of a session is bounded. The
-memory of all sequences is bounded too, in total and for each owner (`cache.room.shares`). This
-module only keeps records; `sparse.drive` leases blocks and makes selections.
+Always true: a sequence belongs to a session and ends with it. The caller chooses the sequence's id.
+A repeated call of create or append changes nothing. The number of sequences of a session is
+bounded. The memory of all sequences is bounded too, in total and for each owner
+(`cache.room.shares`). This module only keeps records; `sparse.drive` leases blocks and makes
+selections.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class LiveSequence:
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
     hot_sets: by layer and shard, the recorded hot set (blocks in the client's hot slots), with the
-        number of the stream to which it belongs.
+        number of the client's stream of selections to which it belongs.
     lock: held during a selection.
     """
 
@@ -178,8 +179,8 @@ class SequenceBook:
         spec: SelectSpec | None,
         owner: str,
     ) -> tuple[LiveSequence, bool]:
-        """Creates a sequence and counts it for `owner`. Returns the sequence and True. If the same
-        sequence exists already, returns that sequence and False.
+        """Creates a sequence and counts it for `owner`, a tenant or engine. Returns the sequence
+        and True. If the same sequence exists already, returns that sequence and False.
 
         Raises HotKVError: INVALID_FIELD if the id is empty, DUPLICATE_ID if another sequence has
         it, OVERLOADED or TOO_LARGE if a bound is reached.
@@ -216,7 +217,9 @@ class SequenceBook:
     def append(
         self, session_number: int, sequence_id: str, first_position: int, hashes: Words
     ) -> LiveSequence:
-        """Appends blocks to a sequence and returns the sequence. Raises HotKVError.
+        """Appends blocks to a sequence and returns the sequence. Raises INVALID_FIELD if the
+        sequence is unknown or the blocks don't continue it, TOO_LARGE or OVERLOADED if a bound is
+        reached.
 
         first_position: position of the first block of `hashes` in the sequence. Blocks that the
             sequence already has must have the same hashes.

@@ -22,7 +22,8 @@ ARENA_MODE = 0o600
 
 def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
     """Opens the arena and the block table. Warns if the machine grants less than the settings ask
-    for. Raises StartError.
+    for. Raises StartError if another server uses the arena, or if its files can't be opened, for
+    example for lack of memory.
 
     reset: True drops the blocks that an earlier server left.
     """
@@ -112,7 +113,7 @@ def warn_of_others(settings: Settings) -> None:
 
 def placer(wanted: str) -> Callable[[int, int], None] | None:
     """Returns a function that places memory on the NUMA nodes of `arena.numa`. Returns None if the
-    setting chooses no nodes. Raises StartError.
+    setting chooses no nodes. Raises StartError if a chosen node has no memory.
 
     wanted: the value of the setting.
     """

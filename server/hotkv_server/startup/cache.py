@@ -26,8 +26,9 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Makes the core with the blocks of an earlier server, and the verifier. Verifies blocks for as
-    long as the settings allow. Blocks the calling thread. Raises StartError."""
+    """Makes the core with the blocks of an earlier server, and the verifier. Compares blocks with
+    their check values for at most `integrity.start_check_s`. Blocks the calling thread. Raises
+    StartError if the arena's files can't be read or written."""
     config = CoreConfig(
         settings.arena.bytes,
         settings.arena.slab_size,

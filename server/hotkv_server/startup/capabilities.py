@@ -30,8 +30,8 @@ class OpenedBelow(Protocol):
 
     def take_over(self, core: CacheCore) -> bool:
         """Fills the books with the blocks that an earlier server left in the tiers. Returns True if
-        this may have registered key spaces in the core. Blocks the calling thread. Raises
-        StartError."""
+        this call may have registered key spaces in the core. Blocks the calling thread. Raises
+        StartError if a tier can't be used."""
 
     def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
         """Makes the object through which the node moves blocks between host memory and the tiers.
@@ -73,14 +73,15 @@ CAPABILITIES: tuple[Attaches, ...] = (
 
 
 def attach_all(settings: Settings, node: Node) -> None:
-    """Makes all capabilities and adds them to the node, which then owns them. Raises StartError."""
+    """Makes all capabilities and adds them to the node, which then owns them. Raises StartError if
+    a capability can't start."""
     for module in CAPABILITIES:
         node.capabilities.append(module.attach(settings, node))
 
 
 def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow | None:
     """Opens the tiers below host memory. Returns None without tiers. Blocks the calling thread.
-    Raises StartError.
+    Raises StartError if a tier can't be opened.
 
     reset: True drops the blocks that an earlier server left in the tiers.
     """

@@ -34,11 +34,12 @@ class Listeners:
 
     @staticmethod
     async def open(settings: Settings, node: Node) -> "Listeners":
-        """Binds all listeners and starts gRPC. Raises StartError."""
+        """Binds all listeners and starts gRPC. Raises StartError if an address can't be bound, or
+        if the access settings can't be used."""
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = linking_users(settings.security)
-        # The path of a socket stays after its server has ended, so an undo must remove it.
+        # A socket's path stays when the socket is closed, so it is removed here if the start fails.
         paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
         with contextlib.ExitStack() as undo:
             for path in paths:

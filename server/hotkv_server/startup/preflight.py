@@ -95,8 +95,9 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
 
 def become_owner(settings: Settings) -> None:
     """Makes a root process switch to the server's user, so that its checks have the same rights as
-    the server. The user is the owner of the arena, or else of the directory of the sockets. Use it
-    only in a process that only makes checks."""
+    the server. The user is the owner of the arena's directory; if there is no such directory or
+    root owns it, the owner of the directory of the sockets. Use it only in a process that only
+    makes checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
         if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):
@@ -107,7 +108,7 @@ def become_owner(settings: Settings) -> None:
 
 
 def _missing(*directories: Path) -> set[Path]:
-    """Returns those of the directories and their parents that do not exist."""
+    """Returns the missing directories among `directories` and their parents."""
     return {
         folder
         for path in directories
@@ -249,7 +250,7 @@ def _bind(setting: str, host: str, port: int) -> None:
             one.bind(address)
             one.listen(1)
     except (OSError, UnicodeError) as error:
-        # UnicodeError: no name of a host, such as one with a label that is too long.
+        # UnicodeError: the text is no valid host name, for example because a label is too long.
         why = getattr(error, "strerror", None) or error
         raise StartError(
             f"{setting}: can't listen on {host}:{port} ({why}); choose another with "

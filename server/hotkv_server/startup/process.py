@@ -15,7 +15,7 @@ import numpy as np
 from hotkv_server.memory import mapping
 
 PRIVATE_UMASK = 0o077
-"""Umask of the server: its files are private, unless it sets another mode."""
+"""Umask of the server. The server's files are private, unless the server sets another mode."""
 UNUSED_LIBRARIES = ("libllvmlite", "openblas")
 """Parts of the file names of libraries that a running server does not use: the compiler of numba's
 kernels, and numpy's linear algebra."""
@@ -59,8 +59,8 @@ def raise_file_limit() -> None:
 
 
 def return_large_blocks() -> None:
-    """Makes malloc return large blocks to the kernel when they are freed. By default it would keep
-    blocks as large as the largest messages."""
+    """Makes malloc return large pieces of memory to the kernel when they are freed. By default
+    malloc would keep freed pieces as large as the largest messages."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 

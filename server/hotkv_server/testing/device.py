@@ -135,7 +135,8 @@ class DeviceCopies:
         )
 
     def _resolve(self, device: int, copy: Copy, what: str, *, pageable: bool) -> Copy:
-        """Returns the copy with the addresses in this process at which its bytes are."""
+        """Translates the addresses of a copy: returns the copy with the addresses at which this
+        process has the bytes."""
         dst, src, count = copy
         (to, to_memory), (from_, from_memory) = (
             self._ranges.copy_range(device, dst, count, what),

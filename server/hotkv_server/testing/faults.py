@@ -48,7 +48,8 @@ HANG_S = 3600.0
 
 
 class Death(BaseException):
-    """Raised to end a thread or task; the server's `except Exception` does not catch it."""
+    """Raised to end a thread or task. The server's `except Exception` does not catch it, because it
+    is a BaseException."""
 
 
 def break_function(point: str, how: str, file: str) -> None:

@@ -86,7 +86,8 @@ def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
 
 
 def write(bench: Bench, keys: Sequence[bytes]) -> None:
-    """Writes blocks under these keys. Their contents are the contents number 0, 1, …."""
+    """Writes blocks under these keys. The first block has the content number 0, the second block
+    number 1, and so on."""
     bench.fill(range(len(keys)), range(len(keys)))
     codes, _ = bench.answer(blocks_of(keys, 0, {}))
     assert (codes == Write.STORED).all(), codes.tolist()
@@ -221,8 +222,9 @@ def check_flushes(store: Store) -> None:
 
 @contextlib.contextmanager
 def _many() -> "Any":
-    """Yields a function that makes callbacks, and the list of the callbacks' arguments. At its end
-    waits until all callbacks have been called."""
+    """Yields a function that makes callbacks, and the list of the arguments with which these
+    callbacks were called. At the end of the `with` block, waits until all callbacks have been
+    called."""
     changed, answers, num_begun = threading.Condition(), list[Any](), [0]
 
     def on_done(value: Any) -> None:

@@ -106,7 +106,7 @@ class OtlpReceiver:
         self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
     ) -> list[ReceivedSpan]:
         """Waits until `is_enough` returns True for the received spans, and returns these spans.
-        Raises TimeoutError."""
+        Raises TimeoutError if that does not happen within `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         while not is_enough(spans := list(self.spans)):
             if time.monotonic() > until_s:

@@ -54,8 +54,8 @@ class Rig:
     breaks: returns a context manager during which the tier's store can't be used; None if that is
         impossible.
     content: returns the bytes of a block, given its number.
-    encoded_bytes: returns the bytes to reserve in the tier for an encoded block, given the block's
-        size. Used only for a tier whose storage offsets (places) the cache core chooses.
+    encoded_bytes: returns how many bytes to reserve in the tier for an encoded block, given the
+        block's size. Used only for a tier whose storage offsets (places) the cache core chooses.
     """
 
     tier: Tier
@@ -94,7 +94,7 @@ class Bench:
 
     seals: by block, the check value that the tier returned for it. Used only for a tier whose
         storage offsets the cache core chooses.
-    stored_bytes: by block, its bytes in the tier. Used only for such a tier.
+    stored_bytes: by block, its size in the tier, in bytes. Used only for such a tier.
     found_bytes: sum of the stored bytes of all blocks that reads found.
     """
 
@@ -111,7 +111,7 @@ class Bench:
 
     @property
     def arena(self) -> NDArray[np.uint8]:
-        """Returns the bytes of the arena."""
+        """Returns the memory of the arena."""
         return self.rig.arena.array()
 
     def blocks(
@@ -144,7 +144,7 @@ class Bench:
             self.slot(slot)[:] = self.rig.content(number)
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
-        """Returns the bytes of a slot in the arena."""
+        """Returns the memory of a slot in the arena."""
         return self.arena[slot * self.rig.slot_bytes : (slot + 1) * self.rig.slot_bytes]
 
     def write(

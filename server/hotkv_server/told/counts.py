@@ -16,8 +16,8 @@ which take some 20 ms."""
 class RecentCensus:
     """Provides a census (count of all entries) to a caller that asks repeatedly.
 
-    If counting is short (see FRESH_PARTS), each call counts anew. Otherwise a call returns the last
-    finished census and starts the next census, so that callers don't wait for it.
+    If a count takes a short time (see FRESH_PARTS), each call counts anew. Otherwise a call returns
+    the last finished census and starts the next census, so that callers don't wait for it.
     """
 
     def __init__(self, node: Node) -> None:
@@ -26,8 +26,8 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Starts the first census in the background, unless counting is short. Call this method on
-        the event loop."""
+        """Starts the first census in the background, unless a count takes a short time. Call this
+        method on the event loop."""
         if not self._is_short:
             self._count()
 

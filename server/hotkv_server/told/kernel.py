@@ -306,7 +306,7 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
 
 def _prefix(digits: str) -> inspect.HashPrefix | None:
     """Parses a filter's hexadecimal digits as the prefix of block hashes. Returns None if there are
-    no digits. Raises INVALID_FIELD."""
+    no digits. Raises INVALID_FIELD if the text is not hexadecimal or too long."""
     try:
         return inspect.HashPrefix(digits) if digits else None
     except ValueError as error:

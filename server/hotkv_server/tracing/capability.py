@@ -38,13 +38,14 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
-    """Returns the tracing capability of this node. Raises StartError."""
+    """Returns the tracing capability of this node. Raises StartError if traces can't be
+    exported."""
     return TracingCapability(_open(settings.tracing))
 
 
 def _open(settings: TracingSettings) -> Tracing | None:
     """Makes the object that records spans. Returns None if the settings name no collector. Raises
-    StartError."""
+    StartError if a package is missing, or if the collector's settings can't be used."""
     if not settings.endpoint:
         return None
     try:
@@ -77,7 +78,8 @@ def _not_installed(error: ImportError) -> StartError:
 
 def _headers(settings: TracingSettings) -> dict[str, str]:
     """Reads the HTTP headers for the collector from the settings' file. Returns them by name.
-    Raises StartError."""
+    Raises StartError if the file can't be read, if other users can read it, or if a line is no
+    `name: value`."""
     path, headers = settings.headers_file, dict[str, str]()
     if path is None:
         return headers

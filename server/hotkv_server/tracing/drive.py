@@ -1,8 +1,8 @@
 """Records spans of the server's work: spans of calls, with child spans of waits, copies and tiers.
 
-Always true: without tracing a node has no such object, and this module is not called. The memory
-for later spans (writes to tiers) is bounded in number and time. Spans contain the server's numbers
-and names, never hashes, token ids or bytes. On the event loop only.
+Always true: without tracing a node has no `Tracing` object, and this module is not called. The
+memory for later spans (writes to tiers) is bounded in number and time. Spans contain the server's
+numbers and names, never hashes, token ids or bytes. On the event loop only.
 """
 
 import contextlib

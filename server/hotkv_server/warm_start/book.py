@@ -20,8 +20,9 @@ from hotkv_server.cache.values import Entries, HashList, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Warmth:
-    """A snapshot of ready blocks [n]: their entries, generations, heat, and slot sizes in bytes. A
-    block with more heat is evicted later."""
+    """A snapshot of n ready blocks, as arrays [n]: their entries, generations, heat, and slot sizes
+    in bytes. The generation of an entry shows later whether the entry still belongs to the same
+    block. A block with more heat is evicted later."""
 
     entries: Entries
     generations: NDArray[np.uint32]

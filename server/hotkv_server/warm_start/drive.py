@@ -51,8 +51,8 @@ class WarmStart:
         return f"WarmStart({self._core!r})"
 
     async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
-        """Yields the hashes of the hottest blocks in parts. The blocks together take at most
-        `byte_count` bytes; 0: all blocks. Raises UNKNOWN_KEY_SPACE."""
+        """Yields the hashes of the hottest blocks in parts. All parts together name blocks of at
+        most `byte_count` bytes; 0: all blocks. Raises UNKNOWN_KEY_SPACE."""
         self._core.key_space(key_space_id)
         parts: list[hottest.Warmth] = []
         async for some, _ in slices(hottest.warmth(self._core, key_space_id)):
@@ -63,10 +63,11 @@ class WarmStart:
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
         """Promotes named blocks from tiers, as far as there is room and time. A block that is named
-        twice counts once. Raises HotKVError.
+        twice counts once. Returns the number of blocks by outcome. Raises HotKVError if the server
+        drains, or if the key space is unknown.
 
         groups: the blocks, by group.
-        wait_s: longest wait.
+        wait_s: longest time to wait for the promotions.
         """
         self._core.sessions.check_takes_new("fetches nothing")
         groups = _joined(groups)

@@ -1,5 +1,5 @@
-"""Serves the gRPC service WarmStartService. Export lists the blocks that the node would keep
-longest. Prefetch promotes blocks that a client names from the tiers to host memory."""
+"""Serves the gRPC service WarmStartService. Its call Export lists the blocks that the node would
+keep longest. Its call Prefetch promotes to host memory the blocks that a client names."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -80,7 +80,8 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
-        """Returns the blocks that a request names, by group. Raises HotKVError."""
+        """Returns the blocks that a request names, by group. Raises HotKVError if a group or hash
+        is invalid, or if the request names no block or too many blocks."""
         space = self._node.core.key_space(number)
         named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
         lists = [HashList(*one) for one in named]

@@ -94,7 +94,8 @@ def source_of(kernel: str) -> str:
 
 
 def source_text(source: str) -> str:
-    """Returns the text of a source file. The text of its header replaces the include.
+    """Returns the text of a source file, with the text of its header in place of the `#include`
+    line.
 
     CuPy's cache finds compiled code by the source text. It would not notice a change of an included
     file.
@@ -147,7 +148,7 @@ class CupyDevice:
     """A CUDA device, used through CuPy.
 
     number: CUDA's number of the device.
-    stream: CUDA's number of the stream for launches (torch:
+    stream: CUDA's handle of the stream for launches, as an int (torch:
         `torch.cuda.current_stream().cuda_stream`).
     """
 

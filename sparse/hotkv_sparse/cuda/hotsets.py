@@ -53,8 +53,8 @@ class CudaHotSets:
     fragments: the pieces of a block that `correct` copies from the arena to a page of the cache.
     page_bytes: distance between two pages of the layer's cache.
     table: int32 [R, K], the block table for attention: the pages of each row's hot set, with the
-        last block of the context at the end. In a workspace with `Residents`, all layers share one
-        `table` and one `lengths`.
+        last block of the context at the end. In a workspace with `Residents` (the tables for
+        contexts beyond device memory), all layers share one `table` and one `lengths`.
     slots: int32 [R, K], the hot slots of the same blocks, numbered from 0 in each sequence.
     lengths: int32 [R], number of tokens in the blocks of `table`.
     counts: int32 [R, 8], counts of the last step. The columns are LOADED and the names after it.
@@ -154,7 +154,8 @@ class CudaHotSets:
 
     def _has_copy(self) -> Array | None:
         """Returns the array that marks the blocks with a copy in the arena. Returns None in a
-        workspace with `Residents`, because there every complete block has a copy."""
+        workspace with `Residents` (the tables for contexts beyond device memory), because there
+        every complete block has a copy."""
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:

@@ -105,14 +105,14 @@ class IndexShape:
 
     @property
     def head_bytes(self) -> int:
-        """Returns N, the bytes of the representation (compact form of the keys) of a block and
-        head."""
+        """Returns N, the size in bytes of the representation (compact form of the keys) of a block
+        and head."""
         return formats.head_bytes(self.name, self.block_tokens, self.head_size)
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of a row: H * N rounded up to a multiple of 32, the size of a sector of
-        device memory."""
+        """Returns the size of a row in bytes: H * N rounded up to a multiple of 32, the size of a
+        sector of device memory."""
         return -(-self.kv_heads * self.head_bytes // 32) * 32
 
     @property
@@ -128,8 +128,8 @@ class IndexShape:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the bytes of a tile: the prepared queries of 8 heads, in the order that
-        `score_tokens` reads."""
+        """Returns the size of a tile in bytes. A tile is the prepared queries of 8 heads, in the
+        order that `score_tokens` reads."""
         return self.line_groups * (4 if self.form.bits == 2 else 8) * 128
 
     def level_words(self) -> tuple[int, int]:

@@ -112,8 +112,8 @@ class CudaSelector:
 
     @property
     def _tile_bytes(self) -> int:
-        """Returns the bytes of a tile (the prepared queries of 8 heads). For a summary format a
-        tile has the parts of the 8 heads one after the other."""
+        """Returns the size of a tile (the prepared queries of 8 heads) in bytes. For a summary
+        format a tile has the parts of the 8 heads one after the other."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
@@ -256,7 +256,8 @@ class CudaSelector:
 
         out: float32 [R, Q, D], output: the attention; None: not computed.
         scale: scale of attention; None: 1 / sqrt(D).
-        log_mass: float32 [R, Q], output: the log of the attention mass; None: not computed.
+        log_mass: float32 [R, Q], output: the log of the attention mass of the attended blocks;
+            None: not computed.
         always: True: attend only to the always kept blocks (sinks, recent window).
         """
         work, shape, keys, hot = self._workspace, self._workspace.shape, self._keys, self.hot

@@ -132,8 +132,9 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets the places of a sequence's representations (compact forms of keys) and of the
-        blocks' copies, for consecutive blocks from position `first` on.
+        """Sets where the representations (compact forms of keys) of consecutive blocks of a
+        sequence are, and where the blocks' copies in the arena are. The blocks begin at position
+        `first`.
 
         Call this method between two steps. Blocks until the values are copied to the device.
 
@@ -171,8 +172,9 @@ class Workspace:
         return self.shape.num_sequences if batch is None else batch.num_rows
 
     def engine_arguments(self) -> tuple[Argument, ...]:
-        """Returns the kernel arguments about the engine's block table: table, stride, `freed`,
-        number of sinks."""
+        """Returns the kernel arguments about the engine's block table: the table, its stride,
+        `freed` (for each state, the position up to which blocks are only in host memory), and the
+        number of sink blocks."""
         residents = self.residents
         if residents is None or residents.batch is None:
             return None, np.int64(0), None, np.int32(0)

@@ -97,8 +97,8 @@ DEVICES: dict[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """Returns the device with this name. HERE names this machine. Raises INVALID_FIELD if the name
-    is unknown."""
+    """Returns the device with this name. The name HERE stands for this machine. Raises
+    INVALID_FIELD if the name is unknown."""
     if name == HERE:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device(HERE, "this machine's own memory", memory_bytes)
@@ -170,7 +170,7 @@ class Model:
         return layers + matrices * self.embedding_parameters + self.hidden
 
     def kv_token_bytes(self, element_bytes: int) -> int:
-        """Returns the bytes of a token's keys and values in all layers."""
+        """Returns the size of a token's keys and values in all layers, in bytes."""
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes
 
 
@@ -201,7 +201,7 @@ _REFUSED = {
 
 
 def model_named(name: str) -> Model:
-    """Returns the model of `MODELS` with this name. Raises INVALID_FIELD."""
+    """Returns the model of `MODELS` with this name. Raises INVALID_FIELD if the name is unknown."""
     if name not in MODELS:
         raise refuse("model", name, f"use one of {', '.join(MODELS)}, or --config with a file")
     return MODELS[name]
@@ -353,12 +353,13 @@ class Plan:
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of a single number in the keys and values."""
+        """Returns the size of a single number in the keys and values, in bytes."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of a parameter."""
+        """Returns the size of a parameter in bytes; less than 1 for a weight of fewer than 8
+        bits."""
         return (self.weight_bits or 8 * self.element_bytes) / 8
 
     @property
@@ -396,12 +397,12 @@ class Plan:
         return max(1, model.kv_heads // self.tensor_parallel)
 
     def layer_token_bytes(self, model: Model) -> int:
-        """Returns the bytes of a token's keys and values in a layer, on a device."""
+        """Returns the size of a token's keys and values in a layer, on a device, in bytes."""
         return 2 * self.rank_kv_heads(model) * model.head_size * self.element_bytes
 
     def block_representation_bytes(self, model: Model) -> int:
-        """Returns the bytes of a block's representations (compact forms of its keys) in all sparse
-        layers, on a device."""
+        """Returns the size of a block's representations (compact forms of its keys) in all sparse
+        layers, on a device, in bytes."""
         names = [name for layer in range(model.layers) for name in self.sparse.scorers_of(layer)]
         heads = self.rank_kv_heads(model)
         return heads * sum(head_bytes(name, self.block_tokens, model.head_size) for name in names)

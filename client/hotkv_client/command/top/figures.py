@@ -44,7 +44,7 @@ class Reading:
 
 
 def read(client: AdminClient) -> Reading:
-    """Asks the server for a reading. Raises HotKVError."""
+    """Asks the server for a reading. Raises HotKVError if the server refuses or does not answer."""
     info = client.info()
     return Reading(
         at_s=time.monotonic(),
@@ -71,7 +71,7 @@ TROUBLES = {
     "events_lost_total": "events were lost: a reader is too slow",
     "ledger_lost_reports_total": "reports were not counted: the ledger is behind",
 }
-"""Counters that should not grow, with the warning for each that does."""
+"""Counters that should not grow. The value is the warning that is shown if the counter grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +282,7 @@ def _hit_ratio(sums: Mapping[str, Any]) -> float | None:
 
 
 def _activity(tier: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the activity of a tier below host memory; empty for host memory."""
+    """Returns the counts of reads and writes of a tier below host memory; empty for host memory."""
     return {} if tier.get("name") == HOST else tier.get("activity") or {}
 
 

@@ -207,7 +207,8 @@ class _Asking:
         self._asked = self._thread.submit(read, self._client)
 
     def answer(self) -> Reading | None:
-        """Returns the reading if it has arrived; otherwise None. Raises HotKVError."""
+        """Returns the reading if it has arrived; otherwise None. Raises HotKVError if the reading
+        failed."""
         if self._asked is None or not self._asked.done():
             return None
         asked, self._asked = self._asked, None

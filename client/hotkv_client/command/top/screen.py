@@ -25,7 +25,7 @@ MAX_HISTORY = 60
 WIDE = 110
 """Least width of the terminal, in columns, at which rows show more figures."""
 FIGURES_WIDTH, WIDE_FIGURES_WIDTH = 63, 76
-"""Width of a row's figures, without the row's name, in columns; the second on a WIDE terminal."""
+"""Columns of a row's figures, without the row's name: on a narrow terminal, and on a WIDE one."""
 ENGINES_WIDTH = 9
 """Width of the column that shows how many engines a model has."""
 MIN_NAME, MAX_NAME = 12, 40

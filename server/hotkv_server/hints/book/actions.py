@@ -147,7 +147,7 @@ def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: flo
 
 
 def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
-    """Counts the listed blocks, and the number of them that are ready in host memory. Raises
+    """Counts the listed blocks, and how many of them are ready in host memory. Raises
     UNKNOWN_KEY_SPACE."""
     done = Done()
     core.key_space(key_space_id)

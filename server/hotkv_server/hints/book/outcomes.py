@@ -5,7 +5,7 @@ Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't s
 data. An action is done once, even if its message arrives again. Each change of an outcome gives the
 outcome a new sequence number, higher than all earlier numbers of this tenant. A block counts as
 reused once a request has hit it in hotkv after the action; an action counts each of its blocks
-once.
+once. A hash block is the tokens of one block hash.
 """
 
 from collections import OrderedDict
@@ -61,8 +61,8 @@ class HintLimits:
     """Limits of the memory and work for hints. `tenants` and `node_bytes` apply to the node, the
     other limits to each tenant.
 
-    sessions: sessions that are remembered.
-    session_bytes: bytes of the hashes of the sessions' prompts.
+    sessions: sessions of the router that are remembered.
+    session_bytes: bytes of the hashes of these sessions' prompts.
     outcomes: outcomes that are remembered.
     actions_per_s: actions accepted per second on average.
     burst_actions: actions accepted at once after a pause.
@@ -171,8 +171,8 @@ class TenantHints:
         self.changed(outcome)
 
     def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
-        """Returns up to `most` outcomes that have changed after `cursor` (a sequence number), the
-        oldest change first.
+        """Returns up to `most` outcomes that have changed since the change with sequence number
+        `cursor`, the oldest change first.
 
         message_id: only outcomes of this message; empty: of all messages.
         """
@@ -192,8 +192,7 @@ class TenantHints:
         If the action is already tracked in this key space from the same `start` on, keeps the hits
         counted so far.
 
-        hashes: hashes of the prompt's hash blocks (blocks of the engine's hash block size), uint32
-            words [n, 8].
+        hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
         """
         if start >= stop:
             return
@@ -293,7 +292,8 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Returns the bytes of the recorded prompts of all tenants, with and without a session."""
+        """Returns the total size in bytes of the recorded prompts of all tenants: prompts of
+        sessions, and prompts of requests without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )

@@ -1,5 +1,5 @@
-"""Measures how long sessions pause between the end of a request and their next request, to predict
-when a session returns.
+"""Measures how long a router's sessions (such as users' conversations) pause between the end of a
+request and their next request, to predict when a session returns.
 
 The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
 at most SHARED_GAPS for all sessions together. If a request arrives while another request of its
@@ -18,8 +18,9 @@ pauses."""
 HELD_GAPS = 1.5
 """Blocks are held for HELD_GAPS times the expected pause."""
 MAX_HOLD_S = 5.0
-"""Longest time for which blocks are held. If the time would be longer, they are not held at all:
-blocks of sessions with short pauses hit more often in the same room (`bench.agents`)."""
+"""Longest time for which blocks are held. Blocks that would have to be held longer are not held at
+all. The same memory gives more hits if it holds the blocks of sessions with shorter pauses
+(`bench.agents`)."""
 
 
 @dataclass(slots=True)
@@ -53,8 +54,9 @@ class ReturnTimes:
         session.idle_since_s = None
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
-        """Records that a request of the session has ended. Returns for how many seconds to hold its
-        blocks; 0 if no pause is known, or if the session is expected to return too late."""
+        """Records that a request of the session has ended. Returns for how many seconds to hold the
+        session's blocks; 0 if no pause is known, or if the session is expected to return too
+        late."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0

@@ -83,8 +83,8 @@ class HintSession:
         self.message_id, self.used_s = message_id, now_s
 
     def used_beside_s(self, message_id: str) -> float:
-        """Returns when a request with another hint message last used the session. (If a request has
-        several samples, all of them have the same message.)"""
+        """Returns when a request with another hint message last used the session. (The samples of
+        one API request, `n` > 1, are several requests with the same message.)"""
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
@@ -179,8 +179,8 @@ class HintSessions:
         """Returns the number of leading blocks of a prompt that other sessions, or recent requests
         without a session, may use again.
 
-        If a recorded prompt without a session is a beginning of this prompt, it is not counted,
-        because this prompt probably continues it.
+        If a recorded prompt without a session is a beginning of this prompt, the recorded prompt is
+        not counted, because this prompt probably continues it.
 
         hashes: hashes of the prompt's blocks.
         session_id: the session of the prompt; empty if it has no session.

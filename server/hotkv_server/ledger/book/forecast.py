@@ -147,8 +147,9 @@ class Forecast:
         self._num_seen += num_fresh
         while self._num_seen > self._max_seen:
             self.seen_share /= 2
-            # A tag is the low half of the mixed key, except for its last bit. So tags can be
-            # compared with the threshold.
+            # A key is in the sample if the low half of its mixed key is below the threshold. The
+            # table's tag is this half without its last bit, so the table can drop keys by their
+            # tags.
             self._seen.drop_from(_threshold(self.seen_share))
             self._num_seen = len(self._seen)
         return float(missed)

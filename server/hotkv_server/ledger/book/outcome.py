@@ -1,7 +1,8 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
 Only the blocks of a single group are examined, the counted group. It is the first group in which a
-hit needs all blocks before it, or the first group if there is no such group.
+hit needs all blocks before it, or the first group if there is no such group. A hash block is the
+tokens of one block hash.
 """
 
 from collections import Counter
@@ -133,7 +134,8 @@ def _why(
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
     causes = core.space.removal.causes(key_space_id, group_index, hashes)
-    # Evicted for room, or demoted because of a hint: with more room these blocks would have stayed.
+    # These blocks were evicted to make room, or because a hint demoted them. With more room they
+    # would have stayed.
     made_room = (causes == Cause.ROOM) | (causes == Cause.HINT)
     codes = np.where(made_room, int(Miss.EVICTED), int(Miss.NEVER_STORED))
     for one in core.below:

@@ -62,11 +62,11 @@ class Kept:
 
 
 def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) -> list[bytes]:
-    """Converts the ledger to pieces of bytes, which are copies. `seal` joins them into the file's
-    content, on any thread.
+    """Converts the ledger to pieces of bytes. The pieces are copies, so the ledger may change after
+    this call. `seal` joins them into the file's content, on any thread.
 
-    seen, seen_share: the forecast's seen keys and their share. Both were read at the same time,
-        which may be earlier.
+    seen, seen_share: the forecast's seen keys and their share. The caller has read both at the same
+        time, perhaps earlier than this call.
     """
     tables = [_cells(row) for _, row in accounts.rows()]
     outlook = _cells(forecast.sums)
@@ -96,7 +96,8 @@ def seal(pieces: Iterable[bytes]) -> bytes:
 
 
 def unpack(content: bytes) -> Kept:
-    """Parses the content of a ledger's file. Raises PackError."""
+    """Parses the content of a ledger's file. Raises PackError if the content is damaged, or of
+    another format."""
     if len(content) < HEADER.size:
         raise PackError(f"it has {len(content)} bytes")
     magic, crc, length = HEADER.unpack_from(content)

@@ -3,18 +3,18 @@ and pinned slots.
 
 Always true:
 
-- For each tenant, the bytes of its residencies (promised and pinned, each entry counted once) are
-  at most `residency.share` (setting, 0 to 1) of the most bytes that the tenant may hold in the
-  arena.
-- They are also at most `residency.share` of the arena, less the bytes that are kept for the other
-  tenants. For each other tenant these are the share of its guarantee, or the bytes of its
-  residencies if they are more.
+- A tenant's residencies take at most `residency.share` (setting, 0 to 1) of the most bytes that the
+  tenant may hold in the arena. Their bytes are the promised and the pinned bytes; an entry that
+  several residencies pin counts once.
+- They also take at most `residency.share` of the arena, minus a part for each other tenant. This
+  part is `residency.share` of the other tenant's guarantee, or the bytes that its residencies take
+  if they are more.
 - For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
   can make room for every promise by evicting unpinned blocks.
 - A slot counts with its part of the unused end of its slab.
 
-When room is promised, bytes that leases pin and bytes that requests' hints pin also count: see
-`PinBudget`.
+New room is promised only within `PinBudget` too. This budget also counts the bytes that leases pin,
+and the bytes that hints of requests pin.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ suffices."""
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns the bytes of the arena that a slot of this size costs: its share of a slab, or all
+    """Returns how many bytes of the arena a slot of this size costs: its share of a slab, or all
     slabs that it spans.
 
     Assumes that the slot lies in the shortest possible run (adjacent slabs with slots of one size).
@@ -89,14 +89,14 @@ class ResidencyBound:
         return min(int(self._share * capacity), most_pinned(capacity))
 
     def cost(self, slot_bytes: int) -> int:
-        """Returns the bytes of this arena that a slot of this size costs, including the slot's
+        """Returns how many bytes of this arena a slot of this size costs, including the slot's
         share of the unused end of a slab."""
         if slot_bytes not in self._costs:
             self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
         return self._costs[slot_bytes]
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """Returns the bytes of the arena that slots cost together.
+        """Returns how many bytes of the arena slots cost together.
 
         slots: number of slots, by size.
         """
@@ -132,7 +132,7 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """Returns the bytes of the tenant's residencies: pinned bytes plus promised bytes
+        """Returns how many bytes the tenant's residencies take: pinned bytes plus promised bytes
         (reserved, not yet pinned)."""
         return self._taken.get(tenant, 0)
 

@@ -137,8 +137,8 @@ class ResidentGroup:
 class Residency:
     """A residency of an engine: the room reserved for a request, and the blocks pinned in it.
 
-    owner: for whom bounds count the residency: the engine's tenant, or the engine if no tenants are
-        configured.
+    owner: the tenant of the engine, or the engine itself if no tenants are configured. The bounds
+        on the number and memory of residencies apply to each owner.
     session_number: the session that opened the residency.
     tenant: number of the key space's tenant.
     opened_s: when the residency was opened, on the monotonic clock.

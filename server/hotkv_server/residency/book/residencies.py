@@ -5,11 +5,12 @@ Opening a residency reserves room. Opening it again with more blocks reserves mo
 residency pins stored blocks and returns their offsets. A store that names the residency pins its
 blocks when they become ready.
 
-Always true: the pinned and promised bytes are within `ResidencyBound`. A server may unpin blocks
-that their engine has not released. Before that, it changes the session's validity word, by which
-readers check that their blocks are still pinned (`cache.readers`). All sessions of an engine can
-use its residencies; a residency ends with the session that opened it. If the server drains,
-residencies stay for the next server, whose `Grace` keeps their blocks for a time.
+Always true: the pinned bytes and the promised bytes (reserved, not yet pinned) are within
+`ResidencyBound`. The server may unpin blocks that the engine has not released. Before it does so,
+it changes the session's validity word, by which readers check that their blocks are still pinned
+(`cache.readers`). All sessions of an engine can use its residencies; a residency ends with the
+session that opened it. If the server drains, residencies stay for the next server, whose `Grace`
+keeps their blocks for a time.
 """
 
 from collections import Counter
@@ -85,7 +86,8 @@ class Residencies:
 
         Raises DUPLICATE_ID if the residency is open for other groups, or for more blocks of a
         group. Raises NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there
-        can never be enough room, and others. A refusal is recorded for operators and changes no
+        can never be enough room, and HotKVError with another reason for other refusals, such as an
+        invalid group. A refusal for lack of room is recorded for operators. A refusal changes no
         other state.
 
         num_blocks: number of blocks to reserve in total, by group.

@@ -287,8 +287,8 @@ async def _status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def since(query: str) -> float:
-    """Returns the parameter `since_s` of a query, in seconds; 0 if it is missing. Raises
-    ValueError."""
+    """Returns the parameter `since_s` of a query, in seconds; 0 if it is missing. Raises ValueError
+    if it is no number, or below 0."""
     values = urllib.parse.parse_qs(query).get("since_s", ["0"])
     try:
         seconds = float(values[-1])
