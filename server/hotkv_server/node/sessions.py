@@ -83,6 +83,11 @@ class Sessions:
             )
         return session
 
+    def owner(self, session: LiveSession) -> str:
+        """Returns the owner for whom an open session's use of shared bounds counts
+        (`FairBound`)."""
+        return self._core.sessions.owner(session.record)
+
     async def open(
         self,
         engine_id: str,
