@@ -78,6 +78,15 @@ def test_blocks_that_are_full_at_the_end_are_stored(
     assert ended(one, asks) == tail
 
 
+def test_a_diffusion_models_answer_that_was_only_read_is_not_stored(desk: Any) -> None:
+    """vLLM counts it as computed, although the model has not written its KV."""
+    one = desk()
+    asks = request("a", 16, decoded=17, computed=33)
+    asks.sampling_params = SimpleNamespace(extra_args={"diffusion_read_only": 1})
+    one.arrive(asks)
+    assert ended(one, asks) == [[1]]
+
+
 @pytest.mark.parametrize("why", ["absent worker", "failed load"])
 def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_failed(
     desk: Any, why: str

@@ -19,6 +19,9 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from hotkv_vllm.compat import NULL_BLOCK
 
+READ_ONLY = "diffusion_read_only"
+"""Name of the argument by which a request only reads the answer of a diffusion model."""
+
 
 class BlockIds(Sequence[int]):
     """A view of a request's block table in one group: reads ids from vLLM's block objects when they
@@ -137,6 +140,17 @@ def shared_prefix_boundary(request: Any) -> int:
     """Returns the length, in tokens, of the prefix for which vLLM keeps a recurrent state because
     several requests share it; 0 without such a prefix."""
     return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+def written_tokens(request: Any) -> int:
+    """Returns how many leading tokens of an ended request have KV.
+
+    Source: vLLM 0.32 counts the answer of a diffusion model as computed although it was only read,
+    so that the model has not written its KV (`diffusion_gemma`).
+    """
+    extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
+    computed = int(request.num_computed_tokens)
+    return min(computed, request.num_prompt_tokens) if extra.get(READ_ONLY) else computed
 
 
 class WholeSet(set[int]):
@@ -298,7 +312,7 @@ def stop_at_computed(offloading: Any, request: Any) -> None:
     finished request were computed, unless the request was aborted. With asynchronous scheduling a
     request may also end after vLLM has preempted it and freed its blocks.
     """
-    limit_stores(offloading, request.request_id, request.num_computed_tokens)
+    limit_stores(offloading, request.request_id, written_tokens(request))
 
 
 def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:

@@ -470,8 +470,9 @@ class DoorScheduler:
         self._tier.may_repeat = is_device_empty
         if not is_device_empty:
             self._tier.exclude(self._states)
-            self._watched.distrust_all()
         if self._reset is None or checks.is_pausing():
             return True
+        if not is_device_empty:
+            self._watched.distrust_all()
         self._tier.stats.add("resets")
         return self._reset.begin(self._config.reset_timeout_s)

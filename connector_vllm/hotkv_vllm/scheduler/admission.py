@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from hotkv_proto.reports import Miss
-from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
+from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
@@ -322,7 +322,7 @@ class Admission:
             # The last sampled token's slot may hold another token's KV, so a block that ends there
             # is not stored.
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
-            cache.planner.finish(state, block_ids, min(known, request.num_computed_tokens))
+            cache.planner.finish(state, block_ids, min(known, steps.written_tokens(request)))
 
     @hook(nothing, is_part=True)
     def _end_sequences(self, request_id: str) -> None:
