@@ -514,7 +514,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
             log.warning("session ended number=%d: %s", session.record.number, why.message)
-            owner = self._node.core.sessions.owner(session.record)
+            tenant = session.key_space.tenant if self._node.has_tenants else ""
+            owner = tenant or session.record.engine_id
             self._unread_ends.take(owner, 1)
             try:
                 # Last, because it waits for the client to read.
