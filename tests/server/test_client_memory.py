@@ -33,6 +33,8 @@ from hotkv_client import (
     SessionConfig,
     channels,
 )
+from hotkv_client.admin import AdminClient
+from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import Reason, SessionLostError
@@ -170,9 +172,14 @@ def own_channel(server: Server, *options: tuple[str, int]) -> grpc.Channel:
     )
 
 
-def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
+MANY_LAYERS = tuple(f"{n:x}" for n in range(5000))
+LONG_LAYERS = tuple(f"{n}" * 7_900 for n in range(4))
+
+
+def key_spaces(
+    server: Server, held: contextlib.ExitStack, layers: tuple[str, ...] = MANY_LAYERS
+) -> None:
     """Opens sessions of new key spaces, each with as many layers as fit a message."""
-    layers = tuple(f"{n:x}" for n in range(5000))
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
     with own_channel(server) as channel:
         for number in range(150):
@@ -180,6 +187,19 @@ def key_spaces(server: Server, held: contextlib.ExitStack) -> None:
             stub = session_pb2_grpc.SessionServiceStub(channel)
             call = stub.Connect(iter([opening_of(server, "e", space)]))
             assert next(call).session_opened.session_id
+
+
+def test_operators_are_told_of_the_largest_key_spaces(own_server: Server) -> None:
+    with contextlib.ExitStack() as held, AdminClient(own_server.target) as admin:
+        key_spaces(own_server, held, LONG_LAYERS)
+        engine = held.enter_context(
+            contextlib.closing(GroupsEngine(own_server.target, (FULL,), "busiest"))
+        )
+        engine.store(BlockRun(0, hashes(1), block_ids(1)))
+        told = admin.tell("key_spaces")
+        names = [one["model"] for one in told["key_spaces"]]
+        assert told["key_space_count"] == 151 and "busiest" in names and len(names) > 50
+        assert cli.main(["status", "--target", own_server.target]) == 0
 
 
 def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:

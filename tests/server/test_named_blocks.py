@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from demo.processes import Server
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
+from hotkv_client.command import named_blocks
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.v1 import admin_pb2
@@ -93,6 +95,39 @@ def test_a_prefix_names_the_block_in_each_key_space_and_group(
     assert "would evict 0 blocks" in run("evict", HASHES[0].hex(), "--group", "1", "--dry-run")[1]
     assert "evicted 1 blocks" in run("evict", "abcd12", "--key-space", str(number))[1]
     assert "evicted 1 blocks" in run("evict", HASHES[0].hex())[1]
+
+
+class Crowded:
+    """Stands in for a client of a server that lists one of its two key spaces."""
+
+    def tell(self, topic: str, key_space_id: int = 0) -> dict[str, Any]:
+        space = {"hash_byte_count": 32, "groups": [{"group_index": 0}]}
+        row = {"key_space_id": key_space_id or 1, "key_space": space}
+        return {"key_space_count": 2, "key_spaces": [row]}
+
+    def key_spaces(self, number: int = 0) -> list[dict[str, Any]]:
+        return list(self.tell("key_spaces", number)["key_spaces"])
+
+    def blocks(self, number: int, page_size: int, hash_prefix: str) -> dict[str, Any]:
+        places = [(1, 0), (2, 0), (2, 1)]
+        rows = [
+            {"key_space_id": space, "group_index": group, "block_hash": HASHES[0].hex()}
+            for space, group in places
+            if number in (0, space) and HASHES[0].hex().startswith(hash_prefix)
+        ]
+        return {"blocks": rows}
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "found"),
+    [(0, None, {(1, 0), (2, 0), (2, 1)}), (0, 1, {(2, 1)}), (2, None, {(2, 0)})],
+)
+def test_a_whole_hash_is_found_in_a_key_space_that_is_not_listed(
+    number: int, group: int | None, found: set[tuple[int, int]]
+) -> None:
+    client = cast(AdminClient, Crowded())
+    named = named_blocks.places(client, [HASHES[0].hex()], number, group)
+    assert named == {place: [HASHES[0]] for place in found}
 
 
 def test_a_dry_run_says_what_would_go_and_drops_nothing(

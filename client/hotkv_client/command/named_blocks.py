@@ -39,10 +39,16 @@ def places(
     """
     words = list(map(checked, words))
     found: dict[Place, list[bytes]] = {}
-    spaces = client.key_spaces(key_space_id)
+    told = client.tell("key_spaces", key_space_id=key_space_id)
+    spaces = told["key_spaces"]
+    # Of very many key spaces the list has only those with the most blocks.
+    lists_all = bool(key_space_id) or told["key_space_count"] <= len(spaces)
     for word in words:
         if len(word) in _lengths(spaces):
-            for place in _places_of(spaces, len(word), group_index):
+            named = dict.fromkeys(_places_of(spaces, len(word), group_index))
+            if not lists_all:
+                named |= dict.fromkeys(_places_with(client, word, group_index))
+            for place in named:
                 found.setdefault(place, []).append(bytes.fromhex(word))
             continue
         for row in _blocks(client, word, key_space_id, group_index):
@@ -93,6 +99,13 @@ def _places_of(
             for group in one["key_space"]["groups"]:
                 if group_index in (None, group["group_index"]):
                     yield int(one["key_space_id"]), int(group["group_index"])
+
+
+def _places_with(client: AdminClient, word: str, group_index: int | None) -> Iterator[Place]:
+    """Yields each (key space id, group index) in which the server has the block of a whole hash."""
+    for row in client.blocks(0, LOOKED_AT, hash_prefix=word)["blocks"]:
+        if row["block_hash"] == word and group_index in (None, row["group_index"]):
+            yield int(row["key_space_id"]), int(row["group_index"])
 
 
 def _blocks(

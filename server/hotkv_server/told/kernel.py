@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import orjson
+
 import hotkv_proto
 from hotkv_proto import versions
 from hotkv_proto.errors import HotKVError, Reason
@@ -35,6 +37,8 @@ from hotkv_server.told.verdicts import verdicts
 MAX_ROWS = 256
 """Most sessions, or key spaces, in a list, unless the caller asks for more."""
 MAX_KEY_SPACES = 4096
+KEY_SPACES_BYTES = 3 << 20
+"""Most bytes of a list of key spaces: an answer with other fields fits into a message."""
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
 MAX_TOKEN_DIGITS = 20
 SERVED_BLOCKS = 2000
@@ -76,23 +80,17 @@ def _topics(node: Node) -> dict[str, Topic]:
         wanted = filters.whole("key_space_id", MAX_KEY_SPACE_ID)
         counted = await census(node)
         found = inspect.key_spaces(node.core, counted, 0 if wanted else most)
-        rows = [
-            {
-                **key_space_row(node, one),
-                "key_space": _key_space(one.key_space),
-                "representations": [
-                    {
-                        "group_index": kind.group_index,
-                        "format": kind.format,
-                        "version": kind.version,
-                        "shard_byte_counts": list(kind.shard_bytes),
-                    }
-                    for kind in one.representations
-                ],
-            }
-            for one in found
-            if wanted in (0, one.number)
-        ]
+        rows: list[Figures] = []
+        room = KEY_SPACES_BYTES
+        # Those with most blocks first, because long names leave no room for all in an answer.
+        for one in sorted(found, key=lambda one: -one.num_blocks):
+            if wanted in (0, one.number):
+                row = _whole_row(node, one)
+                room -= len(orjson.dumps(row))
+                if room < 0:
+                    break
+                rows.append(row)
+        rows.sort(key=lambda row: int(row["key_space_id"]))
         return {"key_space_count": len(node.core.key_spaces), "key_spaces": rows}
 
     def sessions(filters: Filters) -> Figures:
@@ -199,6 +197,23 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
         "group_count": len(one.key_space.groups),
         "block_count": one.num_blocks,
         "representation_count": one.num_representations,
+    }
+
+
+def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
+    """Returns everything that an operator may know about a key space."""
+    return {
+        **key_space_row(node, one),
+        "key_space": _key_space(one.key_space),
+        "representations": [
+            {
+                "group_index": kind.group_index,
+                "format": kind.format,
+                "version": kind.version,
+                "shard_byte_counts": list(kind.shard_bytes),
+            }
+            for kind in one.representations
+        ],
     }
 
 
