@@ -1,5 +1,5 @@
-"""Contains the connector's code that reads vLLM beyond its public base classes, and so may have to
-change with vLLM's version.
+"""Contains the connector's code that reads vLLM beyond vLLM's public base classes, and so may have
+to change with vLLM's version.
 
 Only five modules outside this package read vLLM in this way: `worker.layout`,
 `identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and `residency.cuda_backend`.

@@ -152,7 +152,8 @@ class Verdict(enum.Enum):
 @dataclass(slots=True)
 class HitChoice:
     """The choice between loading and computing a hit. Exists from vLLM's first question for the hit
-    until the hit's load has ended.
+    until the hit's load has ended, or until there is no hit to load. After a load that reached its
+    time limit the choice stays, so that the hit is computed.
 
     budget_s: time limit for the server's answers and the load together, seconds; 0: no limit.
     num_tokens: number of tokens to load.
