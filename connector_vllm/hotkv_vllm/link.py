@@ -54,8 +54,8 @@ longer, seconds."""
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. For what each method does and
-    guarantees see there."""
+    """The part of `hotkv_client.Session` that the connector uses. The docstrings of `Session` say
+    what each method does and guarantees."""
 
     @property
     def connected(self) -> bool: ...
@@ -154,7 +154,8 @@ def open_session(
     layout: memory to register with the server; None for a session without memory.
     fds: file descriptors of that memory, by the id of its handle.
     order: how transfers wait for work in the device's queue.
-    fence: the shared page in which the scheduler revokes stores; None without it.
+    fence: the shared page in which the scheduler revokes stores; None if only workers revoke
+        stores.
     """
     from hotkv_client.session import Session
 

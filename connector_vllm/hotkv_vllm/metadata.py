@@ -163,8 +163,8 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     host: id of the rank's machine (`hotkv_vllm.identity.ranks.this_host`).
     rank: vLLM's number of the rank.
     absent: why the rank has no session yet; empty if it has a session.
-    weights_in_doubt: True if the rank's weights may differ from the weights that the key space
-        names.
+    weights_in_doubt: True if the rank's weights may differ from the weights that
+        `KeySpace.weights_identity` identifies.
     """
 
     key_space: KeySpace | None

@@ -26,7 +26,7 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Hooks that vLLM calls at the engine's start and shutdown, when no request waits."""
+"""Names of the hooks that vLLM calls at the engine's start and shutdown, when no request waits."""
 
 
 class HotKVStats(KVConnectorStats):
@@ -102,7 +102,7 @@ class HookClock:
     who: names the side in the log and in the timing file, for example `worker-0`.
     hook_s: seconds in all hooks except the hooks of start and shutdown.
     startup_s: seconds in the hooks of start and shutdown.
-    longest_s: the longest single hook call in `hook_s`.
+    longest_s: seconds of the longest single hook call in `hook_s`.
     steps: number of steps.
     step_s: wall time of the steps, hooks included; measured on the worker side only.
     by_hook: the seconds in `hook_s`, by hook.

@@ -12,5 +12,5 @@ NULL_BLOCK = 0
 
 
 class Unsupported(Exception):
-    """Raised if hotkv can't work with this engine. The engine then runs without hotkv. The text is
-    the reason."""
+    """Raised if hotkv can't work with this engine. The engine then runs without hotkv. The
+    exception's text is the reason, for the log."""

@@ -206,7 +206,7 @@ class RankPlace:
     num_shards: number of shards in a slot.
     shard_index: index of this rank's shard in a slot.
     is_writer: True if this rank stores its shard. If several ranks hold the same KV, only the first
-        of them does.
+        of these ranks stores it.
     stage: number of the rank's pipeline stage.
     """
 

@@ -295,7 +295,8 @@ class Names:
         """Returns the definition of a name in a module's scope, even if the module imports it from
         another module of vLLM. Returns None if there is no such definition in vLLM.
 
-        seen: the (module, name) pairs that led here, so that a loop of imports ends.
+        seen: the (module, name) pairs that were looked up on the way to this call. A pair is not
+            looked up again, so that a loop of imports ends.
         """
         if seen:
             return self._lookup(module, name, seen)

@@ -256,8 +256,8 @@ def plugin_class(model: Any) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Returns the values of vLLM's environment variables that are set and not known to be
-    harmless."""
+    """Returns, by name, the values of vLLM's environment variables that are set and not listed in
+    HARMLESS_ENVIRONMENT."""
     known = envs.compile_factors()
     return {
         name: os.environ[name]
@@ -274,7 +274,7 @@ def digest(value: Any) -> str:
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
     """Converts a value to JSON types, so that equal settings give equal results in every process.
-    The result contains no addresses and does not depend on the order of sets.
+    The result contains no memory addresses and does not depend on the order of sets.
 
     An object of an unknown class becomes its class name and its attributes. If an object contains
     itself (a cycle), the inner occurrence becomes its class name only.

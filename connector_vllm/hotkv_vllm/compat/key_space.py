@@ -41,7 +41,7 @@ def key_space(
     shard_bytes: bytes of this rank's shard (part) of a block, per group. The result gives all
         shards this size.
     num_shards: number of shards of a block.
-    page_format: how the engine arranges the bytes of a page.
+    page_format: a text that identifies how the engine arranges the bytes of a page.
     """
     model, cache, parallel = (
         vllm_config.model_config,

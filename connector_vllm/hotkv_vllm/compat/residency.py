@@ -130,7 +130,7 @@ class ResidentSpec(FullAttentionSpec):
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
-    that a layer's hot set can use, and SPARE_SLOTS."""
+    that a layer's hot set can use, plus SPARE_SLOTS."""
     endless = 1 << 40
     budget = config.budget_blocks(endless, block_tokens)
     return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
@@ -557,8 +557,9 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Connects this object to vLLM's block manager. vLLM's scheduler calls this method from its
-        constructor.
+        """Connects this object to vLLM's block manager. Must be called while the constructor of
+        vLLM's scheduler binds its block manager to the connector, because the scheduler is found on
+        the call stack.
 
         stored_tokens: returns how many leading tokens of a request the server has pinned.
         has_room: returns True if the server has reserved room for a request.
@@ -575,9 +576,9 @@ class DevicePool:
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves the requests in `held` out of the step that vLLM is about to plan. Also preempts
-        running requests that have lost blocks; otherwise vLLM might preempt other requests in their
-        place."""
+        """Leaves the requests in `held` (request ids) out of the step that vLLM is about to plan.
+        Also preempts running requests that have lost blocks; otherwise vLLM might preempt other
+        requests in their place."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return

@@ -138,9 +138,9 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """Returns the answer to vLLM's question how long the request's hit is: the answer of
-        `HitFinder` if the hit is to be loaded (all of it, or a part for a trial), otherwise "no
-        hit".
+        """Returns the answer to vLLM's question how long the request's hit is. If the hit is to be
+        loaded, this is the answer of `HitFinder`, for a trial shortened to a part of the hit. If
+        the hit is to be computed, the answer is "no hit".
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """
@@ -200,7 +200,7 @@ class LoadChoice:
     def _weigh(
         self, finder: HitFinder, state: RequestState, num_tokens: int, computed_tokens: int
     ) -> None:
-        """Decides whether a leased hit is loaded, and how many of its tokens.
+        """Decides whether a leased hit is loaded, and how many of its tokens are loaded.
 
         num_tokens: length of the hit beyond `computed_tokens`.
         """

@@ -60,8 +60,8 @@ class RequestHints:
 
     @property
     def lasts(self) -> bool:
-        """Returns True if the request's end must be reported to the server, because of its session
-        or its hints."""
+        """Returns True if the request's end must be reported to the server, because its hints name
+        a client session or contain actions."""
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:

@@ -78,7 +78,7 @@ class AdapterReport:
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
         """Returns the report that joins two reports. If both have an answer of the same rank to the
-        same question, the worse answer counts."""
+        same question, the worse answer counts (`_badness`)."""
         answers = {number: dict(said) for number, said in self.answers.items()}
         for number, said in other.answers.items():
             known = answers.setdefault(number, {})
@@ -88,7 +88,8 @@ class AdapterReport:
 
 
 def _badness(identity: str) -> tuple[bool, bool, str]:
-    """Returns a sort key for a rank's answers: UNKNOWN is the worst, then LATER."""
+    """Returns a sort key for a rank's answers, greatest for the worst answer: UNKNOWN is worse than
+    LATER, and LATER is worse than an identity."""
     return identity == UNKNOWN, identity == LATER, identity
 
 
@@ -112,7 +113,7 @@ class _Id:
     """The state of one of vLLM's adapter ids.
 
     names: the adapters (name and path) that requests have used with this id.
-    num_live: number of running requests with this id.
+    num_live: number of unfinished requests with this id.
     asked: number of the open question about this id; 0 without an open question.
     answers: the ranks' answers to this question, by rank.
     is_put_off: True if a rank has postponed its answer.

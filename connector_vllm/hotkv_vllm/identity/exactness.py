@@ -33,8 +33,8 @@ class Exactness:
     """
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
-        """tokens_per_block: tokens of a block, per vLLM group; 0 if the group's blocks do not
-        follow token order (recurrent states).
+        """tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
+            need not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
         """
         self._block_tokens = tuple(tokens_per_block)

@@ -19,8 +19,8 @@ class NoRegion(ValueError):
 @dataclass(frozen=True, slots=True)
 class Region:
     """The location of the rows of vLLM's primary tier (the CPU memory of its offloading): row r
-    begins at byte `offset` + r * `row_bytes` of the file `fd`. The owner of this object must close
-    it.
+    begins at byte `offset` + r * `row_bytes` of the file `fd`. The owner of this object must call
+    `close`.
 
     fd: a duplicate of vLLM's descriptor of the file.
     """

@@ -230,7 +230,7 @@ class DoorScheduler:
 
     def _share_nothing(self, *_: Any) -> None:
         """Stops all lookups and stores of the tier until vLLM has emptied its caches. The fallback
-        of hooks that keep wrong KV out of the caches."""
+        of those hooks that keep wrong KV out of the caches."""
         self._tier.is_held = True
         self._is_clean = False
 
@@ -301,8 +301,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
-        """Keeps vLLM's offloading from storing blocks that an ended request has not computed (see
-        `steps.stop_at_computed`)."""
+        """Prevents vLLM's offloading from storing blocks that an ended request has not computed
+        (see `steps.stop_at_computed`)."""
         steps.stop_at_computed(offloading, request)
 
     @hook(nothing, of="door")
@@ -326,7 +326,7 @@ class DoorScheduler:
 
     def _hold(self, *_: Any, **__: Any) -> int:
         """Stops all lookups and stores of the tier until the ranks have reported their weights. The
-        fallback of hooks that follow the weights."""
+        fallback of `begin_step` and `update`, which process the ranks' reports about weights."""
         self._tier.is_held = True
         self._weights.suspect()
         return 0

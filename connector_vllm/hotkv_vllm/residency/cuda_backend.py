@@ -87,7 +87,7 @@ class HotFlashMetadata(FlashAttentionMetadata):
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata for each batch, and passes the batch to the worker. Disables vLLM's
-    ahead-of-time schedule, because it assumes that rows attend to whole contexts."""
+    ahead-of-time schedule, because this schedule assumes that rows attend to whole contexts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False

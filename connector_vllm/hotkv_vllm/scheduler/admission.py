@@ -75,8 +75,8 @@ class Admission:
     def cancel_loads(self, *, of_refused: bool = False) -> None:
         """Orders the workers, with the next step, to cancel the loads in progress.
 
-        of_refused: True: only the loads of requests whose LoRA adapter may no longer use the cache,
-            for example because the adapter's bytes have changed.
+        of_refused: True cancels only the loads of requests whose LoRA adapter may no longer use the
+            cache, for example because the adapter's bytes have changed. False cancels all loads.
         """
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
@@ -134,8 +134,9 @@ class Admission:
         )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers vLLM's hook `get_num_new_matched_tokens`: how many tokens of the request can be
-        loaded from hotkv.
+        """Answers vLLM's hook `get_num_new_matched_tokens`: returns how many tokens of the request
+        can be loaded from hotkv, or ASK_AGAIN if the request must wait (for example because the hit
+        is not known yet).
 
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """

@@ -72,8 +72,8 @@ class LoadOrders:
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Gives up the request's load before the workers begin it. With the next step they report
-        it to vLLM as failed."""
+        """Gives up the request's load before the workers begin it. With the next step the workers
+        report the load to vLLM as failed."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
@@ -264,15 +264,17 @@ class FailedLoads:
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Returns True if a hit has waited too long for admission and must be dropped.
+        """Returns True if a granted hit must be dropped, because its request has waited for
+        admission longer than ADMISSION_PATIENCE_S. Always False if no request with a failed load
+        waits to be scheduled.
 
         granted_s: time at which the hit's lease was granted.
         """
         return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Removes the requests that a step runs, because vLLM no longer reserves blocks for
-        them."""
+        """Removes the requests that a step runs, because vLLM holds no blocks reserved for these
+        requests any more."""
         if self._waiting:
             self._waiting.difference_update(request_ids)
 
@@ -346,8 +348,9 @@ class LoadRoom:
             self._manager = manager
 
     def comes(self, request: Any) -> None:
-        """Computes how many blocks the request will need. Called when vLLM asks for the request's
-        hit. The request holds no blocks then: it is new, was preempted, or its load has failed."""
+        """Computes and records how many blocks the request will need. Called when vLLM asks for the
+        request's hit. The request holds no blocks at this time: it is new, was preempted, or its
+        load has failed."""
         self.ended(request.request_id)
         if self._manager is None:
             return

@@ -81,8 +81,8 @@ _store_ids = itertools.count(1)
 """Generates the ids of stores. All planners of this process share it, because workers may still
 report stores of an earlier planner."""
 UNREPORTED_S = 60.0
-"""If the ranks have not reported the end of a store for this long after it was planned, a message
-was lost. The store is then revoked and forgotten."""
+"""If a rank has not reported the end of a store this many seconds after the store was planned, a
+message was lost. The store is then revoked and forgotten."""
 
 
 @dataclass(slots=True)
@@ -137,7 +137,8 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """max_bytes: most bytes in flight (`is_full`).
+        """max_bytes: limit of `num_bytes` (`is_full`).
+        id_prefix: the ids of write leases begin with it.
         on_end: called with each store that is removed, whatever its result.
         """
         self.fence = fence

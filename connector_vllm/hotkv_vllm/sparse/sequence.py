@@ -54,8 +54,8 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer share
-    it."""
+    """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer attend
+    to the same hot set."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config

@@ -34,8 +34,8 @@ class SharedPool:
 
     kinds: the kinds of representations, one per group with sparse layers, in the order of the
         groups.
-    tensors: where the bytes are in the pool. `group_index` of a tensor is the index of its kind in
-        `kinds`.
+    tensors: where the representations are in the pool. `group_index` of a tensor is the index of
+        its kind in `kinds`.
     num_bytes: size of the pool.
     fd: descriptor of the pool's file.
     """

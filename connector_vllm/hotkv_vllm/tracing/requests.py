@@ -170,7 +170,7 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
 
 
 def end_store(span: "Span", results: Sequence[bytes]) -> None:
-    """Ends the span of a store, and records in it how many blocks had which result.
+    """Ends the span of a store, and records in the span how many blocks had each `BlockResult`.
 
     results: for each rank, a `BlockResult` byte per block; empty for a rank whose transfer failed.
     """

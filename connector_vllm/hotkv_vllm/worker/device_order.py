@@ -167,8 +167,8 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """Returns `memory` with the memory of the words added, because the server must map it
-        too."""
+        """Returns a copy of `memory` to which the memory of the words is added, because the server
+        must map the words too."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))

@@ -266,8 +266,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Groups consecutive layers whose pages have the same form and are at equal distances, so that
-    one `PageTensor` can describe each group."""
+    """Returns the layers in groups of consecutive layers. The pages of a group's layers have the
+    same form and are at equal distances in memory, so that one `PageTensor` can describe them."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         last = runs[-1] if runs else []

@@ -132,10 +132,10 @@ class RankLoads:
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Queues loads to be reported as failed after the hook that begins loads has raised.
+        """Queues loads to be reported as failed, because the hook that begins loads has raised.
 
-        jobs: the loads of the step; only loads that were not begun have failed.
-        abandoned: further requests whose load has failed.
+        jobs: the loads of the step. Only those that were not begun are queued.
+        abandoned: ids of further requests whose load must be reported as failed.
         """
         self._failed |= set(abandoned)
         for job in jobs:
@@ -221,7 +221,7 @@ class RankLoads:
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
-        """Returns how a load has ended whose future is resolved. A load whose result can't be read
+        """Returns the end of a load whose future is resolved. If the result can't be read, the load
         counts as failed."""
         assert load.answer is not None
         try:
@@ -249,8 +249,8 @@ class RankLoads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Returns the ids of transfers that were cancelled at least CANCEL_GRACE_S ago and have not
-        ended."""
+        """Returns the transfer ids of the loads that were cancelled at least CANCEL_GRACE_S ago and
+        have not ended."""
         return tuple(
             load.job.transfer_id
             for load in self._active.values()

@@ -57,7 +57,7 @@ class RankStores:
     """Sends the stores of a rank, collects their results, and revokes stores before a step
     overwrites their blocks.
 
-    active: the stores whose end was not reported yet, by id.
+    active: the stores whose end was not reported yet, by store id.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class RankStores:
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Queues stores to be reported as written, without beginning them: another rank holds the
-        same bytes and stores them."""
+        """Queues stores to be reported as written, without beginning them, because another rank
+        holds the same bytes and stores them."""
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:

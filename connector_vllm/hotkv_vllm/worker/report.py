@@ -89,7 +89,8 @@ class RankReport:
 
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
-        """Sets the report's states: overdue and settled loads, the session, and the weights."""
+        """Sets the states in the report: overdue and settled loads (see `HotKVWorkerMetadata`), the
+        session, and the weights."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}

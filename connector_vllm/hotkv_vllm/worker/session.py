@@ -283,10 +283,10 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """Turns this rank off, so that the whole engine runs without hotkv. Closes session and
-        memory.
+        """Turns this rank off, so that the whole engine runs without hotkv. Closes the session and
+        the exported memory.
 
-        why: the reason, which the handshake tells the scheduler.
+        why: the reason, which the handshake passes to the scheduler.
         """
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
@@ -314,8 +314,8 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if this rank surely has the weights and adapters for which the scheduler has
-        planned and the session was opened."""
+        """Returns True if this rank surely has the weights and adapters for which the session was
+        opened and the scheduler has planned."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
