@@ -291,11 +291,11 @@ class ResidentManager(FullAttentionManager):
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
         """Returns how many blocks of the pool a new request may use to begin wholly on the device:
-        the free blocks, minus the blocks that admitted prompts still need.
+        the free blocks, minus the blocks that admitted requests still need for their prompts.
 
         is_hit: True for a request with a hit. Then the blocks that other waiting requests need are
-            subtracted too. Otherwise the request might be moved off the device to make room for
-            them, and its load would have been in vain.
+            subtracted too. If they were not, the request might soon be moved off the device to make
+            room for the other requests, and its load would have been in vain.
         """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
@@ -311,6 +311,7 @@ class ResidentManager(FullAttentionManager):
         nor loaded: the blocks between the sinks and the recent window that the server has pinned
         for the request.
 
+        computed_tokens: length of the hit.
         num_held: number of blocks that the request has already.
         """
         first = max(self.spec.sink_blocks, num_held)

@@ -205,8 +205,9 @@ def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
 
 
 def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
-    """Prevents vLLM's offloading from storing a chunk of several blocks if a block is missing that
-    some hit needs, of all hits that end in the chunk.
+    """Prevents vLLM's offloading from storing chunks that lack a needed block. A hit that ends in a
+    chunk of several blocks may need only some of them; if one of these is missing, the chunk must
+    not be stored.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 

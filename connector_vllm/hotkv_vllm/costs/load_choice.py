@@ -40,8 +40,9 @@ COSTED = 16
 """The server's times are learnt from this many recent answers and this many recent loads, so that
 predictions follow changes."""
 CHANGED = 4.0
-"""If a measured time is greater than this multiple of its prediction, or smaller than the
-prediction divided by it, the server has changed, and earlier times are discarded."""
+"""If a measured time is greater than this multiple of its prediction (plus SLACK_S), or smaller
+than the prediction divided by this number, the server has changed, and earlier times are
+discarded."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
@@ -219,8 +220,8 @@ class LoadChoice:
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
-        """Decides whether to take, try or leave a hit, now that its length is known. Replaces the
-        decision of `_chosen`, which assumed that the hit covers the whole prompt."""
+        """Decides whether to take, try or leave a hit whose length is known now. Replaces the
+        preliminary choice of `_chosen`, which assumed that the hit covers the whole prompt."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
             if held_s:
@@ -309,8 +310,12 @@ class LoadChoice:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
-        """Returns the first choice for a hit whose length is not known yet. Assumes that the hit
-        covers the whole prompt."""
+        """Returns a preliminary choice about a hit whose length is not known yet. Assumes that the
+        hit covers the whole prompt. `_weigh_load` may replace the choice later.
+
+        computed_tokens: length of the hit in vLLM's own prefix cache.
+        stop_tokens: length of the longest possible hit.
+        """
         prefill_s = self._prefill_s(computed_tokens, stop_tokens)
         if not prefill_s:
             return HitChoice(Verdict.TAKE, 0.0)

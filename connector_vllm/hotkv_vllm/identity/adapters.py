@@ -164,7 +164,8 @@ class Adapters:
     block keys of these requests.
 
     num_ranks: number of the engine's ranks.
-    say: logs a message; called at most once per adapter.
+    say: takes a message and logs it. Called at most once per adapter, and once if there are more
+        than MAX_ADAPTERS.
     """
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]) -> None:

@@ -213,8 +213,8 @@ def _rule(group: GroupSpec) -> tuple[Any, ...]:
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
     """Returns the key space of the whole engine. It has the shard sizes of all `writers` and the
-    layers of all ranks, in the order of the ranks. If the page format or an extra part is equal in
-    all pipeline stages, it appears once.
+    layers of all ranks, in the order of the ranks. If the page format or an entry of
+    `KeySpace.extra` is equal in all pipeline stages, it appears once.
 
     writers: the notes of the ranks that store a shard.
     """
@@ -244,10 +244,10 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the extra parts of the engine's key space: first the parts that all stages have, then
-    the other parts, each with the number of its stage.
+    """Returns `KeySpace.extra` (further identifying texts) for the whole engine: first the texts
+    that all pipeline stages have, then the other texts, each with the number of its stage.
 
-    extras: the extra parts of each stage's key space, by stage.
+    extras: `KeySpace.extra` of each stage's key space, by number of the stage.
     """
     common = [
         part

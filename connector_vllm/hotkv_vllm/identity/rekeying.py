@@ -26,8 +26,8 @@ ASK_AGAIN_S = 5.0
 """If ranks have not answered a check after this time, seconds, the check is repeated, because the
 question or an answer was lost with a step."""
 PATIENCE_S = 2.0
-"""Requests wait at most this long for the ranks' answers, seconds. After that they are computed
-without the shared cache."""
+"""Requests wait at most this long for the ranks' answers to a check, seconds. After that they are
+computed without the shared cache."""
 RECONNECT_S = 1.0
 """Longest time that a step waits for the session of the new key space. Usually the session opens
 within some tens of milliseconds."""
@@ -188,7 +188,7 @@ class Rekeying:
 
 
 class RankWeights:
-    """The part of a rank in the checks: answers them, and follows their result.
+    """A rank's part of the checks: answers each check, and adopts the check's result.
 
     identity: identity of the weights to whose key space the rank's session belongs.
     """

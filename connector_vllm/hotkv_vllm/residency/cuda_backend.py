@@ -46,8 +46,8 @@ def _wanted() -> tuple[SparseConfig, Any] | None:
 
 
 class HotFlashBackend(FlashAttentionBackend):
-    """Replaces vLLM's FlashAttention backend in vLLM's registry. Has the same name and page
-    format."""
+    """Replaces vLLM's FlashAttention backend in vLLM's registry. It has the same name and page
+    format as vLLM's backend."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 

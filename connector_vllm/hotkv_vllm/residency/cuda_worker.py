@@ -611,9 +611,9 @@ class CudaWorker:
         self.sequences.lose_away(self.sequences, "a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Marks requests of the step as lost that have blocks only in the arena which the server no
-        longer pins. If a request of the step has blocks only in the arena, first waits until the
-        device has ended the step, because the pins must be tested after the last read."""
+        """Marks a request of the step as lost if it has blocks only in the arena and the server no
+        longer pins these blocks. If there is a request with blocks only in the arena, first waits
+        until the device has ended the step, because the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)

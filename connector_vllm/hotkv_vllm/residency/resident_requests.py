@@ -147,8 +147,8 @@ class ResidentRequests:
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
-        """Returns True if the server has reserved room for all blocks of the request. Called by
-        `ResidentManager`."""
+        """Returns True if the server has reserved room for all present blocks of the request.
+        Called by `ResidentManager`, through `ResidentSide`."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 

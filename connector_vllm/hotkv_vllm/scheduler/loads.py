@@ -169,8 +169,8 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Begins to keep the blocks of hung loads out of vLLM's pool. Returns for how many loads it
-        has begun; 0 while `pool` is None.
+        """Begins to keep the blocks of hung loads out of vLLM's pool. Returns the number of loads
+        whose blocks were not kept out before. Does nothing and returns 0 while `pool` is None.
 
         transfer_ids: ids of the hung loads' transfers, as the workers report them.
         """
@@ -194,7 +194,7 @@ class Quarantine:
         return num_new
 
     def settled(self, num_ranks_of: Mapping[str, int]) -> None:
-        """Returns the blocks of a transfer to vLLM's pool once the transfer is over in all ranks.
+        """Returns the blocks of a hung load to vLLM's pool once the load is over in all ranks.
 
         num_ranks_of: by transfer id, the number of ranks that report that this transfer can't write
             to their memory any more.

@@ -48,8 +48,8 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Sends a flush of the key space to the server, and blocks until the answer or for
-        `timeout_s`. Returns False if a connected server did not flush.
+        """Sends a flush of the key space to the server, and waits for the answer, at most
+        `timeout_s`. Returns False if a connected server has not confirmed the flush in this time.
 
         Returns True if the session has no server: loads are impossible then, and `step` sends the
         flush when the server is back.

@@ -588,7 +588,7 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Creates the objects for this key space, and waits for the server
+        """Creates the objects for the agreed key space (`assemble`), and waits for the server
         (`link.await_server`)."""
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")

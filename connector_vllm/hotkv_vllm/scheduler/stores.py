@@ -100,7 +100,7 @@ class StorableBlocks:
         could use the block.
 
         kept_boundaries: positions, in tokens, at which a recurrent state is stored even if the
-            position is not a multiple of the interval.
+            position is not a multiple of the interval of stored states (`state_interval_tokens`).
         """
         mask = np.take(self._pattern, np.arange(first, stop) % len(self._pattern))
         if self._interval:

@@ -29,8 +29,8 @@ from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):
-    """Replaces vLLM's CPU attention backend in vLLM's registry. Has the same name, page packing and
-    metadata."""
+    """Replaces vLLM's CPU attention backend in vLLM's registry. It has the same name, page packing
+    and metadata as vLLM's backend."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 

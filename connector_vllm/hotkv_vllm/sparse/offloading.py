@@ -201,7 +201,10 @@ class HostPages(Protocol):
     """Holds pages in host memory, by layer and host block. Used by one thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns a copy of the layer's pages of stored blocks, uint8 [n, page bytes]."""
+        """Returns a copy of the layer's pages of `blocks`, uint8 [n, page bytes].
+
+        blocks: ids of host blocks whose pages of the layer were stored before [n].
+        """
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
@@ -561,8 +564,8 @@ class SparseOffloadingHandler:
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
         """Extends a sequence's context in a layer to `seq_len` tokens. Returns the index of the hot
-        slot of its last block, into which the step writes. Must be called before the step writes
-        its keys."""
+        slot of the context's last block, into which the step writes. Must be called before the step
+        writes its keys."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))

@@ -114,8 +114,8 @@ class KeyPages:
 
 
 def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
-    """Returns True if the compiled kernel can read pages of this arrangement and dtype: sixteen
-    tokens must lie side by side, by channel or by pairs of channels.
+    """Returns True if the compiled kernel can read pages of this arrangement and dtype. For each
+    channel, or each pair of channels, the values of sixteen consecutive tokens must be contiguous.
 
     kind: number of the dtype in `_KINDS`; None for another dtype.
     """

@@ -151,7 +151,7 @@ def announce(engine_id: str, names: RowNames) -> None:
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
     """Returns the rows of a step that attend sparsely, as decided by the engine's hotkv connector
-    that has sparse decode configured (`announce`). Returns None if no connector of the engine
-    has."""
+    that has sparse decode configured (`announce`). Returns None if the engine has no such
+    connector."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

@@ -208,8 +208,8 @@ def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
 
 
 def _filling(config: SparseConfig) -> SparseConfig:
-    """Returns the configuration for a sequence's first step, which selects as many blocks as the
-    hot set can hold."""
+    """Returns a copy of `config` for the first step of a sequence. With this configuration the step
+    selects as many blocks as the hot set can hold."""
     topk = config.sparse_topk
     return replace(
         config,

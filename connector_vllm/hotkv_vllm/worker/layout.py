@@ -52,8 +52,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
     """Returns the CUDA IPC handle of the allocation that contains the storage, and the storage's
     offset in it. Raises Unsupported, with the reason, if CUDA does not share the memory.
 
-    Source: `_share_cuda_` of torch 2.x gives (device, handle, bytes, offset, counter file, counter
-    offset, event, event is needed).
+    Source: `_share_cuda_` of torch 2.x returns the tuple (device, handle, bytes, offset, counter
+    file, counter offset, event, event is needed).
     """
     try:
         device, handle, num_bytes, offset, *counter = storage._share_cuda_()
@@ -308,8 +308,8 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Makes the engine's memory readable and writable for the server. Raises Unsupported if that is
-    impossible; the engine's tensors stay usable.
+    """Exports the engine's memory, so that the server can map it for reading and writing. Raises
+    Unsupported if that is impossible; the engine's tensors stay usable.
 
     shard_index: the position of this rank's shard in a slot.
     name: vLLM's name of the layout, for the server's log.
