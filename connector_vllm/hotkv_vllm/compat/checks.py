@@ -218,8 +218,8 @@ class RankPlace:
 
 
 def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """Returns the position of this worker and of its shard. Assumes that the number of ranks that
-    hold copies of the same KV is the same in all pipeline stages."""
+    """Returns the position of this worker and of its shard. Assumes that all pipeline stages have
+    the same number of ranks with copies of the same KV."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config

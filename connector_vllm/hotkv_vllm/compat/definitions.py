@@ -255,8 +255,8 @@ class Names:
     """Finds definitions in the sources of one version of vLLM. Methods raise SyntaxError if a file
     can't be parsed.
 
-    is_whole: True parses whole files. False parses only parts of files, which is faster, but may
-        overlook a definition in a file that no code formatter has formatted.
+    is_whole: True parses whole files. False parses only parts of files. This is faster, but may
+        overlook a definition in a file that was not formatted by a code formatter.
     """
 
     def __init__(self, source: Readable, *, is_whole: bool) -> None:

@@ -201,7 +201,7 @@ def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple
 
 def portable_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the same as `key_space_factors`, but without the tensor-parallel size. Used for KV
-    that is stored in a format which is the same for all tensor-parallel sizes."""
+    whose stored bytes are the same for all tensor-parallel sizes."""
     heads = vllm_config.model_config.get_total_num_kv_heads()
     whole = {
         name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in layer_specs.items()

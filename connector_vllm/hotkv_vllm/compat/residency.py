@@ -46,9 +46,9 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of hot slots (device blocks for selected blocks) that a request has in addition to the
-slots that its hot set can use. Blocks that the next step is likely to add to the hot set are copied
-into these additional slots ahead of time."""
+"""Number of additional hot slots (device blocks for selected blocks) of a request, beside the slots
+that its hot set can use. If the next step is likely to add a block to the hot set, the block is
+copied into an additional slot ahead of time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ MAX_OPEN = 64
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step that was planned and whose results have not arrived.
+    """A step between its planning and the arrival of its results.
 
     num_tokens: number of tokens that the step computes.
     context_tokens: number of earlier tokens in the context of a computed token, on average.

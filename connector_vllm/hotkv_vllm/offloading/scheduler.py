@@ -267,7 +267,7 @@ class DoorScheduler:
 
     @property
     def _watched(self) -> Exactness:
-        """Returns the `Exactness` that marks the blocks which must not be stored. The first call
+        """Returns the `Exactness` with the marks of blocks that must not be stored. The first call
         creates it."""
         if self._exactness is None:
             self._exactness = Exactness(self._block_tokens, self._kv_cache_config.num_blocks)
@@ -285,8 +285,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
-        """Prevents the store of chunks that lack a block which a hit needs
-        (`steps.leave_out_holes`)."""
+        """Prevents the store of incomplete chunks: a hit could need a block that is missing in the
+        chunk (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
     @hook(_share_nothing, of="door")

@@ -316,8 +316,8 @@ class HotKVTier(SecondaryTierManager):
         return Miss.NOT_ASKED if known is None else known.miss
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
-        """Returns the position in the prompt, in tokens, at which the first chunk begins that was
-        loaded from the server for the request. Returns None if no chunk was loaded.
+        """Returns the beginning of the first chunk that was loaded from the server for the request,
+        as a position in the prompt, in tokens. Returns None if no chunk was loaded.
 
         groups: hotkv's indices of the groups whose chunks count.
         """

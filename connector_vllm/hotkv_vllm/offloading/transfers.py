@@ -86,7 +86,7 @@ class Transfers:
     """Executes loads and stores (jobs of vLLM's tiering) in one session.
 
     is_hung: True after the server has not answered a call in time, until it answers again.
-    is_held: True while nothing may be stored, because a reset is in progress.
+    is_held: True while no store may begin, because a reset is in progress.
     """
 
     def __init__(self, session: CacheSession, settings: ConnectorConfig) -> None:

@@ -586,8 +586,9 @@ class CudaWorker:
     # --------------------------------------------------------------------------------------- faults
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks the
-        step's requests as lost that have blocks only in host memory."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks
+        requests of the step with blocks only in host memory as lost. Must be called while the
+        exception is handled, because it is logged."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")

@@ -140,9 +140,9 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks the
-        step's requests as lost that have blocks only in host memory, because that attention has
-        read freed blocks."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. This
+        attention has read freed blocks. So requests of the step with blocks only in host memory are
+        marked as lost."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:

@@ -265,7 +265,7 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """Gives up a load that can't begin but whose end vLLM awaits. With the next step the
+        """Gives up a load that can't begin. vLLM awaits the load's end, so with the next step the
         workers report the load to vLLM as failed. It counts as a failed load of the request. After
         more than `max_load_retries` failed loads the request is offered no further hits."""
         self.loads.abandon(request_id)

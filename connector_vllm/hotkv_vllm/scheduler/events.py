@@ -8,9 +8,9 @@ idle engine, which plans no steps, publishes no events.
 
 Always true: a block is published as stored once for each medium (host memory, disk, shared store).
 It is published as removed when the server removes it, when the key space changes, or when the
-engine has been without a server for ABSENCE_PATIENCE_S. The events name blocks one by one: none of
-them is vLLM's event "all blocks cleared", which would also clear the blocks on the engine's device.
-Scheduler thread only; never waits for the server.
+engine has been without a server for ABSENCE_PATIENCE_S. vLLM's event "all blocks cleared" is never
+published, because routers would then also forget the blocks on the engine's device. Scheduler
+thread only; never waits for the server.
 """
 
 from collections.abc import Iterator, Sequence

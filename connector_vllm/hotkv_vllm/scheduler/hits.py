@@ -323,7 +323,7 @@ class Patience:
         already blocked in this step.
 
         Used while the engine is idle. Without the rest vLLM would ask the connector again at once,
-        in a busy loop that takes processor time from the threads that load the blocks.
+        in a busy loop. That takes processor time from the threads that load the blocks.
 
         answer: the answer to wait for; None only sleeps.
         """
@@ -462,8 +462,8 @@ class HitFinder:
         return self._session.connected
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Sends a lookup: asks the server which of the blocks that a hit of the request could use
-        are ready. Does not lease them."""
+        """Sends a lookup for all blocks that a hit of the request could use: asks the server which
+        of them are ready. Does not lease them."""
         return self._session.lookup(self._all_blocks(state.request))
 
     def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:

@@ -225,10 +225,11 @@ class FailedLoads:
       vLLM admits an asynchronous load only if its blocks fit beside all reservations; a plain
       prefill need not. So a request with a granted hit could wait for ever. Therefore `outwait`
       drops the hit after ADMISSION_PATIENCE_S, and the request is computed.
-    - vLLM leaves a request whose load failed at the head of its queue of requests that hold blocks,
-      although the request holds none any more. If the device has no room for the request, the
-      requests behind it never run, and never free their blocks. Therefore `steps_aside` makes the
-      connector answer 'ask again' once, and vLLM moves the request to its ordinary queue.
+    - vLLM has a queue of waiting requests that hold blocks. It leaves a request whose load failed
+      at the head of this queue, although the request holds no blocks any more. If the device has no
+      room for this request, the requests behind it never run, and never free their blocks.
+      Therefore `steps_aside` makes the connector answer 'ask again' once, and vLLM moves the
+      request to its ordinary queue.
     """
 
     def __init__(self) -> None:
@@ -399,7 +400,7 @@ class LoadRoom:
             del self.holders[request_id]
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended, or that holds no blocks any more."""
+        """Forgets a request, because it has ended or holds no blocks any more."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)
         if self._next is not None and self._next.request_id == request_id:

@@ -3,8 +3,8 @@ which stores must end before the step writes. The result is the message `HotKVMe
 
 Always true:
 - An order about a load is sent in one step only.
-- The message of each step lists the stores that read a block which the step is about to write. If
-  it is not known which blocks the step writes, all stores are revoked.
+- The message of each step lists the stores whose blocks the step is about to write. If it is not
+  known which blocks the step writes, all stores are revoked.
 
 Scheduler thread only. Never blocks, except for a moment after the engine's weights have changed.
 """

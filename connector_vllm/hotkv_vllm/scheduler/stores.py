@@ -3,8 +3,8 @@ Scheduler thread only; never blocks.
 
 Always true:
 - Before a step writes a block that a store reads, the store has ended or is revoked
-  (`stores_in_flight.StoreFence`). For this, the message of each step lists the stores that read a
-  block which the step is about to write.
+  (`stores_in_flight.StoreFence`). For this, the message of each step lists the stores whose blocks
+  the step is about to write.
 - A request's block table (its block ids in vLLM) is read from vLLM at each step and never kept.
 - A block has at most one store in flight (`stores_in_flight`).
 
@@ -114,8 +114,8 @@ class StorableBlocks:
 def prompt_boundaries(
     prompt_tokens: int, alignment_tokens: int, drops_last_block: bool
 ) -> tuple[int, ...]:
-    """Returns the positions, in tokens, at which the hit of a later request ends if that request
-    repeats or extends a prompt of `prompt_tokens`.
+    """Returns the positions, in tokens, at which the hit of a later request ends, if the later
+    request repeats or extends a prompt of `prompt_tokens`.
 
     alignment_tokens: hits end at multiples of this.
     drops_last_block: True if a drafter recomputes the last block of a hit. Then the result also
@@ -610,8 +610,8 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes the stores that read a block which is about to be written. Removes such blocks
-        from the tails (last blocks of ended requests). Returns the ids of the revoked stores.
+        """Revokes the stores that read one of the blocks in `written_blocks()`. Cuts the tails
+        (last blocks of ended requests) before these blocks. Returns the ids of the revoked stores.
 
         written_blocks: returns the ids of the blocks that are about to be written.
         """

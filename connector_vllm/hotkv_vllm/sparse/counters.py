@@ -113,7 +113,7 @@ class Recall:
     blocks that the row attends to, not only the n selected blocks.
 
     recall: of the n blocks with the most attention mass, the share that the row attends to.
-    mass: the share of the whole attention mass that is in the blocks that the row attends to.
+    mass: the share of the row's attention mass in the blocks that the row attends to.
     """
 
     recall: float

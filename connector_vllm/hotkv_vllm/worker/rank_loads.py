@@ -35,8 +35,8 @@ class ActiveLoad:
     deadline_s: the load is cancelled at this time; None until the worker has seen that the device
         has passed `after`.
     answer: the future of the transfer; None until the load is sent.
-    time: measures the server's time for the load, from the moment at which the worker has seen that
-        the device has passed `after`; None until then.
+    time: measures the server's time for the load; None until the worker has seen that the device
+        has passed `after`. The time begins at this moment.
     cancelled_s: time of the cancel; None if the load was not cancelled.
     is_late: True if the load was cancelled at its deadline.
     is_void: True if the load counts as failed however it ends, because the engine has discarded the
@@ -181,9 +181,9 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Returns the ends of loads that vLLM has not been told, and forgets them: the ids of the
-        requests whose load has ended (failed or not), the ids of the requests whose load failed,
-        and the ended loads."""
+        """Returns the ends of loads that were not reported to vLLM before, and forgets them. The
+        result has the ids of the requests whose load has ended (failed or not), the ids of the
+        requests whose load failed, and the ended loads."""
         if not self._active:
             failed, self._failed = self._failed, set()
             return set(failed), failed, []
@@ -280,8 +280,8 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns the ids of those of the transfers that can't write to this rank's memory any
-        more, and the hung loads that have ended since the last call.
+        """Returns the ids of the transfers that can't write to this rank's memory any more (out of
+        `transfer_ids`), and the hung loads that have ended since the last call.
 
         transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
         """
