@@ -77,7 +77,7 @@ class WeightsWatch:
         """Returns the digest of the present weights. Takes some tenths of a second for a large
         model. If weights were written and are in host memory, takes as long as reading them twice.
         """
-        # Cleared before the read, so that a write during the read is noticed.
+        # `touched` is cleared before the read, so that a write during the read is noticed.
         was_touched, self.touched = self.touched, False
         try:
             samples = self._digest(_samples)

@@ -186,7 +186,7 @@ class DoorScheduler:
         """Records a lookup of a request, for the report to the server.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
-        answer: tokens that vLLM's offloading can load; None for "ask again".
+        answer: number of tokens that vLLM's offloading can load; None for "ask again".
         """
         self._written.matched(request.request_id, device_hit_tokens)
         state = self._states.get(request.request_id)
@@ -203,7 +203,7 @@ class DoorScheduler:
         """Reports a request that the engine has admitted. Tokens that were already in vLLM's
         primary tier count as a hit in the engine's own cache.
 
-        external_tokens: tokens that vLLM's offloading loads.
+        external_tokens: number of tokens that vLLM's offloading loads.
         """
         self._admitted.add(request.request_id)
         state = self._states.get(request.request_id)
@@ -470,7 +470,7 @@ class DoorScheduler:
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
-        # Otherwise blocks on the device are from before the reset, and must not be stored.
+        # If the device is not empty, its blocks are from before the reset, and must not be stored.
         self._tier.may_repeat = is_device_empty
         if not is_device_empty:
             self._tier.exclude(self._states)

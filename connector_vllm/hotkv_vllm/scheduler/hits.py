@@ -336,7 +336,8 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer if this step may still wait. Returns True if the answer has come."""
+        """Waits for the answer if `Patience` allows a wait (see the class). Returns True if the
+        answer has come."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -534,7 +535,7 @@ class HitFinder:
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:
             stored = stored_blocks(self.groups, hit)
-        # Last: if this method raises earlier, the load still counts as unproved.
+        # Set last: if this method raises earlier, the load still counts as unproved.
         hit.unproved_loads = 0
         self.give_back(state)
         return stored

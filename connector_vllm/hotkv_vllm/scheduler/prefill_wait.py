@@ -28,7 +28,8 @@ the prompt (true or false)."""
 OTHER_CONNECTOR = "remote_"
 """Prefix of the `kv_transfer_params` fields that tell another connector where to fetch the blocks,
 such as `remote_engine_id` of vLLM's NixlConnector. A request with such a field does not wait for
-hotkv: in a MultiConnector it could meanwhile not begin with the other connector's blocks."""
+hotkv, because while it waits, it could not begin with the blocks of the other connector (in a
+MultiConnector)."""
 
 
 class PrefillWait:
@@ -69,7 +70,7 @@ class PrefillWait:
         wait.is_over = True
         if wait.has_waited:
             self._stats.add("awaited_requests" if is_whole else "awaited_in_vain")
-            # Otherwise the finder would answer with the hit that it found before the wait.
+            # Without this call the finder would answer with the hit that it found before the wait.
             finder.forget(state)
         return False
 

@@ -375,7 +375,7 @@ class ResidencyPages:
         source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
         page_bytes = self._memory.shape[2]
         self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
-        # Pins must be tested after the copies: the copied bytes are valid only if they held.
+        # Tested after the copies: the copied bytes are valid only if the blocks are still pinned.
         for sequence_id in {self._names[block][0] for block in blocks.tolist()}:
             if not self._arena.holds(self._opened[sequence_id]):
                 raise HotKVError(

@@ -140,7 +140,7 @@ class HostCopies(OffloadingWorker):
         page, row = self._pages[ref.tensor_idx], self._rows[ref.tensor_idx]
         mapping = ref.mapping
         if self._is_canonical and to_row and mapping is not None and mapping.num_writers > 1:
-            # Ranks that hold the same bytes share the pages among them.
+            # If several ranks hold the same bytes, each of them copies a part of the pages.
             pages = rows * self._per_chunk + inside
             mine = pages % mapping.num_writers == mapping.writer_index
             ids, rows, inside = ids[mine], rows[mine], inside[mine]
