@@ -277,14 +277,14 @@ RESIDENT_SETTINGS: Mapping[str, Any] = {
     "dense_layers": (),
     "min_context_tokens": 2048,
 }
-"""Defaults of the settings of sparse decode in an engine with residency. They differ from
-`SparseConfig`'s: the number of selected tokens does not grow with the context, and all layers
-attend sparsely."""
+"""Defaults of the settings of sparse decode in an engine with residency. They differ from the
+defaults of `SparseConfig`: the number of selected tokens does not grow with the context, and all
+layers attend sparsely."""
 
 
 def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if `extra` turns residency on; None otherwise. Raises
-    ConfigError."""
+    """Returns the settings of sparse decode if `extra` (`kv_connector_extra_config`) turns
+    residency on (contexts in host memory); None otherwise. Raises ConfigError."""
     value = flat(extra).get(SPARSE)
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
         return None
@@ -292,15 +292,16 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
-    """Returns the settings of sparse decode if `extra` turns residency on for a CUDA engine, and
-    allows code that has never run on a GPU; None otherwise. Raises ConfigError."""
+    """Returns the settings of sparse decode if `extra` (`kv_connector_extra_config`) turns
+    residency on and allows code that has never run on a GPU (`allow_sparse_cuda_never_run`); None
+    otherwise. Raises ConfigError."""
     config = resident_settings(extra)
     return config if flat(extra).get(ALLOW_CUDA) is True else None
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:
-    """Returns True if an engine with these settings may use sparse decode. Always True for a
-    MultiConnector, because the settings of its connectors are not examined."""
+    """Returns True if an engine with these settings may use sparse decode. Always True for the
+    settings of a MultiConnector, because the settings of its connectors are not examined."""
     return SPARSE in flat(extra) or "connectors" in extra
 
 

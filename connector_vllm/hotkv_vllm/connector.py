@@ -5,7 +5,7 @@ from a hook. If a hook raises, the exception is logged once and counted, and vLL
 the hook's fallback (`hooks` says why each fallback is safe). Only a wrong configuration raises,
 when vLLM constructs the connector.
 
-The connector only forwards. It holds a scheduler side (`HotKVScheduler`) and a worker side
+The connector only forwards calls. It holds a scheduler side (`HotKVScheduler`) and a worker side
 (`HotKVWorker`); a `NoSide` replaces the side that the process does not need. Each hook calls a
 method of one side. No hook does work per layer.
 """
@@ -43,8 +43,8 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
 PARTS = frozenset({"requests", "residents", "sparse", "steps"})
-"""Attributes of a side that the connector uses, such as `requests` of `HotKVScheduler`. A `NoSide`
-has them too."""
+"""Names of attributes of a side that the connector uses, such as `requests` of `HotKVScheduler`. A
+`NoSide` has these attributes too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
@@ -58,16 +58,17 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
 }
-"""The methods for which `NoSide` does not answer None, with their answers. They are methods of
-`HotKVScheduler`, of `HotKVWorker`, or of the parts of either."""
+"""By name of a method: the function that `NoSide` calls in its place. All other methods of `NoSide`
+return None. The names are methods of `HotKVScheduler`, of `HotKVWorker`, or of their parts
+(PARTS)."""
 
 
 class NoSide:
     """Replaces a side that this process does not have: the worker side in the scheduler, the
     scheduler side in a worker, or both if hotkv is off.
 
-    Accepts every call and does nothing, so hooks need not test for a side. Its answers (`ANSWERS`)
-    make vLLM run as without hotkv.
+    Accepts every call and does nothing, so hooks need not test whether a side exists. With its
+    answers (`ANSWERS`) vLLM runs as without hotkv.
     """
 
     def __init__(self) -> None:
@@ -127,9 +128,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Returns True with residency (contexts in host memory). When vLLM preempts a request, it
-        then drops the output of steps in flight, because such a step may have read blocks that the
-        server no longer held. Returns False otherwise: a lost store only causes a later miss."""
+        """Returns True with residency (contexts in host memory): when vLLM preempts a request, it
+        must drop the output of the request's steps in flight, because such a step may have read
+        blocks that the server no longer held. Returns False without residency, where a lost store
+        only causes a later miss."""
         return self._is_resident
 
     # --------------------------------------------------------------------------------- worker hooks
@@ -156,8 +158,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns this rank's handshake, which vLLM forwards to the scheduler's connector. Returns
-        None in a MultiConnector, because it would pass the handshake to other connectors; the
-        scheduler then asks for the handshake in a step."""
+        None in a MultiConnector, because the MultiConnector would pass the handshake to other
+        connectors. The scheduler side then asks for the handshake in a step's message."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -206,9 +208,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the first block id of each resident request whose blocks in host memory were
-        lost, so that vLLM computes these requests anew. Failed loads are reported by
-        `get_transfer_results` instead."""
+        """Returns the id of the first block of each resident request whose blocks in host memory
+        were lost, so that vLLM computes these requests anew. Does not report failed loads, because
+        `get_transfer_results` does."""
         return self._worker.sparse.take_lost()
 
     @hook(nothing)
@@ -278,8 +280,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Ends a request. Returns (False, None), so vLLM may free the request's blocks at once: a
-        step that overwrites them first ends the stores that read them."""
+        """Ends a request. Returns (False, None), so that vLLM may free the request's blocks at
+        once: before a step overwrites these blocks, the stores that read them end or are
+        revoked."""
         self._scheduler.requests.finished(request, block_ids)
         return False, None
 
@@ -293,8 +296,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset_cache()
 
     def take_events(self) -> Iterable[Any]:
-        """Returns the events about blocks of the shared cache that vLLM is to publish as this
-        engine's. There are such events only if the server's setting `events.identity` is
+        """Returns the events about blocks of the shared cache, which vLLM publishes as events of
+        this engine. There are such events only if the server's setting `events.identity` is
         `engine`."""
         return self._take_events() if self._publishes_events else ()
 
@@ -326,11 +329,11 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @class_hook(lambda *_: None)
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Returns the KV cache layout that hotkv prefers. On CUDA this is a layout in which the
-        pages of a block in all layers are contiguous. vLLM ignores the preference if it can't use
-        the layout. Returns None on CPU, which has only one layout.
+        pages of a block in all layers are contiguous. If vLLM can't use the layout, it ignores the
+        preference. Returns None on a CPU, where vLLM has only one layout.
 
-        Returns None in a MultiConnector if another connector states a layout, because vLLM refuses
-        two layouts.
+        Also returns None in a MultiConnector if another connector asks for a layout, because vLLM
+        refuses two different layouts.
         """
         layout, outer = checks.preferred_layout(), checks.outer_configs()
         is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)

@@ -80,6 +80,6 @@ COUNTERS: dict[str, str] = {
 
 
 def exported(name: str) -> str:
-    """Returns the counter's name with its unit as Prometheus writes it: `flush_seconds` for
-    `flush_s`."""
+    """Returns the counter's name with the unit written as Prometheus names it, for example
+    `flush_seconds` for `flush_s`."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name

@@ -1,12 +1,13 @@
 """Guards the hooks (methods of the connector that vLLM calls), so that no exception of hotkv
 reaches vLLM.
 
-Each hook is decorated with `hook` or `class_hook`, and names a fallback. If the hook raises, vLLM
-gets the fallback's answer. `FALLBACKS` says why that answer is safe.
+Each hook is decorated with `hook` or `class_hook`, with its fallback (a function) as an argument.
+If the hook raises, the fallback is called, and vLLM gets its answer. `FALLBACKS` says why this
+answer is safe.
 
 Always true:
 - If a hook raises, the exception is counted, and vLLM gets the answer of the hook's fallback.
-- If the fallback raises too, this is counted, and vLLM gets the constant `last`.
+- If the fallback raises too, this is counted, and vLLM gets the decorator's argument `last`.
 - A fallback shares as little state as possible with its hook, so that one fault does not break
   both.
 """
@@ -157,11 +158,11 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "Nothing is counted.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""By name of the hook: what happens if the hook raises, and so why no request is lost and no wrong
-KV is served.
+"""By name of a hook: what happens if the hook raises. This is the reason why no request is lost and
+no wrong KV is served.
 
-Some names are parts of a hook (`is_part`): if such a part raises, the rest of its hook still runs.
-`hook` refuses a name that is missing here.
+Some names are methods that a hook calls (`is_part`): if such a method raises, the rest of the hook
+still runs. `hook` refuses a method whose name is missing here.
 """
 
 
@@ -181,11 +182,12 @@ class Clock(Protocol):
 
 
 class HookEdge:
-    """Records the time and the exceptions of a connector's hooks. `hook` stops the exceptions.
+    """Records the time and the exceptions of a connector's hooks. (The decorator `hook` stops the
+    exceptions.)
 
     clock: adds up the time of each hook.
     broken: names of the hooks that have raised.
-    count: increments the counter with this name.
+    count: takes the name of a counter and increments it.
     """
 
     def __init__(self, clock: Clock, count: Callable[[str], None]) -> None:
@@ -211,12 +213,13 @@ def hook(
     otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False, of: str = ""
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorates a hook: records its time and stops its exceptions before they reach vLLM. The
-    method's object must have an attribute `edge`, a `HookEdge`.
+    object to which the method belongs must have an attribute `edge`, a `HookEdge`.
 
-    otherwise: the fallback, called with the object and the hook's arguments if the hook raises.
+    otherwise: the fallback. If the hook raises, it is called with the object and the hook's
+        arguments, and its result is the answer.
     last: the answer if the fallback raises too.
-    is_part: True if the method is a part of a hook. It is not timed by itself, and the rest of the
-        hook runs even if the method raises.
+    is_part: True if the method is only called by a hook. It is not timed by itself. If it raises,
+        the rest of the hook still runs.
     of: prefix of the hook's name in `FALLBACKS`, if the method belongs to another object than the
         connector (such as `tier`).
     """
@@ -260,11 +263,13 @@ def _answer(
 def class_hook(
     otherwise: Callable[..., Any], last: Any = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a hook that vLLM calls on the class, before a connector exists. Stops its
-    exceptions and logs them; does not time or count them.
+    """Decorates a hook that vLLM calls on the class, before a connector exists. Stops the hook's
+    exceptions and logs them, but does not count them or time the hook.
 
-    otherwise: the fallback, called with the class and the hook's arguments if the hook raises.
-    last: the answer if the fallback raises too. vLLM's own base class answers None.
+    otherwise: the fallback. If the hook raises, it is called with the class and the hook's
+        arguments, and its result is the answer.
+    last: the answer if the fallback raises too. The default None is the answer of vLLM's own base
+        class.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:

@@ -1,8 +1,8 @@
 """Connects the connector to hotkv's client: the interface of a session (`CacheSession`), functions
-that open a session and wait for its server, and the log of its state (`StateLog`).
+that open a session and wait for its server, and the log of a session's state (`StateLog`).
 
-Only `await_server` blocks. A change of a session's state is logged once, not per request: its loss
-as a warning, its return as information.
+Only `await_server` blocks. A change of a session's state is logged once, not per request: the loss
+of the connection as a warning, its return as information.
 """
 
 import logging
@@ -49,13 +49,13 @@ logger = logging.getLogger("vllm.hotkv")
 BoolMask = NDArray[np.bool_]
 
 OPENING_S = 10.0
-"""How much longer an engine's start waits if a server has answered but has not opened the session
-yet."""
+"""If a server has answered but has not opened the session yet, an engine's start waits this much
+longer, seconds."""
 
 
 class CacheSession(Protocol):
-    """The part of `hotkv_client.Session` that the connector uses. For what each method does and
-    guarantees see there."""
+    """The part of `hotkv_client.Session` that the connector uses. The docstrings of `Session` say
+    what each method does and guarantees."""
 
     @property
     def connected(self) -> bool: ...
@@ -154,7 +154,8 @@ def open_session(
     layout: memory to register with the server; None for a session without memory.
     fds: file descriptors of that memory, by the id of its handle.
     order: how transfers wait for work in the device's queue.
-    fence: the shared page in which the scheduler revokes stores; None without it.
+    fence: the shared page in which the scheduler revokes stores; None if only workers revoke
+        stores.
     """
     from hotkv_client.session import Session
 
@@ -187,12 +188,14 @@ def say_on(session: CacheSession, target: str) -> None:
 
 
 class StateLog:
-    """Logs a session's state each time it changes. The session's thread calls it.
+    """Logs a session's state each time it changes. The session's thread calls this object with the
+    state and the reason.
 
-    who: names the session's owner in the lines, for example `scheduler`.
+    who: names the session's owner in the log, for example `scheduler`.
     target: the address of the server, `hotkv.target`.
-    level: level of the lines. If it is INFO, the line that there is no session is a WARNING.
-    why: the reason that came with the last report of the state.
+    level: level of the log lines. If it is INFO, the line that there is no session has the level
+        WARNING.
+    why: the reason in the last call.
     """
 
     def __init__(self, who: str, target: str, level: int) -> None:
@@ -211,7 +214,8 @@ class StateLog:
         """Logs that the engine's start has found no server, because the session itself reports this
         only seconds later. Does nothing if the session has already reported a state.
 
-        wait_s: how long the start has waited. After a wait of 0 only a missing socket is logged.
+        wait_s: how long the start has waited, seconds. If it is 0, logs only that the server's
+            socket is missing.
         """
         why = f"no answer within {wait_s:g} s" if wait_s else ""
         if self._target.startswith("unix:"):

@@ -2,9 +2,9 @@
 
 In each step vLLM carries one `HotKVMetadata` from the scheduler to the workers, and one
 `HotKVWorkerMetadata` (a report, joined over all ranks) from the workers to the scheduler. At the
-start each rank sends a `HotKVHandshake`. Normally vLLM forwards it. If vLLM does not, the scheduler
-asks for it, and a report contains it. All messages are small picklable values: they have hashes and
-ids, never KV bytes.
+start each rank sends a `HotKVHandshake`. Normally vLLM forwards the handshakes to the scheduler. If
+vLLM does not (MultiConnector), the scheduler side asks for them, and the next report contains them.
+All messages are small picklable values: they contain hashes and ids, never KV bytes.
 """
 
 from collections.abc import Callable
@@ -32,6 +32,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 class LoadJob:
     """An order to load blocks of a request under a read lease.
 
+    transfer_id: id of the load, the same in all ranks.
     lease_id: the lease that pins the blocks.
     runs: the blocks to load, one run per group.
     timeout_s: the load is cancelled after this time.
@@ -54,7 +55,8 @@ class StoreJob:
     """An order to store blocks that are complete at the end of the step. Each rank stores its shard
     of the blocks, under the same lease.
 
-    lease_id: the write lease; the first rank that stores acquires it.
+    lease_id: id of the write lease. The first rank whose store reaches the server acquires the
+        lease; the other ranks join it.
     runs: the blocks to store, as runs (consecutive blocks of a group).
     representations: runs of the representations (compact forms of keys, for sparse attention) to
         store. Their blocks are in `runs` or were stored earlier.
@@ -78,24 +80,31 @@ class HotKVMetadata(KVConnectorMetadata):
 
     loads: loads to begin.
     stores: stores to begin after the step.
-    flush_stores: stores that must have ended before this step's first write.
-    cancel_loads: request ids whose load is to be cancelled.
-    abandoned_loads: request ids whose load was never begun and is to be reported as failed.
-    held_loads: ids of hung loads' transfers whose blocks the scheduler holds back from vLLM's pool.
-        Workers report these loads as failed, and tell when the server can't write any more.
+    flush_stores: ids of the stores that must have ended, or be revoked, before this step's first
+        write.
+    cancel_loads: ids of the requests whose load is to be cancelled.
+    abandoned_loads: ids of the requests whose load was never begun. The workers report it to vLLM
+        as failed.
+    held_loads: transfer ids of the hung loads (loads that the server does not end) whose blocks the
+        scheduler holds back from vLLM's pool. Workers report these loads to vLLM as failed. In each
+        report they list the held loads that can't write to their memory any more
+        (`HotKVWorkerMetadata.settled_loads`).
     asks_links: True if each rank must report whether it has a session.
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
         stores and discard all representations (compact forms of keys).
     sparse_rows: the rows (requests) that attend sparsely; all other rows attend to their whole
         context. None without sparse decode.
-    resident: the step's requests and where their blocks are; None unless contexts can live in host
-        memory.
-    allocated_blocks: blocks that the step or a load is about to write; empty without sparse decode.
-    last_reports_of: ended requests for which the workers report the last selections (blocks
-        attended to).
-    wants_handshake: True while the scheduler has no handshake.
-    settles_step, timed_step: numbers to report with this step's output; 0: report no number.
-    adapters: LoRA adapters to identify, and ids to release.
+    resident: the step's requests and where their blocks are; None without residency (contexts in
+        host memory).
+    allocated_blocks: ids of the blocks that the step or a load is about to write; empty without
+        sparse decode.
+    last_reports_of: ids of ended requests. The workers must report the last selections (blocks that
+        sparse decode has chosen) of these requests.
+    wants_handshake: True while handshakes of ranks are missing. Each rank must then report its
+        handshake.
+    settles_step: number of this step for `OtherLoads`; timed_step: number of this step for
+        `PrefillSpeed`. The workers report both when the step has ended; 0: report no number.
+    adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
     weights: the order to check weights that may have changed; None without such an order.
     """
 
@@ -122,8 +131,8 @@ class HotKVMetadata(KVConnectorMetadata):
 class StoreReport:
     """How a store has ended.
 
-    results: one entry per rank, in arbitrary order: a `BlockResult` byte for each block of the
-        store. The entry is empty if the rank's transfer failed as a whole.
+    results: one entry per rank, in any order. An entry has a `BlockResult` byte for each block of
+        the store; it is empty if the rank's transfer failed as a whole.
     """
 
     results: list[bytes]
@@ -134,7 +143,8 @@ class StoreReport:
 
 
 STILL_CONNECTING = "not connected yet"
-"""The reason for having no session that a rank reports until its first try to connect has ended."""
+"""A rank reports this text as the reason why it has no session until its first try to connect has
+ended."""
 
 
 @dataclass(slots=True)
@@ -153,8 +163,8 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     host: id of the rank's machine (`hotkv_vllm.identity.ranks.this_host`).
     rank: vLLM's number of the rank.
     absent: why the rank has no session yet; empty if it has a session.
-    weights_in_doubt: True if the rank's weights may differ from the weights that the key space
-        names.
+    weights_in_doubt: True if the rank's weights may differ from the weights that
+        `KeySpace.weights_identity` identifies.
     """
 
     key_space: KeySpace | None
@@ -173,19 +183,22 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler about a step: transfers that have ended since the last
     report, and the ranks' states.
 
-    vLLM joins the reports of all ranks with `aggregate`. Always true: the result is the same in
-    whatever order and grouping vLLM joins them. `JOINS` says how each field is joined; for most
-    fields the worst value of any rank counts.
+    vLLM joins the reports of all ranks with `aggregate`. Always true: the joined report does not
+    depend on the order in which vLLM joins the reports. `JOINS` says how each field is joined; for
+    most fields the worst value of any rank counts.
 
     stores: how stores have ended, by store id.
     counters: growth of counters, by name, summed over ranks.
     sparse: report about sparse decode; None without a report.
     handshakes: one per rank, if the scheduler asked for them.
-    settled_step, timed_step: the numbers that the step's `HotKVMetadata` had; 0 without a number.
-    overdue_loads: ids of transfers that were cancelled and have not ended in time.
-    settled_loads: by held transfer, the number of ranks to which the server can't write any more.
-    load_seconds: by request, the time that the server took for its load in the slowest rank.
-        Negative if the load reached its time limit in any rank.
+    settled_step, timed_step: the numbers `settles_step` and `timed_step` of the step's
+        `HotKVMetadata`; 0 without a number.
+    overdue_loads: transfer ids of the loads that were cancelled and that the server has not ended
+        in time.
+    settled_loads: by transfer id of a load in `held_loads`, the number of ranks to whose memory the
+        load can't write any more.
+    load_seconds: by request id, the time that the server took for the request's load in the slowest
+        rank. Negative if the load reached its time limit in any rank.
     links: by rank, why the rank has no session; empty if the rank has a session.
     adapters: report about LoRA adapters; None without a report.
     weights: reports about weights, by rank.
@@ -241,7 +254,7 @@ def _each(join: Join) -> Join:
 
 
 def _if_any(one: Value | None, other: Value | None) -> Value | None:
-    """Joins two values by their method `join`. If one value is None, returns the other."""
+    """Joins two values by their method `join`. If one value is None, returns the other value."""
     if one is None or other is None:
         return other if one is None else one
     joined: Value = one.join(other)  # type: ignore[attr-defined]
@@ -271,9 +284,9 @@ def _slower(one: float, other: float) -> float:
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Joins two reports of the same rank about its weights. For each field the worse value counts:
-    a notice of a write rather than an answer, changed weights rather than original weights,
-    written rather than not written."""
+    """Joins two reports of the same rank about its weights. Returns the worse report: a notice of a
+    write rather than an answer, otherwise changed weights rather than the original weights. The
+    result says that weights were written if either report says so."""
     worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
     return replace(worse, was_written=one.was_written or other.was_written)
 

@@ -1,11 +1,11 @@
 """The plugin of hotkv for vLLM (entry point `vllm.general_plugins`). vLLM calls `register` in every
 process, before it builds a model.
 
-The plugin registers the names of hotkv's connectors, so that MultiConnector finds their classes,
-and hotkv's attention backends. In an engine without `hotkv.sparse` these backends behave as vLLM's
-own (`sparse.backend`, `residency.cuda_backend`). VLLM_PLUGINS may leave this plugin out; so each
-connector's module also registers its own name. Never raises, because an exception would keep vLLM
-from starting.
+The plugin registers two things: the names of hotkv's connectors, so that MultiConnector finds their
+classes, and hotkv's attention backends. In an engine without `hotkv.sparse` these backends behave
+as vLLM's own (`sparse.backend`, `residency.cuda_backend`). The variable VLLM_PLUGINS may leave this
+plugin out, so each connector's module also registers its own name. The plugin never raises, because
+an exception would keep vLLM from starting.
 """
 
 import logging
@@ -20,7 +20,7 @@ CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 def register() -> None:
     """Registers the connectors' names, and replaces vLLM's attention backends `CPU_ATTN` and
-    `FLASH_ATTN` by hotkv's. Leaves a backend alone that another plugin has replaced."""
+    `FLASH_ATTN` by hotkv's. Does not replace a backend that another plugin has replaced already."""
     try:
         from hotkv_vllm.compat import checks, sparse_layers
 

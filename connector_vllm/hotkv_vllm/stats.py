@@ -1,7 +1,7 @@
 """Counts events of the connector for vLLM's metrics, and measures the time spent in its hooks.
 
-Counters only increase. vLLM collects their growth after each step. Only one thread writes to a
-`HookClock`.
+Counters only increase. vLLM collects their growth after each step. A `HookClock` may be written by
+one thread only.
 """
 
 import json
@@ -26,13 +26,14 @@ OUTSIDE_STEPS = frozenset(
         "shutdown",
     }
 )
-"""Hooks that vLLM calls at the engine's start and shutdown, when no request waits."""
+"""Names of the hooks that vLLM calls at the engine's start and shutdown, when no request waits."""
 
 
 class HotKVStats(KVConnectorStats):
     """The growth of the connector's counters over some time, usually since vLLM last collected it.
 
-    data: by counter (a name in `COUNTERS`), the growth. Counters that have not grown are missing.
+    data: by name of a counter (in `COUNTERS`), its growth. Counters that have not grown are
+        missing.
     """
 
     data: dict[str, Any]
@@ -56,8 +57,8 @@ class HotKVStats(KVConnectorStats):
 
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """Exposes each counter in `COUNTERS`, per engine, as a Prometheus counter
-    `vllm:hotkv_<exported(name)>`. All counters start at 0."""
+    """Exposes each counter in `COUNTERS`, per engine, as a Prometheus counter. Its name is
+    `vllm:hotkv_` and `exported(name)`. All counters start at 0."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class HookClock:
     who: names the side in the log and in the timing file, for example `worker-0`.
     hook_s: seconds in all hooks except the hooks of start and shutdown.
     startup_s: seconds in the hooks of start and shutdown.
-    longest_s: the longest single hook call in `hook_s`.
+    longest_s: seconds of the longest single hook call in `hook_s`.
     steps: number of steps.
     step_s: wall time of the steps, hooks included; measured on the worker side only.
     by_hook: the seconds in `hook_s`, by hook.
@@ -136,7 +137,8 @@ class HookClock:
             self._step_began_s = 0.0
 
     def log(self) -> None:
-        """Logs the total time and the number of steps in one line."""
+        """Logs the total time in hooks, the number of steps and the longest hook call, in one
+        line."""
         logger.info(
             "hotkv %s: %.3f s in hooks over %d steps, longest %.1f ms",
             self.who,
@@ -157,7 +159,7 @@ class HookClock:
 
     def write(self, path: str) -> None:
         """Merges this side's figures into a JSON file, into which the engine's other processes
-        write too. Replaces the file of another engine. Raises OSError.
+        write too. If the file has the figures of another engine, replaces them. Raises OSError.
 
         path: the file (setting `hook_timing_file`); empty: do nothing.
         """

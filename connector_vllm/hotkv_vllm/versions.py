@@ -1,7 +1,7 @@
-"""Decides whether hotkv works with the installed version of vLLM. It works with the tested
+"""Decides whether hotkv works with the installed version of vLLM. hotkv works with the tested
 versions, and with every version whose sources still have the API that hotkv uses (`compat.uses`).
 
-With any other version hotkv is off and the engine runs without it. If it were on, a hook whose
+With any other version hotkv is off and the engine runs without it. If hotkv were on, a hook whose
 meaning has changed could serve wrong KV. Stopping the engine's start would be worse than running
 without a cache. `hotkv.allow_untested_vllm` turns hotkv on nevertheless.
 
@@ -28,8 +28,8 @@ def why_off(door: str, allow_untested: bool) -> str:
     """Returns why a door (one of hotkv's two connectors) is off with this version of vLLM; empty if
     the door is on.
 
-    An untested version that still has the whole API that the door uses counts as supported; this is
-    logged as a warning, once.
+    If an untested version still has the whole API that the door uses, the door is on, and a warning
+    is logged once.
 
     door: OWN or OFFLOADING.
     allow_untested: True turns the door on with every version.

@@ -1,5 +1,5 @@
-"""Contains the connector's code that reads vLLM beyond its public base classes, and so may have to
-change with vLLM's version.
+"""Contains the connector's code that reads vLLM beyond vLLM's public base classes, and so may have
+to change with vLLM's version.
 
 Only five modules outside this package read vLLM in this way: `worker.layout`,
 `identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and `residency.cuda_backend`.
@@ -12,5 +12,5 @@ NULL_BLOCK = 0
 
 
 class Unsupported(Exception):
-    """Raised if hotkv can't work with this engine. The engine then runs without hotkv. The text is
-    the reason."""
+    """Raised if hotkv can't work with this engine. The engine then runs without hotkv. The
+    exception's text is the reason, for the log."""

@@ -1,5 +1,5 @@
-"""Answers questions about an engine from vLLM's configuration and call stack, and changes the few
-settings of vLLM that hotkv must change.
+"""Answers questions about an engine from vLLM's configuration, the process's environment and the
+call stack. Changes the few settings of vLLM that hotkv must change.
 
 Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`),
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
@@ -45,7 +45,7 @@ def check_ranks(vllm_config: Any) -> None:
 
 def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Returns True if vLLM's model runner overwrites blocks before it notifies the connector's
-    worker side. Then only the scheduler side can revoke stores in time.
+    worker side. In such an engine only the scheduler side can revoke stores in time.
 
     Source: `GPUModelRunner.execute_model` of the V2 runner in vLLM 0.32: this runner zeroes new
     blocks, copies blocks and moves recurrent states before `pre_forward` calls
@@ -59,10 +59,10 @@ def writes_before_it_tells(vllm_config: Any, kv_cache_config: Any) -> bool:
 
 def counts_media(vllm_config: Any) -> bool:
     """Returns True if vLLM identifies images and other media by a counter of its process, so that
-    block hashes do not cover their content.
+    block hashes do not cover the content of media.
 
-    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: vLLM does not hash media if its own
-    caches don't need the hash.
+    Source: `BaseRenderer._process_mm_uuids` in vLLM 0.32: vLLM does not hash media if none of its
+    own caches needs the hash.
     """
     media = vllm_config.model_config.multimodal_config
     return (
@@ -76,9 +76,10 @@ def is_pausing() -> bool:
     """Returns True if vLLM is resetting its caches because the engine pauses, sleeps or frees KV
     memory; False if a user has asked for the reset.
 
-    vLLM makes the same call without arguments in both cases, and does not tell connectors that the
+    In both cases vLLM makes the same call without arguments, and does not tell connectors that the
     engine pauses. So this function looks for `EngineCore._reset_caches` on the call stack. Source:
-    in vLLM 0.32 and 0.33 only pauses call it. If it is not found, the reset counts as a user's.
+    in vLLM 0.32 and 0.33 only pauses call `_reset_caches`. If it is not on the call stack, the
+    reset counts as a user's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -92,7 +93,7 @@ def is_pausing() -> bool:
 
 
 def is_device_empty(kv_cache_manager: Any) -> bool:
-    """Returns True if no request uses a device block, so that a reset of vLLM's prefix cache has
+    """Returns True if no request uses a device block. A reset of vLLM's prefix cache then has
     emptied the device. Returns False if this can't be determined.
 
     Source: `BlockPool.reset_prefix_cache` succeeds only if no block but the null block is in use.
@@ -102,8 +103,8 @@ def is_device_empty(kv_cache_manager: Any) -> bool:
 
 
 def model_names(vllm_config: Any) -> tuple[str, ...]:
-    """Returns the names by which requests address the model, as far as the engine knows them. If
-    there are several names, vLLM passes only the first to the engine.
+    """Returns the names by which requests address the model, as far as the engine knows the names.
+    If there are several names, vLLM passes only the first to the engine.
 
     Source: `get_served_model_name` in vLLM 0.32.
     """
@@ -112,17 +113,17 @@ def model_names(vllm_config: Any) -> tuple[str, ...]:
 
 
 MAX_POD_CHARS = 200
-"""Most characters of a pod's name in an engine's name. The server refuses names of more than 256
-characters, and names that are not printable."""
+"""An engine's name has at most this many characters of its pod's name. The server refuses names of
+more than 256 characters, and names with characters that are not printable."""
 
 
 def engine_name(engine_id: str) -> str:
     """Returns a readable name of the engine: the name of its pod, or `host:pid` of this process if
     it does not run in a pod.
 
-    The pod's name is the variable POD_NAME (set by the downward API). If it is not set, the host
-    name is used; with `hostNetwork` this is the node's name. The name of a data-parallel replica
-    ends with the replica's number.
+    In Kubernetes the pod's name is the variable POD_NAME (set by the downward API). If the variable
+    is not set, the host name is used; with `hostNetwork` this is the node's name. The name of a
+    data-parallel replica ends with the replica's number.
 
     Source: vLLM 0.32 appends `_dp` and the replica's number to `engine_id`.
     """
@@ -155,8 +156,8 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
     failed load instead of failing the request. Must be called before vLLM's scheduler reads the
     policy.
 
-    configs: the configurations from which the scheduler may read the policy. None stands for a
-        configuration that was not found; this is logged.
+    configs: the configurations from which the scheduler may read the policy. An entry is None if
+        the configuration was not found; then a warning is logged.
     is_child: True if hotkv is in a MultiConnector.
     """
     if None in configs:
@@ -205,7 +206,7 @@ class RankPlace:
     num_shards: number of shards in a slot.
     shard_index: index of this rank's shard in a slot.
     is_writer: True if this rank stores its shard. If several ranks hold the same KV, only the first
-        of them does.
+        of these ranks stores it.
     stage: number of the rank's pipeline stage.
     """
 
@@ -217,8 +218,8 @@ class RankPlace:
 
 
 def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
-    """Returns the position of this worker and of its shard. Assumes that in every pipeline stage as
-    many ranks hold copies of the same KV as in this worker's stage."""
+    """Returns the position of this worker and of its shard. Assumes that all pipeline stages have
+    the same number of ranks with copies of the same KV."""
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
     parallel = vllm_config.parallel_config
@@ -252,9 +253,9 @@ MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 
 def outer_configs() -> tuple[Any, ...]:
-    """Returns the configuration of each MultiConnector that is constructing or calling hotkv's
-    connector, innermost first. Empty if hotkv is not in a MultiConnector. An entry is None if the
-    configuration was not found.
+    """Returns the configuration of each MultiConnector that contains hotkv's connector, innermost
+    first. Must be called while the MultiConnector constructs or calls hotkv's connector. Empty if
+    hotkv is not in a MultiConnector. An entry is None if the configuration was not found.
 
     A connector must know whether it is a child of a MultiConnector, for three reasons. A child gets
     a copy of the engine's configuration, and vLLM does not see changes that the child makes in it.
@@ -282,13 +283,13 @@ MOVE_WITH_THE_CACHE = {
     "ExampleHiddenStatesConnector",
     "HotKVOffloadingConnector",
 }
-"""Names of the connectors that keep working when the KV cache is moved, because they access it
-through its tensors in each step."""
+"""Names of the connectors that still work after hotkv has moved the KV cache to other addresses,
+because they access the cache through its tensors in each step."""
 
 
 def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the names of the connectors that register the KV cache before hotkv does: the
-    connectors before it in its MultiConnectors.
+    """Returns the names of the connectors that register the KV cache before hotkv's connector does:
+    the connectors that its MultiConnectors list before it.
 
     outer: the result of `outer_configs` in the constructor of hotkv's connector.
     """
@@ -304,8 +305,8 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
 
 def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
     """Raises Unsupported if another connector of vLLM has registered the addresses of the KV cache,
-    and hotkv would move it (on a CPU engine). For a connector that vLLM does not know, only logs a
-    warning.
+    and hotkv would then move the cache (in a CPU engine). For a connector that vLLM does not know,
+    only logs a warning.
 
     earlier: the result of `earlier_connectors`.
     """

@@ -1,9 +1,9 @@
 """Finds definitions in vLLM's source files: modules, classes with their members and bases,
 functions with their parameters, and annotated types.
 
-It reads syntax trees, and does not import or run code of vLLM. If a definition or type can't be
-determined (names of other packages, values without an annotation), the result is None, and hotkv
-does not check that name.
+The module reads syntax trees, and does not import or run code of vLLM. If a definition or type
+can't be determined (names of other packages, values without an annotation), the result is None, and
+`uses` does not check it.
 
 An engine's start reads about forty files of vLLM. To be fast, a file's text is cut at its top-level
 statements, and only statements that may define the requested name are parsed. If a statement can't
@@ -58,10 +58,10 @@ MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "Ordered
 
 @dataclass(frozen=True)
 class Found:
-    """A definition in vLLM's sources.
+    """A definition in vLLM's sources: of a class, function, variable or module.
 
-    module: full name of the module that contains it, or of the module that it is.
-    node: the class, function or assignment; `Module.node` if the definition is a module.
+    module: full name of the module that contains the definition, or of the module itself.
+    node: the syntax tree of the class, function or assignment; `Module.node` for a module.
     """
 
     module: str
@@ -141,8 +141,8 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 STARTS = re.compile(r"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
-"""Matches the beginning of a top-level statement. Also matches a line of a multi-line string if the
-line is not indented."""
+"""Matches the beginning of a top-level statement. May also match a line that is not indented inside
+a multi-line string."""
 HEADER = re.compile(r"(?:async\s+)?(?:class|def)\s+(\w+)")
 
 
@@ -151,7 +151,8 @@ COLON = re.compile(r":[ \t]*(?:#.*)?$", re.MULTILINE)
 """Matches the colon at the end of a method's signature."""
 CLOSING = re.compile(r"^    \)", re.MULTILINE)
 NEXT = re.compile(r"^ {0,4}[^\s)#]", re.MULTILINE)
-"""Matches the beginning of the statement after a method."""
+"""Matches the beginning of the next statement of a class after a method, or of the file after the
+class."""
 
 
 def without_bodies(text: str) -> str:
@@ -203,8 +204,8 @@ class Module:
                 first = None
 
     def defining(self, name: str) -> Iterator[ast.stmt]:
-        """Yields the statements that may define a name, in order, including statements in branches
-        of `if` and the like."""
+        """Yields the top-level statements that may define a name, in order. Includes statements in
+        branches of `if`, `try` and the like."""
         yield from self._statements(
             lambda text, header: (
                 header == name or (not header and (name in text or "import *" in text))
@@ -218,8 +219,8 @@ class Module:
                 yield node
 
     def full(self, cls: ast.ClassDef) -> ast.ClassDef:
-        """Returns a class of this module with the bodies of its methods, which other methods leave
-        out."""
+        """Returns a class of this module with the bodies of its methods. `defining` and `classes`
+        leave these bodies out."""
         if self._whole is None and cls.name not in self._full:
             for text, header in self._parts:
                 if header == cls.name:
@@ -254,8 +255,8 @@ class Names:
     """Finds definitions in the sources of one version of vLLM. Methods raise SyntaxError if a file
     can't be parsed.
 
-    is_whole: True parses whole files. False parses only parts of files, which is faster, but may
-        overlook a definition in a file that no code formatter has formatted.
+    is_whole: True parses whole files. False parses only parts of files. This is faster, but may
+        overlook a definition in a file that was not formatted by a code formatter.
     """
 
     def __init__(self, source: Readable, *, is_whole: bool) -> None:
@@ -294,7 +295,8 @@ class Names:
         """Returns the definition of a name in a module's scope, even if the module imports it from
         another module of vLLM. Returns None if there is no such definition in vLLM.
 
-        seen: the (module, name) pairs that led here, so that a loop of imports ends.
+        seen: the (module, name) pairs that were looked up on the way to this call. A pair is not
+            looked up again, so that a loop of imports ends.
         """
         if seen:
             return self._lookup(module, name, seen)
@@ -365,7 +367,7 @@ class Names:
 
     def member(self, cls: Found, name: str) -> Found | None:
         """Returns the definition of a method, field or attribute of a class or of its bases; None
-        if there is none."""
+        if there is no such member."""
         bases = self.bases(cls)
         for members in (self._body_members, self._set_members):
             for one in bases:
@@ -389,9 +391,9 @@ class Names:
         return module.full(cls.node)
 
     def owner(self, cls: Found, name: str) -> Found | None:
-        """Returns the class that has a member of this name: `cls`, or a subclass of it in the same
-        module. Subclasses count, because a value may be annotated with the base class. Returns None
-        if there is no such class."""
+        """Returns the class that has a member of this name: `cls`, or a subclass of `cls` in the
+        same module. Subclasses count, because a value that is annotated with the base class may be
+        an instance of a subclass. Returns None if there is no such class."""
         if self.member(cls, name) is not None:
             return cls
         module = self.module(cls.module)
@@ -402,8 +404,8 @@ class Names:
         return None
 
     def constructor(self, cls: Found) -> ast.arguments | None:
-        """Returns the parameters of a class's constructor; for a dataclass without `__init__`, made
-        from its fields. Returns None if they can't be determined."""
+        """Returns the parameters of a class's constructor. For a dataclass without `__init__` these
+        are made from its fields. Returns None if they can't be determined."""
         init = self.member(cls, "__init__")
         if init is not None and isinstance(init.node, FunctionDef):
             return init.node.args
@@ -440,8 +442,8 @@ class Names:
         return sorted(name for name, is_abstract in found.items() if is_abstract)
 
     def callers(self, cls: Found, name: str) -> list[str]:
-        """Returns the names of the methods in a class's own body that call a method of this
-        name."""
+        """Returns the names of the methods in a class's own body that call a method called
+        `name`, of whatever object."""
         if cls.node not in self._calls:
             self._calls[cls.node] = {
                 method: {
@@ -492,8 +494,9 @@ class Names:
         return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
 
     def value(self, found: Found) -> Type:
-        """Returns the type of the value that reading a definition gives: of a field, a property, or
-        an annotated attribute or variable. None if it can't be determined."""
+        """Returns the type of the value that one gets by reading the name of a definition: of a
+        field, a property, or an annotated attribute or variable. Returns None if it can't be
+        determined."""
         if isinstance(found.node, ast.AnnAssign):
             return self.annotated(found.module, found.node.annotation)
         if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":
@@ -501,8 +504,8 @@ class Names:
         return None
 
     def given(self, found: Found) -> Type:
-        """Returns the type of the value that a definition gives: the result of a function, or the
-        value of anything else. None if it can't be determined."""
+        """Returns the type of a function's or property's result; for any other definition the same
+        as `value`. Returns None if it can't be determined."""
         if isinstance(found.node, FunctionDef):
             return self.annotated(found.module, found.node.returns)
         return self.value(found)
@@ -548,8 +551,9 @@ def set_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def _typed(target: ast.Attribute, node: ast.AST, arguments: dict[str, ast.arg]) -> ast.AST:
-    """Returns the assignment `node` to an attribute. If it assigns a parameter of the method that
-    has an annotation, returns an assignment with this annotation.
+    """Returns the assignment `node` to the attribute `target`. If it assigns an annotated parameter
+    of the method, returns an assignment with the parameter's annotation, so that the attribute's
+    type is known.
 
     arguments: the parameters of the method, by name.
     """
@@ -581,7 +585,8 @@ def _targets(target: ast.AST) -> set[str]:
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """The form of a call: which arguments it passes. As text, for example: `a, b, c=, ...`.
+    """The form of a call: which arguments the call passes. The text of a form is, for example,
+    `a, b, c=, ...`.
 
     positional: names of the parameters that get positional arguments.
     keywords: names of the arguments that are passed by name, in order.
@@ -608,8 +613,9 @@ class Call:
 
 
 def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Call:
-    """Returns the form of a call in source code. `?` stands for a positional argument that the
-    function does not accept.
+    """Returns the form of a call in source code. In the form, `*` stands for a positional argument
+    that a parameter `*args` gets, and `?` for a positional argument that the function does not
+    accept.
 
     parameters: the parameters of the called function.
     has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.
@@ -625,8 +631,9 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Returns why a function does not accept a call, or would assign its positional arguments to
-    other parameters than expected; empty if the call fits. For the parameters see `call_of`."""
+    """Returns why a call does not fit a function: the function does not accept the call, or would
+    assign its positional arguments to other parameters than `call.positional` names. Empty if the
+    call fits. For the parameters see `call_of`."""
     places = _places(parameters, has_self=has_self)
     keywords = {*places, *(one.arg for one in parameters.kwonlyargs)}
     required = places[: len(places) - len(parameters.defaults)]

@@ -1,8 +1,8 @@
 """Converts the server's events about blocks to vLLM's event classes.
 
-Media have the same names as in the events that the server itself publishes. Host memory is CPU. A
-tier below it is STORAGE: with the locality LOCAL for the server's disk, and REMOTE for a store that
-several nodes share. `ownership` is the name of the shared store.
+Media have the same names as in the events that the server itself publishes: CPU is host memory,
+STORAGE is a tier below host memory. STORAGE has the locality LOCAL for the server's disk, and
+REMOTE for a store that several nodes share. The field `ownership` is the name of this shared store.
 """
 
 from typing import Any

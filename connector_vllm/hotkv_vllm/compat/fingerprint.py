@@ -1,9 +1,9 @@
-"""Computes digests over the settings of vLLM that may decide the bytes of a KV block. These are all
-settings, except the harmless settings listed in `HARMLESS` and `HARMLESS_ENVIRONMENT`.
+"""Computes digests over the settings of vLLM that may decide the bytes of a KV block. All settings
+count, except the harmless settings that are listed in `HARMLESS` and `HARMLESS_ENVIRONMENT`.
 
-So if a new version of vLLM adds a setting, engines that differ in it do not share KV until an
-author has reviewed it. The module contains no names of models, layers or values:
-`key_space_factors` walks through vLLM's config objects as they are.
+So if a new version of vLLM adds a setting, engines that differ in this setting do not share KV
+until an author of hotkv has found it harmless. The module contains no names of models, layers or
+values: `key_space_factors` walks through vLLM's config objects as they are.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from hotkv_vllm import versions
 # -------------------------------------------------------------------------------- settings left out
 
 # A field is harmless if two engines that differ only in this field compute the same KV for the same
-# tokens. Differences in rounding don't count, as batch size and kernel fusion cause them anyway.
+# tokens. Differences in rounding don't count, because batch size and kernel fusion also cause them.
 
 
 def _names(text: str) -> frozenset[str]:
@@ -131,8 +131,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "specialize_active_lora fully_sharded_loras"
     ),
 }
-"""By name of a config class of vLLM, or of one of its base classes: the fields that do not change
-the bytes of KV."""
+"""By name of a class of vLLM (a config class or KV cache spec, or a base class of it): the fields
+that do not change the bytes of KV."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.
@@ -177,8 +177,8 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
 """)
-"""Environment variables of vLLM that do not change KV. All other variables of vLLM that are set are
-part of the key space."""
+"""Environment variables of vLLM that do not change the bytes of KV. All other variables of vLLM are
+part of the key space, if they are set."""
 
 
 # ------------------------------------------------------------------------------ settings that count
@@ -189,9 +189,10 @@ _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_spec
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the settings that decide KV bytes, for the key space: a text `name=digest` for each
-    of vLLM's config objects, and further parts such as the environment. So two engines that don't
-    share can be compared part by part.
+    """Returns the settings that decide KV bytes, for the key space: the versions of vLLM and
+    transformers, and a text `name=digest` for each of vLLM's config objects and for further parts
+    such as the environment. So if two engines don't share KV, one can compare their settings part
+    by part.
 
     layer_specs: KV cache spec of each layer, by layer name.
     """
@@ -199,8 +200,8 @@ def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple
 
 
 def portable_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns `key_space_factors` without the tensor-parallel size. Used for KV that is stored in a
-    format which is the same for all tensor-parallel sizes."""
+    """Returns the same as `key_space_factors`, but without the tensor-parallel size. Used for KV
+    whose stored bytes are the same for all tensor-parallel sizes."""
     heads = vllm_config.model_config.get_total_num_kv_heads()
     whole = {
         name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in layer_specs.items()
@@ -244,7 +245,8 @@ def plugin_class(model: Any) -> str:
     """Returns the name of the class that a plugin has registered for the model's architecture;
     empty if the model uses a class of vLLM.
 
-    Source: `_ModelRegistry.register_model` in vLLM 0.32, which also replaces vLLM's own classes.
+    Source: `_ModelRegistry.register_model` in vLLM 0.32; a plugin can also replace vLLM's own
+    classes by it.
     """
     found = ModelRegistry.models.get(getattr(model, "architecture", ""))
     loaded = getattr(found, "model_cls", None)
@@ -254,8 +256,8 @@ def plugin_class(model: Any) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Returns the values of vLLM's environment variables that are set and not known to be
-    harmless."""
+    """Returns, by name, the values of vLLM's environment variables that are set and not listed in
+    HARMLESS_ENVIRONMENT."""
     known = envs.compile_factors()
     return {
         name: os.environ[name]
@@ -272,7 +274,7 @@ def digest(value: Any) -> str:
 
 def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
     """Converts a value to JSON types, so that equal settings give equal results in every process.
-    The result contains no addresses and does not depend on the order of sets.
+    The result contains no memory addresses and does not depend on the order of sets.
 
     An object of an unknown class becomes its class name and its attributes. If an object contains
     itself (a cycle), the inner occurrence becomes its class name only.
@@ -321,8 +323,8 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is not None and type(value).__module__ != "torch":
         return [name, canonical(attributes, within)]
-    # `str` of a dtype, device, number or pattern identifies it. If it contains the object's
-    # address, only the class name is used.
+    # The text (`str`) of a dtype, device, number or pattern identifies the object. If the text
+    # contains the object's address, only the class name is used.
     text = str(value)
     return name if f"at {id(value):#x}" in text else [name, text]
 
@@ -333,7 +335,7 @@ def _fields(value: Any) -> dict[str, Any]:
     harmless = frozenset[str]().union(
         *(HARMLESS.get(kind.__name__, frozenset()) for kind in type(value).__mro__)
     )
-    # A field that vLLM declares but never sets has no value, and is left out.
+    # Fields that vLLM declares but never sets have no value, and are left out.
     names = [
         field.name
         for field in dataclasses.fields(value)

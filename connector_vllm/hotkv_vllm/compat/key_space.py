@@ -41,7 +41,7 @@ def key_space(
     shard_bytes: bytes of this rank's shard (part) of a block, per group. The result gives all
         shards this size.
     num_shards: number of shards of a block.
-    page_format: how the engine arranges the bytes of a page.
+    page_format: a text that identifies how the engine arranges the bytes of a page.
     """
     model, cache, parallel = (
         vllm_config.model_config,
@@ -83,8 +83,8 @@ def key_space(
 
 
 def _model_name(model: Any) -> str:
-    """Returns a readable name of the model. For a local folder this is the model's architecture,
-    because engines must share whatever the folder is called."""
+    """Returns a readable name of the model. For a model in a local folder this is the model's
+    architecture, because engines share KV even if their folders have different names."""
     if not Path(model.model).exists():
         return str(model.model)
     return str(
@@ -96,7 +96,7 @@ def _model_name(model: Any) -> str:
 
 def _parallel_shape(parallel: Any) -> str:
     dcp_size = parallel.decode_context_parallel_size
-    # This setting decides which tokens of a block a rank has.
+    # The interleave size decides which tokens of a block a rank has.
     interleave = f",interleave={parallel.cp_kv_cache_interleave_size}" if dcp_size > 1 else ""
     shape = f"tp={parallel.tensor_parallel_size},pp={parallel.pipeline_parallel_size}"
     return f"{shape},dcp={dcp_size}{interleave}"
@@ -109,8 +109,8 @@ def _hash_bytes(algorithm: str) -> int:
 
 
 def _hash_seed(algorithm: str) -> str:
-    """Returns the seed of the engine's block hashes. Raises Unsupported if every process of vLLM
-    has another seed, so that no other engine could find the blocks."""
+    """Returns the seed of the engine's block hashes. Raises Unsupported if each process of vLLM
+    draws its own seed, because no other engine could then find the blocks."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     hash_function = get_hash_fn_by_name(algorithm)
@@ -143,7 +143,8 @@ def packing(
         if quant:
             parts.append(f"quant={quant}")
         if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
-            # With the same setting some GPUs of a platform write e4m3fn and others e4m3fnuz.
+            # With the same setting some GPUs of a platform write the format e4m3fn and other GPUs
+            # e4m3fnuz.
             parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
         if device_type == "cpu" and hasattr(spec, "head_size"):
             parts.append(_isa(vllm_config, spec))

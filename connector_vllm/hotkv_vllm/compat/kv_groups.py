@@ -37,8 +37,8 @@ class CacheGroup:
     window_tokens: length of the sliding window or chunk; 0 for other kinds.
     states_by_handoff: True in Mamba's "align" mode: only the blocks that vLLM offers for storing
         (`boundary_state_offloads`) hold a state that can be stored.
-    is_draft: True if the group has layers of a drafter. While decoding, its last block may still
-        change.
+    is_draft: True if the group has layers of a drafter (speculative decoding). While a request
+        decodes, the group's last full block may still change.
     """
 
     vllm_group: int
@@ -54,8 +54,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     Unsupported if a hit could not restore everything that the engine needs."""
     parallel = vllm_config.parallel_config
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
-    # Only the pipeline stage with the drafter's layers knows their group, so every group is treated
-    # as a drafter's.
+    # Only the pipeline stage with the drafter's layers knows to which group they belong. So every
+    # group is treated as a drafter's group.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -119,8 +119,8 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
 
 
 def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -> int:
-    """Returns the alignment of hits, in tokens: every hit ends at a multiple of it. It is a
-    multiple of vLLM's own alignment and of the block size of every group."""
+    """Returns the alignment of hits, in tokens: every hit ends at a multiple of this number. The
+    alignment is a multiple of vLLM's own alignment and of the block size of every group."""
     return math.lcm(
         kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups)
     )
@@ -128,11 +128,12 @@ def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -
 
 def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
     """Returns the indices of the groups in which the KV of a token depends on the next token, as
-    with EAGLE. In such a group a hit requires a further block after its end.
+    with the drafter EAGLE. In such a group the block after the end of a hit must be ready too.
+    Empty if the engine has no such drafter.
 
-    If speculative decoding needs this but no group is marked as a drafter's, returns all groups
-    except Mamba states. Source: the EAGLE last-block drop of `HybridKVCacheCoordinator` in vLLM
-    0.32.
+    If the engine has such a drafter but no group is marked as a drafter's, returns all groups
+    except groups of Mamba states. Source: the EAGLE last-block drop of `HybridKVCacheCoordinator`
+    in vLLM 0.32.
     """
     if not _drops_last_block(vllm_config):
         return frozenset()
@@ -148,8 +149,8 @@ def _drops_last_block(vllm_config: Any) -> bool:
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the tokens of a block, per vLLM group; 0 for recurrent states, whose blocks need not
-    follow token order."""
+    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
+    whose blocks need not be in the order of the tokens."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0

@@ -22,13 +22,15 @@ from hotkv_vllm.compat.fingerprint import digest, draft_model
 # Equal identities mean equal weights. An identity never contains a path.
 #
 # A model from a hub is identified by the commit of its revision. Any other model is identified by a
-# digest over its files. The digest covers the names and sizes of all files. Small files are read as
-# a whole. Of a large safetensors file, the header and pieces of each tensor are read. Of other
-# large files, a page in every mebibyte is read.
+# digest over its files. The digest covers the names and sizes of all weights files. Small weights
+# files are read as a whole. Of a large safetensors file, the header and pieces of each tensor are
+# read. Of other large weights files, 4 KiB (SAMPLE_BYTES) of every mebibyte are read. Configuration
+# files and the model's own Python code are read as a whole.
 #
-# Names, sizes and headers alone would not be enough, because fine-tuned models share them. Training
-# changes a part of every tensor that it trains. But it may train a single expert, or the embeddings
-# of a few tokens. So pieces of each expert in a stacked tensor are read, and embeddings as a whole.
+# Names, sizes and headers alone would not be enough, because fine-tuned models have the same names,
+# sizes and headers. Training changes a part of every tensor that it trains. But it may train a
+# single expert, or the embeddings of a few tokens. So pieces of each expert in a stacked tensor are
+# read, and embeddings as a whole.
 
 
 WHOLE_FILE_BYTES = 8 << 20
@@ -37,8 +39,8 @@ STRIDE_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 256 << 20
 MAX_SLICES = 4096
-"""Of a stacked tensor (such as all experts of a layer) with at most this many slices, pieces of
-each slice are read. A tensor with more slices counts as one slice."""
+"""If a stacked tensor (such as all experts of a layer) has at most this many slices, pieces of each
+slice are read. A tensor with more slices is treated as a single slice."""
 MAX_LINKS = 40
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
 SIDE_FILES = (
@@ -61,17 +63,18 @@ FROM_FILES = frozenset(
     )
 )
 """Values of `LoadConfig.load_format` with which vLLM reads the weights from the model's files. With
-other values, including those of plugins, weights may come from elsewhere, such as another process
-or a service, so the files don't identify them."""
+other values, including values that plugins define, weights may come from elsewhere, such as another
+process or a service, so the model's files don't identify them."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
-"""Matches names of embedding tensors, of which a model reads single rows."""
+"""Matches names of embedding tensors. A model reads single rows of them, so a change of a single
+row matters."""
 
 
 def is_commit(revision: str) -> bool:
     """Returns True if a revision is a full commit hash, which identifies the files' bytes. A branch
-    or a tag does not."""
+    or a tag does not identify them."""
     return bool(_COMMIT.fullmatch(revision))
 
 
@@ -96,10 +99,11 @@ def files_identity(path: Path) -> str:
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
-    """Returns True if a file that `files_identity` reads was created, moved or written after a
-    moment. Changes of the folder, and of symbolic links in the paths, count too. Raises OSError.
+    """Returns True if a file that `files_identity` reads was created, moved or written after
+    `moment_s`. Changes of the folder, and of symbolic links in the paths, count too. Raises
+    OSError.
 
-    moment_s: the moment, by the system's clock.
+    moment_s: a time of the system's clock, seconds since the epoch.
     """
     files = [*_weights_files(path), *_side_files(path)]
     times = [place.stat().st_ctime for place in (path, *files)]
@@ -110,8 +114,8 @@ def changed_since(path: Path, moment_s: float) -> bool:
 
 
 def process_start_s() -> float:
-    """Returns the time at which this process began, by the system's clock. The result is at most 10
-    ms too late. A forked process begins with the fork. Raises OSError."""
+    """Returns the time at which this process began, by the system's clock. The result is up to 10
+    ms later than the true time. A forked process begins with the fork. Raises OSError."""
     hertz = os.sysconf("SC_CLK_TCK")
     began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - (began_ticks + 1) / hertz)
@@ -136,7 +140,8 @@ def _side_files(path: Path) -> list[Path]:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Yields the symbolic links that are followed when an absolute path is resolved."""
+    """Yields the symbolic links that are followed when an absolute path is resolved, at most
+    MAX_LINKS."""
     for _ in range(MAX_LINKS):
         link = next(
             (place for place in (*reversed(path.parents), path) if place.is_symlink()), None
@@ -183,10 +188,10 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """Returns the byte ranges to read of a tensor: pieces at the beginning, middle and end of each
-    slice, or an embedding as a whole. Offsets count from the end of the header.
+    """Returns the byte ranges of a tensor to read: pieces at the beginning, middle and end of each
+    slice; for an embedding, the whole tensor. Offsets count from the end of the file's header.
 
-    entry: the tensor's entry in the header.
+    entry: the tensor's entry in the file's header.
     """
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     if len(shape) > 1 and _EMBEDDINGS.search(name):
@@ -235,7 +240,7 @@ def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
     models = [(vllm_config.model_config, load)]
     if draft is not None:
         models.append((draft, vllm_config.speculative_config.draft_load_config or load))
-    # A drafter may be a part of the model that it drafts for.
+    # The drafter may be a part of the model itself; its weights are then covered already.
     places = [(model.model, model.revision, of.load_format) for model, of in models]
     return models[:1] if places[0] == places[-1] else models
 

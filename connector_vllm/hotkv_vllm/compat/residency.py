@@ -1,6 +1,6 @@
-"""Implements residency (old blocks of long contexts only in the server's memory) by vLLM's classes:
-a KV cache spec for the layers (`ResidentSpec`), the manager of their blocks (`ResidentManager`),
-and the scheduler side's access to both (`DevicePool`).
+"""Implements residency (old blocks of long contexts only in the server's memory) in vLLM's block
+management: a KV cache spec for the layers (`ResidentSpec`), the manager of their blocks
+(`ResidentManager`), and the scheduler side's access to both (`DevicePool`).
 
 On the device a request holds its first blocks (sinks), its recent window together with tokens in
 flight, and hot slots. A hot slot is a block of vLLM's pool into which selected blocks are copied:
@@ -46,24 +46,24 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of a request's hot slots (device blocks for selected blocks) beyond the slots that its hot
-set can use. Blocks that the next step is likely to add to the hot set are copied into them ahead of
-time."""
+"""Number of additional hot slots (device blocks for selected blocks) of a request, beside the slots
+that its hot set can use. If the next step is likely to add a block to the hot set, the block is
+copied into an additional slot ahead of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentSpec(FullAttentionSpec):
     """The KV cache spec of a full-attention layer with residency.
 
-    sink_blocks: number of a context's first blocks that stay on the device.
+    sink_blocks: number of a context's first blocks (sinks), which stay on the device.
     recent_tokens: length of the recent window, which stays on the device.
     keeps_tokens: most tokens at the end of a context that are on the device: the recent window,
         tokens in flight, and tokens whose store has not ended.
-    hot_blocks: number of hot slots of a request.
-    sparse_from_tokens: contexts below this length attend to everything, so all their blocks stay on
+    hot_blocks: number of hot slots (device blocks for selected blocks) of a request.
+    sparse_from_tokens: a context below this length attends to all its blocks, so they all stay on
         the device.
     begins_whole: True with `residency = "auto"`: all blocks of a request stay on the device until
-        it is moved.
+        the request is moved off the device.
     """
 
     sink_blocks: int
@@ -91,7 +91,8 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the length, in blocks, up to which all blocks of a request stay on the device."""
+        """Returns the greatest length of a request, in blocks, at which all its blocks stay on the
+        device."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
@@ -116,8 +117,8 @@ class ResidentSpec(FullAttentionSpec):
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns the bytes of the pool that a request of the longest context needs. vLLM checks at
-        its start that the pool has so many."""
+        """Returns the bytes that a request of the longest context needs in this layer's part of the
+        pool. vLLM checks at its start that the pool is large enough."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
@@ -129,7 +130,7 @@ class ResidentSpec(FullAttentionSpec):
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
-    that a layer's hot set can use, and SPARE_SLOTS."""
+    that a layer's hot set can use, plus SPARE_SLOTS."""
     endless = 1 << 40
     budget = config.budget_blocks(endless, block_tokens)
     return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
@@ -140,20 +141,21 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """Manages the blocks of resident requests for vLLM.
+    """Manages the device blocks of all requests in an engine with residency, for vLLM's scheduler.
 
     stored_tokens: returns how many leading tokens of a request the server has pinned. The scheduler
-        side sets this, `has_room` and `step_starts`.
+        side sets this function, `has_room` and `step_starts` (`DevicePool.bind`).
     has_room: returns True if the server has reserved room for a request.
     step_starts: called before vLLM plans a step.
     freed_blocks: by request, the position at which its freed blocks end; they begin after the
-        sinks.
+        sinks (first blocks).
     hot: by request, its hot slots (device blocks for selected blocks).
     hot_ids: by request, the ids of its hot slots.
-    lost: requests that have lost blocks in the server; they get no further block.
-    moved: with `begins_whole`, the requests that were moved off the device.
-    awaited: with `begins_whole`, for each request that waited for admission when the step began,
-        the fewest blocks with which it can begin.
+    lost: ids of requests that have lost blocks in the server; they get no further block.
+    moved: with `begins_whole`, ids of the requests that were moved off the device.
+    awaited: with `begins_whole`, by id of each request that waited for admission when the step
+        began: the fewest blocks with which it can begin.
+    most_held: the most device blocks, hot slots included, that a request has ever held.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
@@ -178,8 +180,8 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """Returns no hit: a block on the device does not prove that the server has the blocks
-        before it. So all hits come from the connector."""
+        """Returns no hit in vLLM's own prefix cache: if a block is on the device, the server need
+        not have the blocks before it. So all hits come from the connector."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
@@ -190,8 +192,9 @@ class ResidentManager(FullAttentionManager):
     # --------------------------------------------------------------------------------- hot slots
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
-        """Returns how many hot slots (device blocks for selected blocks) a request of `num_tokens`
-        still needs. 0 if the request has its hot slots or needs none."""
+        """Returns how many hot slots (device blocks for selected blocks) must be allocated to a
+        request of `num_tokens`. 0 if the request has its hot slots already, or needs no hot
+        slots."""
         if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
@@ -200,15 +203,16 @@ class ResidentManager(FullAttentionManager):
         """Returns True if not all blocks of the request stay on the device. Only such a request has
         hot slots and frees blocks.
 
-        num_tokens: length of the request; if it was admitted with a longer length, that counts.
+        num_tokens: length of the request. If the request was admitted with a greater length, the
+            greater length counts.
         """
         if self.spec.begins_whole and not self._is_moved(request_id):
             return False
         return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
 
     def _most_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Returns the number of blocks that a request of `num_tokens` has, or of the length with
-        which it was admitted if that is longer."""
+        """Returns the number of blocks of a context of `num_tokens`. If the request was admitted
+        with a greater length, the greater length counts."""
         return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
 
     def _is_moved(self, request_id: str) -> bool:
@@ -234,10 +238,10 @@ class ResidentManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Overrides vLLM's method: returns how many blocks must be allocated for the request,
-        counting only blocks that stay on the device, and hot slots. Returns more than the pool has
-        if the request must get no block now, because it has lost blocks or because the server has
-        no room for it."""
+        """Overrides vLLM's method: returns how many blocks must be allocated for the request. These
+        are only the blocks that stay on the device, and the hot slots. If the request must get no
+        block now, because it has lost blocks or the server has no room for it, returns more blocks
+        than the pool has."""
         if request_id in self.lost:
             # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
             return int(self.block_pool.num_gpu_blocks) + 1
@@ -248,8 +252,8 @@ class ResidentManager(FullAttentionManager):
         if is_new and self.spec.begins_whole and not is_decided:
             self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
-            # Checked here too, because vLLM does not ask the connector about every request, so the
-            # request may not have waited for its reservation.
+            # vLLM does not ask the connector about every request before it admits the request. So
+            # the request may not have waited for its reservation.
             return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -271,8 +275,9 @@ class ResidentManager(FullAttentionManager):
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
         """Decides, with `begins_whole`, whether a new request begins as if it had been moved off
-        the device. It does if its blocks do not all fit on the device (`room_for`), and the server
-        has room for them. The decision is repeated until the request has blocks."""
+        the device. It does if the device has no room now for all its blocks (`room_for`), but has
+        room for the blocks of a moved request, and the server has reserved room for the request.
+        The decision is made again each time vLLM tries to admit the request."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)
@@ -286,11 +291,11 @@ class ResidentManager(FullAttentionManager):
 
     def room_for(self, request_id: str, is_hit: bool) -> int:
         """Returns how many blocks of the pool a new request may use to begin wholly on the device:
-        the free blocks, minus the blocks that admitted prompts still need.
+        the free blocks, minus the blocks that admitted requests still need for their prompts.
 
         is_hit: True for a request with a hit. Then the blocks that other waiting requests need are
-            subtracted too. Otherwise the request might be moved off the device to make room for
-            them, and its load would have been in vain.
+            subtracted too. If they were not, the request might soon be moved off the device to make
+            room for the other requests, and its load would have been in vain.
         """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
@@ -302,10 +307,11 @@ class ResidentManager(FullAttentionManager):
         return room
 
     def _gap(self, request_id: str, computed_tokens: int, num_held: int) -> tuple[int, int]:
-        """Returns the range, first and end (exclusive), of a hit's blocks that are neither
-        allocated nor loaded: blocks between the sinks and the recent window that the server has
-        pinned for the request.
+        """Returns the positions (first, end exclusive) of a hit's blocks that are neither allocated
+        nor loaded: the blocks between the sinks and the recent window that the server has pinned
+        for the request.
 
+        computed_tokens: length of the hit.
         num_held: number of blocks that the request has already.
         """
         first = max(self.spec.sink_blocks, num_held)
@@ -381,7 +387,7 @@ class ResidentManager(FullAttentionManager):
         """Returns how many blocks the pool gains if the request is moved off the device.
 
         processed_tokens: number of the request's tokens whose computation has ended.
-        stored_tokens: number of leading tokens that the server has pinned.
+        stored_tokens: number of the request's leading tokens that the server has pinned.
         """
         blocks = self._freeable(request_id, processed_tokens, stored_tokens)
         return Relief(
@@ -411,8 +417,9 @@ class ResidentManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Frees the request's device blocks that the server has pinned and that are older than the
-        recent window. The window ends at the last token of the completed steps. vLLM calls this
-        method before it allocates blocks for the request."""
+        recent window. The window ends at the last token whose computation has ended. Does nothing
+        for a request without hot slots, whose blocks all stay on the device. vLLM calls this method
+        before it allocates blocks for the request."""
         if request_id in self.hot:
             self._free(request_id, processed_computed_tokens)
 
@@ -424,11 +431,12 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns the positions of the blocks that can be freed now: from the end of the blocks
-        freed earlier up to the recent window, as far as the server has pinned them.
+        """Returns the positions of the request's blocks that can be freed now. They begin after the
+        sinks and the blocks freed earlier. They end before the recent window, and before the first
+        block that the server has not pinned.
 
         processed_tokens: number of the request's tokens whose computation has ended.
-        stored_tokens: number of leading tokens that the server has pinned.
+        stored_tokens: number of the request's leading tokens that the server has pinned.
         """
         first = max(self.spec.sink_blocks, self.freed_blocks.get(request_id, 0))
         kept = min(processed_tokens - self.spec.recent_tokens, stored_tokens)
@@ -506,8 +514,9 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
 
 
 def _register() -> None:
-    """Registers spec and manager with vLLM. Runs in each process that imports this module. Makes
-    vLLM register its own specs first, because vLLM does so only if the registry is empty."""
+    """Registers `ResidentSpec` and `ResidentManager` with vLLM. Runs in each process that imports
+    this module. Makes vLLM register its own specs first, because vLLM registers them only if the
+    registry is empty."""
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(ResidentSpec, ResidentManager, uniform_type_base_spec=ResidentSpec)
 
@@ -549,8 +558,9 @@ class DevicePool:
         has_room: Callable[[str], bool],
         step_starts: Callable[[], None],
     ) -> None:
-        """Connects this object to vLLM's block manager. vLLM's scheduler calls this method from its
-        constructor.
+        """Connects this object to vLLM's block manager. Must be called while the constructor of
+        vLLM's scheduler binds its block manager to the connector, because the scheduler is found on
+        the call stack.
 
         stored_tokens: returns how many leading tokens of a request the server has pinned.
         has_room: returns True if the server has reserved room for a request.
@@ -567,9 +577,9 @@ class DevicePool:
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
 
     def leave_out(self, held: Collection[str]) -> None:
-        """Leaves the requests in `held` out of the step that vLLM is about to plan. Also preempts
-        running requests that have lost blocks; otherwise vLLM might preempt other requests in their
-        place."""
+        """Leaves the requests in `held` (request ids) out of the step that vLLM is about to plan.
+        Also preempts running requests that have lost blocks; otherwise vLLM might preempt other
+        requests in their place."""
         scheduler = self._scheduler
         if scheduler is None or self._manager is None:
             return
@@ -591,9 +601,9 @@ class DevicePool:
 
     def was_preempted(self, request_id: str) -> bool:
         """Returns True if the request was preempted after vLLM planned its last step (by
-        `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume it,
-        because that step's message to the workers tells that it was preempted. Always False without
-        residency.
+        `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume the
+        request, because this step's message tells the workers that it was preempted. Always False
+        without residency.
         """
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
@@ -638,8 +648,9 @@ class DevicePool:
     # ------------------------------------------------------------------- requests that may be whole
 
     def stays_whole(self, request: Any) -> bool:
-        """Returns True, with `begins_whole`, if the request may have all its blocks on the device:
-        it was not moved, and the whole pool is large enough for it."""
+        """Returns True if the request may have all its blocks on the device although it can outgrow
+        the device: with `begins_whole`, if the request was not moved off the device and its present
+        blocks fit in the pool. Always False without `begins_whole`."""
         spec = self.spec
         if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
             return False
@@ -658,9 +669,9 @@ class DevicePool:
         return -(-int(request.num_tokens) // spec.block_size) <= room
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
-        """Returns how many blocks the coming step needs, and how many are free. Returns None if the
-        pool is surely large enough, or if requests can't be moved off the device (without
-        `begins_whole`).
+        """Returns how many blocks the coming step needs, and how many are free in the device's
+        pool. Returns None if the pool surely has enough free blocks, or if requests can't be moved
+        off the device (without `begins_whole`).
 
         has_room: returns True if the server has reserved room for a request.
         """
@@ -765,8 +776,8 @@ class DevicePool:
         return self._manager is not None and bool(self._manager.lost)
 
     def lose(self, request_id: str) -> None:
-        """Makes vLLM preempt the request before it gets another block, and drop its output of steps
-        in flight."""
+        """Makes vLLM preempt the request before the request gets another block, and drop the output
+        of the request's steps in flight."""
         if self._manager is not None and request_id in self._manager.req_to_blocks:
             self._manager.lost.add(request_id)
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
@@ -775,8 +786,8 @@ class DevicePool:
             request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
-        """Makes vLLM preempt the requests that hold one of these blocks, and drop their output of
-        steps in flight. Used if `lose` may have raised, so it does not call `lose`.
+        """Makes vLLM preempt the requests that hold one of these blocks, and drop the output of
+        their steps in flight. Used if `lose` may have raised, so this method does not call `lose`.
 
         first_blocks: ids of the first blocks of requests.
         """

@@ -1,16 +1,18 @@
 """Finds out whether vLLM itself forbids prefix caching in this engine, and why. Then hotkv must be
 off too.
 
-vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two decisions. If the user turned it
-off, only the cache on the device is off, and hotkv works. If vLLM turned it off, because a prefix
-hit would be wrong in this engine or would end it, a hit of hotkv would do the same harm.
+vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two decisions. If the user turned the
+flag off, only vLLM's own prefix cache on the device is off, and hotkv works. If vLLM turned it off,
+because a prefix hit would be wrong in this engine or would end the engine, a hit of hotkv would do
+the same harm.
 
-The flag does not tell who turned it off, and the connector may not even see vLLM's decision:
-`EngineCore` decides after the workers have copied the config, and layers decide in the worker's
-process. So this module makes vLLM's decisions again, from the same inputs
+The flag does not say whether the user or vLLM turned it off, and the connector may not even see
+vLLM's decision: `EngineCore` decides after the workers have copied the config, and layers decide in
+the worker's process. So this module makes vLLM's decisions again, from the same inputs
 (`ModelConfig.is_prefix_caching_supported`, KV cache specs and others). `tools/check_vllm_reuse.py`
-finds all places in vLLM's sources where vLLM decides, and names the check that covers each. Rules
-for single requests (`Request.skip_reading_prefix_cache`) are handled by the scheduler side.
+finds all places in vLLM's sources where vLLM makes such a decision, and names the check of this
+module that covers each place. Rules for single requests (`Request.skip_reading_prefix_cache`) are
+handled by the scheduler side.
 
 Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, `pooler_config`,
 `use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
@@ -61,8 +63,9 @@ def _of_platform(vllm_config: Any) -> str:
         return ""
     if current_platform.get_cpu_architecture() is CpuArchEnum.RISCV:
         return "the CPU is a RISC-V"
-    # Without AMX `CpuPlatform.check_and_update_config` turns both settings off. A user with AMX who
-    # has turned both off can't be distinguished, and gets the same answer.
+    # On a CPU without AMX, `CpuPlatform.check_and_update_config` turns both settings off. An engine
+    # on a CPU with AMX in which the user has turned both off looks the same, and gets the same
+    # answer.
     if (
         vllm_config.model_config.use_mla
         and not vllm_config.cache_config.enable_prefix_caching
@@ -119,9 +122,9 @@ def _of_outputs(vllm_config: Any) -> str:
     """Returns why a hit would end the engine; empty if it would not.
 
     With `enable_return_routed_experts` vLLM records, by block hash, the experts of the tokens that
-    this engine has computed, and raises at a hit in another block. Source:
-    `BlockObjectStore.get_concatenated` in vLLM 0.32. vLLM does not refuse hotkv in this case:
-    `VllmConfig._verify_aux_output_compatibility` refuses only some connectors, by name.
+    this engine has computed. It raises if a request hits a block that this engine has not computed.
+    Source: `BlockObjectStore.get_concatenated` in vLLM 0.32. vLLM does not refuse hotkv in this
+    case: `VllmConfig._verify_aux_output_compatibility` refuses only some connectors, by name.
     """
     outputs = getattr(vllm_config, "aux_output_config", None)
     if outputs is None or not outputs.enable_return_routed_experts:

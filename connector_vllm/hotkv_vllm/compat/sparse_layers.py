@@ -2,9 +2,9 @@
 the engine, and replaces vLLM's attention backends.
 
 Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
-of `KVCacheConfig.kv_cache_groups`, and of each layer in `static_forward_context` its `impl` and
-`isa`, and the rotary modules that the model has made in this process (`_ROPE_DICT`). Replaces
-vLLM's attention backend for CPU and its FlashAttention.
+of `KVCacheConfig.kv_cache_groups`, `impl` and `isa` of each layer in `static_forward_context`, and
+the rotary modules that the model has created in this process (`_ROPE_DICT`). Replaces vLLM's
+attention backend for CPU and its FlashAttention backend.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def override_cpu_attention(class_path: str) -> None:
 
 def override_cuda_attention(class_path: str) -> None:
     """Registers a class in place of vLLM's FlashAttention backend, unless another plugin has
-    replaced that backend. In engines without residency the class behaves as vLLM's own
+    replaced that backend. In engines without residency hotkv's class behaves as vLLM's own
     (`residency.cuda_backend`).
 
     class_path: full name of the class.
@@ -107,7 +107,8 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
 def replays_decode(vllm_config: Any) -> bool:
     """Returns True if vLLM may replay decode steps from full CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
-    # vLLM's workers may change this mode to a mode with fewer graphs, but not to one with more.
+    # vLLM's workers may later change this mode to a mode with fewer graphs, but not to a mode with
+    # more graphs.
     return mode is None or bool(mode.has_full_cudagraphs())
 
 

@@ -1,5 +1,5 @@
-"""Reads the blocks and requests of a step that vLLM's scheduler has planned. The functions at the
-end (from `tell_written` on) correct the state of vLLM's own offloading.
+"""Reads the blocks and requests of a step that vLLM's scheduler has planned. The functions from
+`tell_written` on correct the state of vLLM's own offloading, for `HotKVOffloadingConnector`.
 
 Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
@@ -24,9 +24,9 @@ READ_ONLY = "diffusion_read_only"
 
 
 class BlockIds(Sequence[int]):
-    """A view of a request's block table in one group: reads ids from vLLM's block objects when they
-    are needed. So the cost of a read grows with the number of returned ids, not with the length of
-    the table. Valid only while the step is planned."""
+    """A view of a request's block table (its block ids) in one group. Reads an id from vLLM's block
+    object only when the id is asked for. So the cost of a read grows with the number of returned
+    ids, not with the length of the table. Valid only while the step is planned."""
 
     __slots__ = ("_blocks",)
 
@@ -52,9 +52,9 @@ class BlockIds(Sequence[int]):
 
 
 def read_in_place(scheduler_output: Any, manager: Any) -> Any:
-    """Returns a copy of a step whose `get_block_ids` returns views of block tables (`BlockIds`).
-    vLLM's own `get_block_ids` builds a request's whole table, which takes 50 to 100 us at 128k
-    tokens.
+    """Returns a copy of a step's `SchedulerOutput` whose `get_block_ids` returns views of block
+    tables (`BlockIds`). vLLM's own `get_block_ids` builds a request's whole table, which takes 50
+    to 100 us at 128k tokens.
 
     scheduler_output: vLLM's `SchedulerOutput` of the step.
     manager: vLLM's `KVCacheManager`; if it is None, the step is returned unchanged.
@@ -116,9 +116,9 @@ def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
 def event_extra_keys(
     request: Any, blocks: range, block_tokens: int
 ) -> tuple[tuple[Any, ...] | None, ...]:
-    """Returns, for each block, the extra keys that vLLM hashes in addition to the block's tokens
-    (for media, a cache salt or prompt embeddings), in the form of vLLM's events. Empty if no block
-    has extra keys.
+    """Returns, for each block, the extra keys that vLLM hashes into the block's hash in addition to
+    its tokens (for media, a cache salt or prompt embeddings), in the form of vLLM's events. Empty
+    if no block has extra keys.
 
     blocks: positions of the blocks in the request.
 
@@ -164,24 +164,24 @@ class WholeSet(set[int]):
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:
-    """Replaces the record of vLLM's offloading of which blocks a step writes. Must be called before
-    it plans the stores of the step.
+    """Replaces the record in which vLLM's offloading notes the blocks that a step writes. Must be
+    called before vLLM's offloading plans the stores of the step.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
     Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
     prefix hit. Another request with the same prefix then drops these blocks from its windows, and
-    stores a chunk of several blocks without them, or with its other blocks in their places. The
+    stores a chunk of several blocks without these blocks, or with other blocks in their places. The
     record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
-    """Keeps vLLM's offloading from storing wrong KV after another connector of a MultiConnector has
-    failed to load blocks. Returns the keys of affected stores that are in progress; `fail_stores`
-    must make these fail.
+    """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
+    has failed to load blocks. Returns the keys of the affected stores that are in progress. The
+    caller must add these keys to the set of `fail_stores`, so that these stores fail.
 
     The requests that hold one of the blocks store no further whole chunks. vLLM may still store the
     partial last block of a model with a single recurrent group.
@@ -189,8 +189,8 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
     offloading: vLLM's `OffloadingConnectorScheduler`.
     invalid_blocks: ids of the blocks that were not loaded.
 
-    Source: vLLM 0.32. A synchronous load fails after the stores of its step, and perhaps of the
-    next step, were planned.
+    Source: vLLM 0.32. When vLLM learns that a synchronous load has failed, it has already planned
+    the stores of the load's step, and perhaps of the next step.
     """
     keys: set[Any] = set()
     for status in offloading._req_status.values():
@@ -204,8 +204,8 @@ def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]
 
 
 def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
-    """Makes vLLM's offloading call `then` with each step before it plans the step's stores, when it
-    knows the blocks of all requests.
+    """Makes vLLM's offloading call `then` in each step, with the step's `SchedulerOutput`: after it
+    has recorded the blocks of all requests, and before it plans the step's stores.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     """
@@ -219,14 +219,16 @@ def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
 
 
 def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
-    """Keeps vLLM's offloading from storing a chunk of several blocks without a block that a hit
-    needs which ends in the chunk, and from storing blocks in the places of others.
+    """Prevents vLLM's offloading from storing chunks that lack a needed block, and from storing
+    blocks in the places of other blocks. A hit that ends in a chunk of several blocks may need only
+    some of them; if one of these is missing, the chunk must not be stored.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 and 0.33. They look at a chunk's last block only. Earlier blocks are missing
-    (0) if they lie before the windows of a hit on the device, or were reallocated. The blocks of a
-    store that are there follow each other in its chunks, from the place of the first one on.
+    Source: vLLM 0.32 and 0.33. They check only whether a chunk's last block is there. Earlier
+    blocks of the chunk are missing (id 0) if they lie before the windows of a hit on the device, or
+    were reallocated. vLLM copies the blocks of a store that are there to consecutive places in its
+    chunks, beginning at the place of the first of them.
     """
     config = offloading.config
     # Hits end at the end of a chunk of any group, or one token earlier.
@@ -274,7 +276,8 @@ def _first_needed_token(spec: Any, hit_tokens: int) -> int:
 
 
 def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
-    """Returns the keys of the stores for which a step waits because it reallocates their blocks.
+    """Returns the keys of the stores for which the workers wait in a step, because the step
+    reallocates their blocks.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     meta: the `OffloadingConnectorMetadata` of the step.
@@ -286,8 +289,8 @@ def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
 
 def fail_stores(manager: Any, spoilt: set[Any]) -> None:
     """Makes vLLM's offloading treat a store as failed if one of its keys is in `spoilt`. The
-    primary tier then frees the store's rows, and does not pass them to the tiers below. Keys of
-    stores that have ended are removed from `spoilt`.
+    primary tier (vLLM's CPU memory) then frees the store's rows, and does not pass them to the
+    tiers below. When a store ends, its keys are removed from `spoilt`.
 
     manager: vLLM's `TieringOffloadingManager`. Its method `complete_store` is replaced.
     spoilt: the keys; the caller may add keys later.
@@ -303,8 +306,8 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
 
 
 def stop_at_computed(offloading: Any, request: Any) -> None:
-    """Keeps vLLM's offloading from storing blocks that an ended request has not computed, or does
-    not hold any more.
+    """Prevents vLLM's offloading from storing blocks that an ended request has not computed, or
+    does not hold any more.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
@@ -316,7 +319,8 @@ def stop_at_computed(offloading: Any, request: Any) -> None:
 
 
 def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
-    """Keeps vLLM's offloading from storing more than this many leading tokens of a request.
+    """Prevents vLLM's offloading from storing blocks of a request after its first `num_tokens`
+    tokens.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     """
@@ -332,9 +336,9 @@ def forget_blocks(offloading: Any, request: Any) -> None:
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32; 0.33 clears them itself. `_update_req_states` appends the blocks that a step
-    lists. For the next turn a step lists all blocks of the request again. Without clearing, later
-    blocks would be stored under the keys of other blocks.
+    Source: vLLM 0.32; 0.33 clears the ids itself. `_update_req_states` appends the blocks that a
+    step lists to the recorded ids. In the request's next turn a step lists all its blocks again. If
+    the ids were not cleared, blocks would be stored under the keys of other blocks.
     """
     if getattr(request, "resumable", False):
         for group in offloading._req_status[request.request_id].group_states:

@@ -1,12 +1,12 @@
 """Checks whether an untested version of vLLM still has the API that hotkv uses.
 
 A *door* is one of hotkv's two connectors. `uses.json` lists the API that each door uses (its
-*uses*): modules, classes, members, calls and hooks of vLLM. It also lists every KV cache spec class
-and attention backend that an author has reviewed. `make fix` generates the list from the sources of
-the tested versions (`tools/vllm_list.py`).
+*uses*): modules, classes, members, calls and hooks of vLLM. The file also lists every KV cache spec
+class and attention backend that an author of hotkv has reviewed. `make fix` generates the file from
+the sources of the tested versions (`tools/vllm_list.py`).
 
-This module compares the list with the sources of another version. At an engine's start this is the
-installed vLLM, and takes less than 0.2 s. A nightly job compares releases.
+This module compares the list with the sources of another version. At an engine's start this version
+is the installed vLLM, and the comparison takes less than 0.2 s. A nightly job compares releases.
 
 Always true: vLLM is not imported. Only the source files to which the list refers are read. The
 result names each difference. Nothing is written to disk.
@@ -60,8 +60,8 @@ LEFT_OUT: Mapping[str, Mapping[Line, str]] = {
     OWN: {(0, 31): "no CacheHitSource; KVCacheConfig lacks hash_block_size"},
     OFFLOADING: {(0, 31): "KVCacheConfig lacks hash_block_size"},
 }
-"""By door (one of the two connectors): older release lines with which the door can't work, and why.
-`make check` compares them too."""
+"""By door (one of the two connectors): older release lines with which the door can't work, and the
+reason. `make check` compares the list with these release lines too."""
 
 
 def span(door: str) -> str:
@@ -91,15 +91,16 @@ ENUMS = ("AttentionBackendEnum", "MambaAttentionBackendEnum")
 
 @dataclass
 class Form:
-    """The properties of a name of vLLM on which hotkv relies. A property is empty if hotkv does not
-    rely on it.
+    """The properties of a name in vLLM (a class, function, member or the like) on which hotkv
+    relies. A property is empty if hotkv does not rely on it.
 
     kind: `class`, `function`, `module`, `value`, `method`, `classmethod` or `staticmethod`.
-    gives: type of the value, or of a call's result, if another use depends on it.
-    calls: how hotkv calls the name; each entry is a `Call` as text.
+    gives: type of the value, or of a call's result, if another use depends on this type.
+    calls: the calls that hotkv makes to the name; each entry is a `Call` as text.
     signature: kind and parameters of a method that hotkv overrides.
     abstract: for a class of which hotkv has subclasses: the methods that subclasses must define.
-    callers: the methods of the same class that call this method, if hotkv looks at the caller.
+    callers: the methods of the same class that call this method, if hotkv looks for a caller on the
+        call stack.
     """
 
     kind: str
@@ -127,8 +128,8 @@ class Uses:
     made_from: the versions of vLLM from which the list was generated.
     specs: names of the reviewed KV cache spec classes.
     backends: names of the reviewed attention backends, by enumeration.
-    doors: by door, module and name: the different forms that the name has in these versions. None
-        stands for a version without the name.
+    doors: by door, module and name: the different forms that the name has in the versions
+        `made_from`. An entry None stands for versions without the name.
     """
 
     made_from: tuple[str, ...]
@@ -157,10 +158,10 @@ class Uses:
 
 
 def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
-    """Returns the form of a definition, with its kind and type only.
+    """Returns the form of a definition; sets only `kind` and `gives`.
 
     found: the definition.
-    is_member: True if it is a member of a class.
+    is_member: True if the definition is a member of a class.
     """
     node = found.node
     if isinstance(node, FunctionDef):
@@ -202,20 +203,20 @@ def backends(names: Names, enum: str) -> set[str]:
 
 
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
-    """Compares the list with a version's sources. Returns a line for each use of a door whose form
-    there is not listed, and for each spec class and attention backend that is not listed. Raises
-    SyntaxError if a source file can't be parsed."""
+    """Compares the list with the sources of a version of vLLM. Returns a line of text for each
+    difference: a use of the door whose form in the sources is not listed, a KV cache spec class or
+    an attention backend that is not listed. Raises SyntaxError if a source file can't be parsed."""
     names = Names(source, is_whole=False)
     found = {**changed_uses(source, names, door, uses), **unknown_kinds(names, uses)}
     return list(found)
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Returns a line for each use of a door whose form in the sources is not listed, in the order
-    of the list (the keys of the result).
+    """Returns a line of text for each use of a door whose form in the sources is not listed, in the
+    order of the list. The lines are the keys of the result.
 
-    names: the definitions in the sources, from files that are parsed only in part. If a use does
-        not fit, it is checked again with files that are parsed as a whole.
+    names: finds definitions in the sources, by parsing only parts of files. If a use does not fit,
+        this function checks it again by parsing whole files.
     """
     whole = Names(source, is_whole=True)
     found: dict[str, None] = {}
@@ -229,8 +230,8 @@ def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[
 
 
 def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
-    """Returns a line for each spec class and attention backend that is not listed (the keys of the
-    result)."""
+    """Returns a line of text for each KV cache spec class and attention backend that is not listed.
+    The lines are the keys of the result."""
     found: dict[str, None] = {}
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
@@ -308,8 +309,8 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 class Answer:
     """Whether a door (one of the two connectors) works with a version of vLLM, and why.
 
-    changed: the differences, a line each; None if nothing was compared, because the version is
-        tested.
+    changed: a line of text for each difference; None if no sources were compared, because the
+        version is tested.
     num_uses: number of compared uses.
     took_s: duration of the comparison, seconds.
     """
@@ -379,7 +380,10 @@ def answer(door: str, version: str, source: Readable | None = None) -> Answer:
 
 
 def main(version: str) -> None:
-    """Prints, as JSON, whether each door (of the two connectors) works with the installed vLLM."""
+    """Prints, as JSON, whether each door (one of the two connectors) works with the installed vLLM.
+
+    version: the version of the installed vLLM.
+    """
     doors = Uses.read(LIST.read_text(encoding="utf-8")).doors
     answers = [answer(door, version) for door in DOORS if door in doors]
     last = TESTED[OWN][1]

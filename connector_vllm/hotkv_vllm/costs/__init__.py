@@ -1,2 +1,2 @@
-"""Decides whether a hit is loaded from the server or its tokens are computed: whichever is
-faster."""
+"""Decides whether the engine loads a hit from the server or computes its tokens, whichever is
+faster. Learns both times from measurements."""

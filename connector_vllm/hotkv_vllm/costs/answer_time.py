@@ -1,6 +1,6 @@
 """Measures how long the server takes to answer a call. The time ends when the answer arrives, not
-when the engine reads it, because the engine reads answers only between its steps. Any thread may
-use this module.
+when the engine reads the answer, because the engine reads answers only between its steps. Any
+thread may use this module.
 """
 
 import time
@@ -21,8 +21,8 @@ class AnswerTime:
     """Measures the seconds from its construction until a future is resolved.
 
     answer: the future of a call to the server.
-    span: the trace span of the call, which is ended when the future is resolved; None without
-        tracing.
+    span: the trace span of the call; None without tracing. `AnswerTime` ends the span when the
+        future is resolved.
     """
 
     __slots__ = ("_asked_s", "_came_s")

@@ -4,20 +4,22 @@ The engine learns both times. It measures how long the server takes for answers 
 long its own prefill takes. The time in which an answer waits for the engine's next step does not
 count.
 
-A hit is loaded if the predicted load time is not longer than the predicted prefill time (`TAKE`).
-The load is cancelled when it has taken as long as the prefill would.
+A hit is loaded if the predicted load time is not longer than the predicted time to compute the
+hit's tokens (prefill time), or longer by SLACK_S at most. This is the decision `TAKE`. The load is
+cancelled when it has taken as long as the prefill would (or LEAST_BUDGET_S, if that is longer).
 
-If loading seems slower, the hit is computed (`LEAVE`). But now and then the engine tries a load
-(`TRY`), to notice when loading has become faster. A trial loads only a few tokens of its hit,
-because a load that has begun can't always be ended at once. After a trial that ended in time the
-next trial loads twice as many tokens. So the engine learns the fixed time of a load and the time
-per token.
+If loading seems slower, the hit's tokens are computed (`LEAVE`). But now and then the engine tries
+a load (`TRY`), to notice when loading has become faster. A trial loads only a few tokens of its
+hit, because a load that has begun can't always be ended at once. After a trial that ended in time
+the next trial loads twice as many tokens. So the engine learns the fixed time of a load and the
+time per token.
 
-Always true: trials take at most TRIED_SHARE of the prefill time of the hits that were computed.
-Each such hit adds to an allowance of seconds, from which trials are paid. A trial that exceeds its
-time limit makes the allowance negative (a debt), and no trial begins until further hits have paid
-the debt. The debt is at most the usual time of DEBT_TRIALS trials, because one stall says little
-about the next trial. It also decreases with time.
+Always true: trials take at most TRIED_SHARE of the prefill time of the hits that were computed. For
+this, each computed hit adds TRIED_SHARE of its prefill time to an allowance of seconds, and each
+trial takes its time from the allowance. A trial that exceeds its time limit can make the allowance
+negative (a debt). No trial begins until further computed hits have made up for the debt. The debt
+is at most the usual time of DEBT_TRIALS trials, because a single stall says little about the next
+trial. The debt also decreases with time.
 
 Scheduler thread only.
 """
@@ -35,27 +37,30 @@ from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState
 from hotkv_vllm.stats import HotKVStats
 
 COSTED = 16
-"""Costs are learnt from this many recent answers and loads, so that they follow changes of the
-server's load."""
+"""The server's times are learnt from this many recent answers and this many recent loads, so that
+predictions follow changes."""
 CHANGED = 4.0
-"""If a measured time is greater or smaller than its prediction by this factor, the server has
-changed, and earlier times are discarded."""
+"""If a measured time is greater than this multiple of its prediction (plus SLACK_S), or smaller
+than the prediction divided by this number, the server has changed, and earlier times are
+discarded."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
-"""A call that was given up counts as if it had taken this multiple of the time until then."""
+"""A call that was given up counts as if it had taken this multiple of the time until it was given
+up."""
 USUAL_TRIALS = 5
-"""The usual time of a trial is the median over this many trials. As long as there were fewer
-trials, each missing trial counts with its time limit."""
+"""The usual time of a trial is the median over this many recent trials. If there were fewer trials
+so far, the time limit of the present trial stands for each missing trial."""
 DEBT_TRIALS = 3
 """The debt of trials is at most the usual time of this many trials."""
 DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
-"""A hit is still loaded if loading is slower than prefill by at most this, because a load leaves
-the device free for other work."""
+"""A hit is still loaded if loading takes longer than the prefill by at most this time, because a
+load leaves the device free for other work."""
 LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
-"""The shortest time limits: for a hit that is to be loaded (answers and load), and for the load of
-a hit alone. Shorter limits would be inexact, and gain nothing."""
+"""The shortest time limits, seconds: LEAST_BUDGET_S for the server's answers and the load of a hit
+together, LEAST_LOAD_S for the load alone. Shorter limits could not be kept exactly, and would gain
+nothing."""
 
 
 class ServerCosts:
@@ -72,19 +77,20 @@ class ServerCosts:
 
     @property
     def answers_s(self) -> float:
-        """Returns the predicted time for the answers about one hit; 0 before the first
-        measurement."""
+        """Returns the predicted time, in seconds, of the server's answers about one hit (lookup and
+        lease); 0 before the first measurement."""
         return float(np.median(self._answers)) if self._answers else 0.0
 
     def load_s(self, num_tokens: int) -> float:
-        """Returns the predicted time to load `num_tokens`; 0 before the first measurement."""
+        """Returns the predicted time to load `num_tokens`, in seconds; 0 before the first
+        measurement."""
         if not self._loads:
             return 0.0
         fixed_s, token_s = fitted(*zip(*self._loads, strict=True))
         return fixed_s + num_tokens * token_s
 
     def forget_loads(self) -> None:
-        """Discards the measured times of loads, because they no longer hold."""
+        """Discards the measured times of loads, because they may be wrong by now."""
         self._loads.clear()
 
     def note_answers(self, seconds: float) -> None:
@@ -99,8 +105,8 @@ class ServerCosts:
         self._is_guess = False
 
     def guess_load(self, num_tokens: int, seconds: float) -> None:
-        """Replaces the measured times of loads by an estimate, after a load was given up. The next
-        measured load replaces the estimate."""
+        """Replaces the measured times of loads by an estimate, because a load was given up at its
+        time limit. The next measured load replaces the estimate."""
         self._loads.clear()
         self._loads.append((num_tokens, seconds))
         self._is_guess = True
@@ -114,7 +120,7 @@ class LoadChoice:
     """Decides whether a hit is loaded or computed. Owns the `HitChoice` of each request.
 
     costs: predicts the server's times.
-    prefill: predicts the prefill time; None loads every hit.
+    prefill: predicts the engine's prefill time; if it is None, every hit is loaded.
     """
 
     def __init__(self, prefill: PrefillSpeed | None, stats: HotKVStats) -> None:
@@ -133,9 +139,9 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """Returns the answer to vLLM's question how long the request's hit is: the answer of
-        `HitFinder` if the hit is to be loaded (all of it, or a part for a trial), otherwise "no
-        hit".
+        """Returns the answer to vLLM's question how long the request's hit is. If the hit is to be
+        loaded, this is the answer of `HitFinder`, for a trial shortened to a part of the hit. If
+        the hit is to be computed, the answer is "no hit".
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """
@@ -156,9 +162,9 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """Returns True if the request may look for its hit, before the hit's length is known.
-        Returns False if the hit is to be computed, or if the server's answers have exceeded the
-        hit's time limit."""
+        """Decides, before the hit's length is known, whether the request may look for its hit.
+        Returns False if the hit's tokens are to be computed, or if the server's answers have
+        exceeded the time limit (`HitChoice.budget_s`)."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1
@@ -174,10 +180,10 @@ class LoadChoice:
         return False
 
     def _missed(self, state: RequestState, spent_s: float, was_late: bool) -> None:
-        """Ends the choice, because there is no hit, or because an answer exceeded
-        `lookup_timeout_s`.
+        """Ends the choice about the request's hit, because there is no hit, or because an answer of
+        the server exceeded `lookup_timeout_s`.
 
-        spent_s: time that the server has taken for answers.
+        spent_s: time that the server has taken for its answers, seconds.
         was_late: True if an answer exceeded `lookup_timeout_s`.
         """
         choice, state.choice = state.choice, None
@@ -195,7 +201,7 @@ class LoadChoice:
     def _weigh(
         self, finder: HitFinder, state: RequestState, num_tokens: int, computed_tokens: int
     ) -> None:
-        """Decides whether a leased hit is loaded, and how many of its tokens.
+        """Decides whether a leased hit is loaded, and how many of its tokens are loaded.
 
         num_tokens: length of the hit beyond `computed_tokens`.
         """
@@ -214,8 +220,8 @@ class LoadChoice:
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
-        """Decides whether to take, try or leave a hit, now that its length is known. Replaces the
-        decision of `_chosen`, which assumed that the hit covers the whole prompt."""
+        """Decides whether to take, try or leave a hit whose length is known now. Replaces the
+        preliminary choice of `_chosen`, which assumed that the hit covers the whole prompt."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
             if held_s:
@@ -242,8 +248,9 @@ class LoadChoice:
         return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
-        """Returns the time limit for a request's load: `timeout_s`, or what remains of the hit's
-        time limit after the server's answers, if that is shorter."""
+        """Returns the time limit for a request's load, seconds: `timeout_s`, or the rest of
+        `HitChoice.budget_s` after the server's answers, if that is shorter (but at least
+        LEAST_LOAD_S)."""
         choice = state.choice
         if choice is None or not choice.budget_s:
             return timeout_s
@@ -262,8 +269,8 @@ class LoadChoice:
                 choice.is_late |= load_s < 0
 
     def end(self, state: RequestState, has_failed: bool) -> bool:
-        """Ends the choice of a request whose load has ended in all ranks, and learns from the
-        load's time. Returns True if the load failed because it reached its time limit."""
+        """Ends the choice about a request's hit, because its load has ended in all ranks. Learns
+        from the load's time. Returns True if the load failed because it reached its time limit."""
         choice, state.choice = state.choice, None
         if choice is None:
             return False
@@ -278,8 +285,8 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """Learns from a load that has ended within its time limit. Its time counts only if it is
-        known (`choice.load_s`)."""
+        """Learns from a load that has ended within its time limit. If the load's time is not known
+        (`choice.load_s` is 0), learns only that the trial was in time."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -303,8 +310,12 @@ class LoadChoice:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
-        """Returns the first choice for a hit whose length is not known yet. Assumes that the hit
-        covers the whole prompt."""
+        """Returns a preliminary choice about a hit whose length is not known yet. Assumes that the
+        hit covers the whole prompt. `_weigh_load` may replace the choice later.
+
+        computed_tokens: length of the hit in vLLM's own prefix cache.
+        stop_tokens: length of the longest possible hit.
+        """
         prefill_s = self._prefill_s(computed_tokens, stop_tokens)
         if not prefill_s:
             return HitChoice(Verdict.TAKE, 0.0)
@@ -325,11 +336,11 @@ class LoadChoice:
         self._stats.add("left_requests")
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
-        """Handles a hit whose answers or load were given up at the time limit: from now on it is to
-        be computed. Returns True if `seconds` shows the cost of the load. The time of a trial does
-        not, because its limit is too short.
+        """Handles a hit whose answers or load were given up at the time limit: from now on the
+        decision about the hit is LEAVE. Returns True if `seconds` says something about the server's
+        speed: if the decision was TAKE. The time limit of a trial is too short for that.
 
-        seconds: time that the server had taken until then.
+        seconds: time that the server had taken when it was given up.
         """
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)
@@ -356,9 +367,10 @@ class LoadChoice:
         self._seen_s = now_s
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
-        """Counts whether the choice about a hit has proved right.
+        """Counts a choice about a hit, and whether it was right (`judged_choices` and
+        `right_choices`).
 
-        is_sooner: True if loading was, or would have been, faster than computing.
+        is_sooner: True if the load was faster than computing the hit's tokens.
         """
         if choice.prefill_s:
             self._stats.add("judged_choices")
@@ -373,9 +385,11 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
-    """Shortens a granted hit for a trial, and returns its new length beyond `computed_tokens`.
+    """Shortens a granted hit for a trial, and returns the hit's new length beyond
+    `computed_tokens`.
 
-    limit: wanted number of tokens. If no hit can end there, it is doubled until one can.
+    limit: wanted number of tokens. If no hit of at most this length is possible, the limit is
+        doubled until one is.
     """
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:

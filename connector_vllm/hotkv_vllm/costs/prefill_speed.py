@@ -1,7 +1,7 @@
 """Learns how fast the engine computes prompts, from the durations of its steps.
 
-Always true: only steps count that consist mostly of prefill. Time in which the engine is idle does
-not count. Scheduler thread only.
+Always true: only steps count in which most tokens are prefill. Time in which the engine is idle
+does not count. Scheduler thread only.
 """
 
 from collections import deque
@@ -13,27 +13,27 @@ import numpy as np
 from hotkv_vllm.stats import HotKVStats
 
 LEAST_CHUNK_TOKENS = 64
-"""If a step computes at least this many tokens of a request, they count as prefill. In decode a
-request has one token per step, or a few draft tokens."""
+"""If a step computes at least this many tokens of a request, these tokens count as prefill. A
+request that decodes has one token in a step, or a few draft tokens."""
 LEAST_STEP_TOKENS = 256
 """Steps with fewer tokens are not measured, because the fixed cost of a step dominates their
 time."""
 RECENT = 15
-"""The speed is the median over this many recent steps, because some steps wait for stores or for a
-compiler."""
+"""The speed is the median over this many recent steps, because some steps take longer than their
+prefill: they wait for stores or for a compiler."""
 LEAST_SPREAD_TOKENS = 2048
-"""How the cost grows with the context is learnt only from steps whose contexts differ by at least
-this many tokens."""
+"""The growth of the cost per token with the length of the context is learnt only if the contexts of
+the measured steps differ by at least this many tokens."""
 MAX_OPEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step that was planned and whose results have not arrived.
+    """A step between its planning and the arrival of its results.
 
     num_tokens: number of tokens that the step computes.
-    context_tokens: number of tokens before each of them, on average.
-    planned_s: time of the plan, monotonic clock.
+    context_tokens: number of earlier tokens in the context of a computed token, on average.
+    planned_s: time at which the step was planned, monotonic clock.
     """
 
     num_tokens: int
@@ -45,9 +45,9 @@ class PrefillSpeed:
     """Learns how fast the engine computes prompts, and predicts prefill times.
 
     A step begins when it is planned (`begin_step`) and ends when its results arrive (`end_step`).
-    With asynchronous scheduling the next step is planned before that. So a step has a number, which
-    the workers report with its results, and its time begins no earlier than the end of the step
-    before.
+    With asynchronous scheduling the next step is planned before the results of a step arrive. So a
+    step has a number, which the workers report with its results. And the measured time of a step
+    begins no earlier than the end of the step before.
 
     last_end_s: time at which the results of the last step of any kind arrived. The caller sets it.
     """
@@ -57,8 +57,7 @@ class PrefillSpeed:
         self._number = 0
         self._open: dict[int, Planned] = {}
         self.last_end_s = 0.0
-        # For each measured step: the tokens before each of its tokens, on average, and the seconds
-        # per token.
+        # For each measured step: `Planned.context_tokens`, and the seconds per computed token.
         self._costs: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._fit: tuple[float, float] | None = None
 
@@ -82,11 +81,11 @@ class PrefillSpeed:
         )
 
     def begin_step(self, rows: Iterable[tuple[int, int]], now_s: float) -> int:
-        """Begins to time a step. Returns its number, which the workers must report with the step's
+        """Begins to time a step. Returns the step's number, which the workers must report with its
         results; 0 if the step is not timed, because it is small or mostly decode.
 
         rows: for each request of the step, the number of tokens that the step computes, and the
-            number of tokens before them.
+            number of tokens computed before.
         """
         num_tokens, num_prefill, contexts = 0, 0, 0.0
         for count, computed in rows:
@@ -126,8 +125,8 @@ class PrefillSpeed:
         """Fits a line to the measured steps. Returns the seconds per token without context, and the
         further seconds per token for each token of context.
 
-        Uses medians of slopes and of residuals (Theil 1950, Sen 1968), because up to a third of the
-        steps may have waited for something else.
+        Uses medians of slopes and of residuals (Theil 1950, Sen 1968). The result stays usable if
+        up to 29 % of the steps have waited for something else than prefill.
         """
         if not self._costs:
             return 0.0, 0.0

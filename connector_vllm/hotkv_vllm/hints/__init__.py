@@ -1,2 +1,2 @@
-"""Reads the hints that requests give to the cache: how to retain their blocks, and to which session
-they belong."""
+"""Reads the hints that clients give with their requests: how the server should retain the request's
+blocks, and to which client session (such as a conversation) the request belongs."""

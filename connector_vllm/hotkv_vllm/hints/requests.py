@@ -1,12 +1,14 @@
-"""Reads the hints of a request, once, when the request arrives. A client gives hints in two forms:
-in vLLM's fields `kv_hints` and `session_id`, and in a short form in `kv_transfer_params`.
+"""Reads the hints of a request, once, when the request arrives. A hint says how the server should
+retain the request's blocks, or to which client session (such as a conversation) the request
+belongs. A client gives hints in two forms: in vLLM's fields `kv_hints` and `session_id`, and in a
+short form in `kv_transfer_params`.
 
 Keys of the short form begin with `hotkv.`; other keys are ignored. `hotkv.cache_control` has the
 same values as Anthropic's field `cache_control`, which vLLM drops from the body of a request. vLLM
 before 0.32 has no `kv_hints`.
 
-A wrong hint never affects the request: it is dropped, counted, and logged at most once in
-`LOG_INTERVAL_S`.
+A wrong hint never affects the request: the hint is dropped and counted. Wrong hints are logged at
+most once in `LOG_INTERVAL_S`.
 """
 
 import math
@@ -58,13 +60,13 @@ class RequestHints:
 
     @property
     def lasts(self) -> bool:
-        """Returns True if the request's end must be reported to the server, because of its session
-        or its hints."""
+        """Returns True if the request's end must be reported to the server, because its hints name
+        a client session or contain actions."""
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:
-        """Returns the hints to send to the server again when the request ends: its actions, because
-        some of them take effect only at the end."""
+        """Returns the hints to send to the server again when the request ends: the actions in the
+        request's hints, because some actions take effect only at the request's end."""
         return Hints(self.hints.message_id, self.hints.actions)
 
 
@@ -168,9 +170,9 @@ class HintReader:
 
 
 def _message_id(request_id: str) -> str:
-    """Returns an id for a request's hints if the client has given them none: made from the
-    request's id, without characters that are not printable, because clients can choose a part of
-    that id."""
+    """Returns the id for a request's hints if the client has given none. It is made from the
+    request's id. Characters that are not printable are removed, because clients can choose a part
+    of the request's id."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
     return f"request {printable}"[:MAX_ID_CHARS]
 

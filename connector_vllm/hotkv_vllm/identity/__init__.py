@@ -1,2 +1,2 @@
-"""Identifies everything that decides the bytes of a block in this engine (weights, adapters,
-exactness of KV), notices changes, and lets the ranks agree on one key space."""
+"""Identifies the weights and LoRA adapters that decide the bytes of this engine's blocks, and
+notices when they change. Tracks which KV is exact, and lets the ranks agree on one key space."""

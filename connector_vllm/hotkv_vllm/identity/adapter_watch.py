@@ -2,15 +2,15 @@
 Worker side.
 
 vLLM reads an adapter's files when the adapter is added, or in the first step that needs it, and
-again if it was evicted since. The identity is a digest of the adapter in memory, after it was read.
-So it is right even if the files are written at that moment.
+again if vLLM has evicted the adapter meanwhile. The identity is a digest of the adapter in memory,
+after its files were read. So the identity is right even if the files change at that moment.
 
 Always true:
-- vLLM uses the adapter whose identity was reported to the scheduler, until the adapter is released
-  or evicted. If vLLM has not loaded the adapter when the scheduler asks, `AdapterWatch` reads it
-  ahead, and vLLM later gets that copy. At most `max_ahead` adapters are read ahead.
-- If other bytes are loaded for a known id, `is_trusted` is False until the scheduler has
-  acknowledged this. Stores and loads that were planned for the old bytes must not run.
+- vLLM uses the bytes whose identity was reported to the scheduler, until the adapter is released or
+  evicted. If vLLM has not loaded the adapter when the scheduler asks, `AdapterWatch` reads the
+  adapter ahead, and vLLM later gets this copy. At most `max_ahead` adapters are read ahead.
+- If other bytes are loaded for a known adapter id, `is_trusted` is False until the scheduler has
+  acknowledged the change. Stores and loads that were planned for the old bytes must not run.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from hotkv_vllm.identity.weights_watch import calling_worker
 from hotkv_vllm.link import logger
 
 MAX_AHEAD = 4
-"""Most adapters that are read ahead of vLLM, or the number of adapters in a batch (`max_loras`) if
-that is larger."""
+"""Most adapters that are read ahead of vLLM at a time. If vLLM's `max_loras` (adapters in a batch)
+is larger, that is the limit."""
 
 
 class AdapterWatch:
     """Identifies the adapters that a vLLM worker loads, by watching vLLM's LoRA manager.
 
-    manager: vLLM's LoRA manager; None without LoRA, or if the manager is not known: then every
-        adapter is UNKNOWN.
+    manager: vLLM's LoRA manager; None without LoRA, or if the manager was not found. Without it the
+        answer about every adapter is UNKNOWN.
     rank: vLLM's number of the rank.
     settings: digest of the settings that affect the KV in addition to the adapter's bytes.
     max_ahead: most adapters that are read ahead of vLLM.
@@ -74,8 +74,8 @@ class AdapterWatch:
         return not self._unacknowledged
 
     def before_step(self, work: AdapterWork) -> None:
-        """Carries out the adapters' part of a step's message: releases adapters, and answers
-        questions. Postponed questions come first."""
+        """Carries out the adapters' part of a step's message: releases adapters, and answers the
+        scheduler's questions, postponed questions first."""
         self._unacknowledged -= work.acknowledged
         for adapter_id in work.released:
             self._ahead.pop(adapter_id, None)
@@ -105,9 +105,9 @@ class AdapterWatch:
         return report
 
     def _name(self, lora_request: Any) -> str:
-        """Returns the identity of the adapter that vLLM uses, or will use. Reads the adapter ahead
-        if vLLM has not loaded it. Returns UNKNOWN if the adapter can't be identified, and LATER if
-        no further adapter may be read ahead.
+        """Returns the identity of the bytes that vLLM uses, or will use, for the adapter. Reads the
+        adapter ahead if vLLM has not loaded it. Returns UNKNOWN if the bytes can't be identified or
+        have changed, and LATER if no further adapter may be read ahead.
         """
         if self._manager is None:
             return UNKNOWN

@@ -5,14 +5,15 @@ vLLM's block hashes cover an adapter's name and path, but not its bytes. Here a 
 hash over vLLM's hash and the adapter's *identity*: a digest of the bytes that this engine's workers
 have loaded. So engines share KV of an adapter only if their adapters are equal.
 
-The scheduler side learns identities by *questions*: it asks all ranks which bytes they hold for an
-adapter id, in the message of a step (`AdapterWork`), and their reports answer (`AdapterReport`).
+The scheduler side learns identities by *questions*: in the message of a step (`AdapterWork`) it
+asks all ranks which bytes they hold for vLLM's id of an adapter. The ranks answer in their reports
+(`AdapterReport`).
 
 Always true:
 - A request with an adapter has no keys (so neither hits nor stores) until all ranks have answered
   for each id of that adapter.
 - If an adapter was seen with two identities, its requests have no keys for the rest of the engine's
-  life, because vLLM's own prefix cache does not distinguish them and mixes their KV.
+  life, because vLLM's own prefix cache does not distinguish the two and mixes their KV.
 - As long as requests of an adapter run, workers retain the bytes that they have identified.
 - A question is repeated until all ranks have answered, even if steps or reports are lost.
 """
@@ -25,21 +26,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 WAIT_S = 2.0
-"""How long a request waits for the ranks' answers. After that it is computed without the shared
-cache."""
+"""A request waits at most this long for the ranks' answers, seconds. After that it is computed
+without the shared cache."""
 ASK_AGAIN_S = 5.0
-"""A question that ranks have not answered is asked again after this time, because the question or
-an answer was lost."""
+"""If ranks have not answered a question after this time, seconds, it is asked again, because the
+question or an answer was lost."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
 """A rank's answer if it can't identify the bytes that it holds."""
 LATER = "later"
-"""A rank's answer if it must postpone the real answer, because it has already read the allowed
-number of adapters ahead of vLLM. It sends the real answer by itself as soon as it can."""
+"""A rank's answer if the rank must postpone the real answer, because it has already read the
+allowed number of adapters ahead of vLLM. The rank sends the real answer by itself as soon as it
+can."""
 
 AdapterName = tuple[str, str]
-"""An adapter's name and path. vLLM's block hashes identify an adapter by these."""
+"""An adapter's name and path, by which vLLM's block hashes identify the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class AdapterWork:
     carry out `released` before `asked`.
 
     asked: the adapters to identify, each as (number of the question, vLLM's LoRARequest).
-    released: ids of adapters without a running request: the workers need not retain their bytes.
+    released: ids of adapters without a running request. The workers need not retain the bytes of
+        these adapters.
     acknowledged: ids of adapters of which the scheduler knows that their bytes have changed.
     """
 
@@ -75,7 +78,7 @@ class AdapterReport:
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
         """Returns the report that joins two reports. If both have an answer of the same rank to the
-        same question, the worse answer counts."""
+        same question, the worse answer counts (`_badness`)."""
         answers = {number: dict(said) for number, said in self.answers.items()}
         for number, said in other.answers.items():
             known = answers.setdefault(number, {})
@@ -85,16 +88,18 @@ class AdapterReport:
 
 
 def _badness(identity: str) -> tuple[bool, bool, str]:
-    """Returns a sort key for a rank's answers: UNKNOWN is the worst, then LATER."""
+    """Returns a sort key for a rank's answers, greatest for the worst answer: UNKNOWN is worse than
+    LATER, and LATER is worse than an identity."""
     return identity == UNKNOWN, identity == LATER, identity
 
 
 class Standing(enum.Enum):
     """Whether a request with an adapter may use the shared cache.
 
-    KNOWN: it may. WAIT: the ranks have not answered yet, and the request should wait. NOT_YET: the
-    ranks have not answered, but the request has waited long enough or a rank has postponed its
-    answer; it is computed without the cache. NEVER: it may not.
+    KNOWN: it may, because the identity of its adapter is known. WAIT: the ranks have not answered
+    yet, and the request should wait. NOT_YET: the ranks have not answered, but the request has
+    waited long enough or a rank has postponed its answer; the request is computed without the
+    cache. NEVER: it may not use the cache.
     """
 
     KNOWN = "known"
@@ -108,7 +113,7 @@ class _Id:
     """The state of one of vLLM's adapter ids.
 
     names: the adapters (name and path) that requests have used with this id.
-    num_live: number of running requests with this id.
+    num_live: number of unfinished requests with this id.
     asked: number of the open question about this id; 0 without an open question.
     answers: the ranks' answers to this question, by rank.
     is_put_off: True if a rank has postponed its answer.
@@ -159,7 +164,8 @@ class Adapters:
     block keys of these requests.
 
     num_ranks: number of the engine's ranks.
-    say: logs a message; called at most once per adapter.
+    say: takes a message and logs it. Called at most once per adapter, and once if there are more
+        than MAX_ADAPTERS.
     """
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]) -> None:
@@ -186,9 +192,9 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Registers a new request with an adapter. If no other running request uses the adapter's
-        id, or if the id belongs to another adapter than before, makes a question about the id due
-        for the ranks.
+        """Registers a new request with an adapter. If no other running request uses vLLM's id of
+        the adapter, or if the id has not been used for this adapter before, makes a question about
+        the id due for the ranks.
         """
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
@@ -238,8 +244,9 @@ class Adapters:
         )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the keys of a request's complete blocks, one for each of vLLM's hashes. Returns
-        an empty sequence while the identity of the request's adapter is not known."""
+        """Returns the keys of a request's complete blocks, one for each of vLLM's hashes. For a
+        request without an adapter these are vLLM's hashes. Returns an empty sequence while the
+        identity of the request's adapter is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:
@@ -250,7 +257,7 @@ class Adapters:
         mine = self._keys.setdefault(request, _Keys())
         count = len(mine.keys)
         if count > len(hashes) or (count and hashes[count - 1] != mine.last):
-            # In a session with streamed input vLLM may have removed tokens. Each hash covers all
+            # vLLM may have removed tokens of a request with streamed input. Each hash covers all
             # earlier tokens, so it is enough to compare the last hash.
             mine.keys, count = [], 0
         if count < len(hashes):
@@ -275,8 +282,8 @@ class Adapters:
         if not asked and not self._to_release and not self._to_acknowledge:
             return NO_WORK
         if any(one.asked_s is not None for _, one in asked):
-            # A repeated question means that a step was lost, perhaps with releases. So these are
-            # repeated too.
+            # A repeated question means that a step was lost, perhaps a step with releases. So all
+            # releases are repeated too.
             self._to_release |= {number for number, one in self._ids.items() if not one.num_live}
         for _, one in asked:
             one.asked_s = now_s
@@ -290,8 +297,8 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """Makes everything due again that the last `take_work` has returned, because its step was
-        not sent to the workers."""
+        """Makes the questions, releases and acknowledgements due again that the last `take_work`
+        has returned, because its step was not sent to the workers."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None
@@ -335,9 +342,9 @@ class Adapters:
         one.is_put_off = False
 
     def _settle(self, one: _Id) -> None:
-        """Ends the question about an id once all ranks have answered. Sets the identity of its
-        adapters, or excludes them from the cache if a rank can't identify the bytes or the identity
-        has changed."""
+        """Ends the question about an id, because all ranks have answered. Sets the identity of the
+        adapters that have this id. Excludes them from the cache if a rank can't identify the bytes,
+        or if the identity differs from an earlier identity."""
         self._forget_question(one)
         said = sorted(one.answers.items())
         if any(identity == UNKNOWN for _, identity in said):

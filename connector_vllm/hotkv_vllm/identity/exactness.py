@@ -1,5 +1,6 @@
-"""Tracks which blocks on the device have inexact KV. Inexact KV differs from the KV that its hash
-stands for, so it must not be stored.
+"""Tracks which blocks on the device have inexact KV. Inexact KV may differ from the KV that an
+engine with dense attention and the present weights would compute for the block's hash, so it must
+not be stored.
 
 KV is inexact if it was computed in a step that decoded sparsely, or from other inexact KV, or with
 weights that the engine no longer has. KV that another connector of a MultiConnector has loaded
@@ -33,8 +34,8 @@ class Exactness:
     """
 
     def __init__(self, tokens_per_block: Sequence[int], num_blocks: int) -> None:
-        """tokens_per_block: tokens of a block, per vLLM group; 0 if the group's blocks do not
-        follow token order (recurrent states).
+        """tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
+            need not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
         """
         self._block_tokens = tuple(tokens_per_block)
@@ -64,8 +65,8 @@ class Exactness:
         self._exact_tokens.clear()
 
     def step_was_lost(self) -> None:
-        """Does the same as `distrust_all`, because `step` was not called for a step that vLLM has
-        planned. Does nothing unless `is_watching`."""
+        """Called if `step` was not called for a step that vLLM has planned. Does the same as
+        `distrust_all`; does nothing unless `is_watching`."""
         if self.is_watching:
             self.distrust_all()
 
@@ -81,11 +82,11 @@ class Exactness:
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """Processes a step that vLLM has planned: updates marks and counts for the KV that the step
-        computes.
+        """Processes a step that vLLM has planned: updates the marks of blocks and the requests'
+        numbers of exact tokens for the KV that the step computes.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
-        allocated: ids of blocks that were reallocated since the last step, or are in this step.
+        allocated: ids of blocks that were reallocated since the last step or in this step.
         sparse_requests: ids of requests that attend sparsely, as `sparse.rows` has decided.
         """
         if not self.is_watching:
@@ -93,8 +94,8 @@ class Exactness:
         state = scheduler_output.kv_connector_block_state
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # A session with streamed input appears as a new request in each turn. Its partly filled
-        # last block keeps its mark.
+        # A request with streamed input appears as a new request in each turn. Its last block may be
+        # partly filled from the turn before, and keeps its mark.
         begun = {
             block
             for new in scheduler_output.scheduled_new_reqs
@@ -167,11 +168,11 @@ class Exactness:
         self._own_tokens.pop(request_id, None)
 
     def _exact_prefix(self, tables: Sequence[Sequence[int]], computed: int) -> int:
-        """Returns the number of tokens before the first block that is marked as inexact;
-        EVERYTHING if no block is marked.
+        """Returns the number of the request's tokens before the first block that is marked as
+        inexact; EVERYTHING if no block is marked.
 
         tables: block ids of the request, per vLLM group.
-        computed: only the blocks of so many leading tokens are considered.
+        computed: only the blocks of this many leading tokens are considered.
         """
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):

@@ -1,10 +1,11 @@
 """Lets the ranks of an engine agree on one key space when they register their KV caches.
 
-A slot in the server holds a shard of each rank that has KV of its own, ordered by pipeline stage
-and within a stage by tensor-parallel rank. A rank does not know the layers and sizes of the other
-ranks. So each rank posts a note with its own key space, or with the reason why it can't take part,
-and reads the notes of all ranks. All ranks compute the decision from the same notes, so they reach
-the same decision. If a rank's note is missing, the other ranks stop waiting after AGREE_TIMEOUT_S.
+A slot in the server holds a shard (part of a block) of each rank that has KV of its own, ordered by
+pipeline stage and within a stage by tensor-parallel rank. A rank does not know the layers and sizes
+of the other ranks. So each rank posts a note with its own key space, or with the reason why it
+can't take part, and reads the notes of all ranks. All ranks compute the engine's key space from the
+same notes, so they all get the same key space, or all refuse. If a rank's note is missing, the
+other ranks stop waiting after AGREE_TIMEOUT_S and refuse.
 
 The notes are posted to the key-value store of torch's process group. vLLM's collectives are not
 used, because a collective that timed out would make its group unusable for vLLM.
@@ -26,13 +27,13 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.checks import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
-"""How long a rank waits for the other ranks' notes. Other ranks may still be reading their weights
-to identify them."""
+"""A rank waits at most this long for the other ranks' notes, seconds. Other ranks may still be
+reading the weights' files, to identify the weights."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
 """The most shards that the server accepts."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
-"""Fields of a key space that describe a rank's own layers, and so may differ between pipeline
+"""Fields of `KeySpace` that describe a rank's own layers, and so may differ between pipeline
 stages."""
 _rounds = itertools.count()
 
@@ -47,7 +48,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankNote:
-    """What a rank tells the other ranks.
+    """The description of itself that a rank posts for the other ranks.
 
     place: the rank's position in the engine.
     host: id of the machine on which the rank runs (`this_host`).
@@ -65,8 +66,8 @@ class RankNote:
 
 
 def this_host() -> str:
-    """Returns an id of this machine, which containers on the machine share: the id of its last
-    boot, or its name if the kernel does not provide this id."""
+    """Returns an id of this machine, which is the same in all containers on the machine: the
+    kernel's id of the last boot, or the machine's name if the kernel does not provide this id."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -75,8 +76,8 @@ def this_host() -> str:
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
     """Exchanges notes with all ranks. Returns the engine's key space, which is the same in all
-    ranks, and this rank's place in it. Blocks until all ranks have called this function, for at
-    most AGREE_TIMEOUT_S.
+    ranks, and this rank's place (position and index of its shard). Blocks until all ranks have
+    called this function, for at most AGREE_TIMEOUT_S.
 
     Raises Unsupported if the engine can't use the cache. If all notes have arrived, the reason is
     the same in all ranks.
@@ -138,8 +139,8 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """Computes the key space of the engine from the notes of all ranks. Returns it, and the place
-    of `rank` in it. The order of the notes does not matter.
+    """Computes the key space of the engine from the notes of all ranks. Returns the key space, and
+    the place of `rank` (position and index of its shard). The order of the notes does not matter.
 
     Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, or if
     their key spaces contradict each other.
@@ -164,7 +165,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
         )
     space = _joined(notes, writers)
     mine = next(note.place for note in notes if note.place.rank == rank)
-    # A rank that holds a copy of a shard comes right after the rank that writes the shard.
+    # Ranks that hold a copy of a shard come right after the rank that writes the shard, so they get
+    # the same index.
     shard_index = sum(writer.place.rank <= rank for writer in writers) - 1
     return space, replace(mine, num_shards=len(writers), shard_index=shard_index)
 
@@ -202,15 +204,17 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """Returns the properties of a group that must be equal in all pipeline stages. The size of the
-    window is not among them, because a stage without a layer of the group may not know it.
+    """Returns the properties of a group that must be equal in all pipeline stages. They do not
+    include the size of the window, because a stage without a layer of the group may not know the
+    size.
     """
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns the key space of the whole engine. Its shard sizes and layers are those of all ranks,
-    in the order of the ranks. A page format or extra part that is equal in all stages appears once.
+    """Returns the key space of the whole engine. It has the shard sizes of all `writers` and the
+    layers of all ranks, in the order of the ranks. If the page format or an entry of
+    `KeySpace.extra` is equal in all pipeline stages, it appears once.
 
     writers: the notes of the ranks that store a shard.
     """
@@ -240,10 +244,10 @@ def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
 
 
 def _joined_extra(extras: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the extra parts of the engine's key space: first the parts that all stages have, then
-    the other parts, each with the number of its stage.
+    """Returns `KeySpace.extra` (further identifying texts) for the whole engine: first the texts
+    that all pipeline stages have, then the other texts, each with the number of its stage.
 
-    extras: the extra parts of each stage's key space, by stage.
+    extras: `KeySpace.extra` of each stage's key space, by number of the stage.
     """
     common = [
         part

@@ -8,10 +8,11 @@ they use no sessions, no models and no clock.
 Always true:
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
   has answered, and all sessions belong to the key space of the present weights.
-- If the weights are still the engine's original weights, the key space stays. So a mere reset of
-  the caches does not end sharing.
-- If a rank reports that weights were written (`were_written`), KV on the device is not trusted,
-  even if the weights are the original weights again: they may have differed for a step.
+- If the weights are still the engine's original weights, the key space stays. So after a mere reset
+  of the caches the engine still shares blocks with the same engines.
+- If a rank reports that weights were written (`were_written`), KV on the device is not trusted.
+  This holds even if the weights are the original weights again, because they may have differed for
+  a step.
 """
 
 import hashlib
@@ -22,26 +23,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ASK_AGAIN_S = 5.0
-"""If answers are missing after this time, the check is repeated, because they were lost with a
-step."""
+"""If ranks have not answered a check after this time, seconds, the check is repeated, because the
+question or an answer was lost with a step."""
 PATIENCE_S = 2.0
-"""How long requests wait for the ranks' answers. After that they are computed without the shared
-cache."""
+"""Requests wait at most this long for the ranks' answers to a check, seconds. After that they are
+computed without the shared cache."""
 RECONNECT_S = 1.0
 """Longest time that a step waits for the session of the new key space. Usually the session opens
 within some tens of milliseconds."""
 _questions = itertools.count(1)
-"""Generates the numbers of checks. No number is used twice in a process, because ranks may outlive
-a `Rekeying`."""
+"""Generates the numbers of checks. No number is used twice in a process, because ranks may still
+answer checks of an earlier `Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
     """The scheduler's order to the ranks about their weights.
 
-    question: number of the check. Every rank answers each number once.
-    identity: the result of the check: the identity of the weights, which the ranks must use from
-        now on. Empty until the check has ended.
+    question: number of the check. A rank answers each number once.
+    identity: the result of the check: the identity of the weights, to whose key space the ranks
+        must change. Empty until the check has ended.
     """
 
     question: int
@@ -55,8 +56,8 @@ class WeightsReport:
 
     question: number of the check that the report answers; 0 for a notice.
     digest: digest of the weights in memory; empty in a notice.
-    is_original: True if the rank has the weights that it started with.
-    was_written: True if the weights were written since the last check that has ended.
+    is_original: True if the rank has the same weights as at its start.
+    was_written: True if the rank's weights were written after the last completed check.
     """
 
     question: int
@@ -80,8 +81,7 @@ class Rekeying:
     answers to an earlier check.
 
     identity: identity of the weights to which the present key space belongs.
-    were_written: True if a rank has reported a write to its weights since the last check that has
-        ended.
+    were_written: True if a rank has reported a write to its weights after the last completed check.
     """
 
     def __init__(self, num_ranks: int, original: str, in_doubt: bool = False) -> None:
@@ -111,8 +111,8 @@ class Rekeying:
         return self._is_due or self._is_asking
 
     def suspect(self) -> None:
-        """Makes a check due. It begins when the engine next runs or looks up a request. Called when
-        the engine pauses, or when its caches were reset."""
+        """Makes a check due. The check begins when the engine next runs or looks up a request.
+        Called when the engine pauses, or when its caches are reset."""
         self._is_due = True
 
     def ask(self, now_s: float) -> None:
@@ -133,8 +133,8 @@ class Rekeying:
         return self._is_asking and now_s < self._since_s + PATIENCE_S
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
-        """Processes the ranks' reports, by rank. Returns True if a rank has noticed a write to its
-        weights outside of a check; then begins a check."""
+        """Processes the ranks' reports about weights, by rank. If a rank has noticed a write to its
+        weights and no check is open, begins a check and returns True."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -165,9 +165,9 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def go_on(self, identity: str) -> None:
-        """Continues after the scheduler side has opened a session of a key space with this
-        identity. The ranks have kept their state. So the original identity stays, and a check that
-        was open becomes due again.
+        """Continues with another session of the scheduler side, whose key space has this identity
+        of weights. The ranks still run with their earlier state. So the original identity stays,
+        and a check that was open becomes due again.
         """
         self.identity = identity
         self._is_due = self.under_way
@@ -188,14 +188,14 @@ class Rekeying:
 
 
 class RankWeights:
-    """The part of a rank in the checks: answers them, and follows their result.
+    """A rank's part of the checks: answers each check, and adopts the check's result.
 
-    identity: identity of the weights to which the rank's session belongs.
+    identity: identity of the weights to whose key space the rank's session belongs.
     """
 
     def __init__(self, watch: Watch | None, original: str) -> None:
-        """watch: notices writes to the rank's weights and computes their digest; None if the models
-            were not found. Then every check counts as a change.
+        """watch: notices writes to the rank's weights and computes their digest; None if vLLM's
+            models were not found. Without it every check finds changed weights.
         original: the identity of the weights with which the engine started.
         """
         self._watch = watch
@@ -210,6 +210,8 @@ class RankWeights:
 
     @property
     def held(self) -> bool:
+        """Returns True while the rank must not send loads or stores: its weights were written, or
+        it has answered a check and awaits the check's result."""
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:
@@ -237,9 +239,9 @@ class RankWeights:
         self._report = WeightsReport(question, digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
-        """Returns the report about this rank's weights for the scheduler; None if there is nothing
-        to report. Returns an answer once, and repeats a notice until the scheduler begins a
-        check."""
+        """Returns the report about this rank's weights for the scheduler; None if there is no
+        report. Returns the answer to a check once, and returns the notice of a write again and
+        again until the scheduler begins a check."""
         if self._report is None and self._watch is not None and self._watch.touched:
             return WeightsReport(0, was_written=True)
         report, self._report = self._report, None

@@ -5,8 +5,8 @@ Always true:
 - A write to the weights through vLLM (`reload_weights`, weight transfer, waking up) or through the
   model's own `load_weights` is noticed before the next step. `digest` then reads all weights, so a
   single different element changes the digest.
-- If no write was noticed, `digest` reads only samples of the weights. The samples reveal most
-  writes that were not noticed; then `digest` reads all weights too.
+- If no write was noticed, `digest` reads only samples of the weights. If the samples have changed,
+  it reads all weights too. So it also finds most writes that were not noticed.
 - Equal digests mean equal weights, in any process with the same parallel shape.
 
 A step without a check of the weights costs nothing here.
@@ -23,14 +23,15 @@ import torch
 from hotkv_vllm.link import logger
 
 WHOLE_BYTES = 1 << 20
-"""A tensor of at most this many bytes is read as a whole. A larger tensor is sampled or summed."""
+"""A tensor of at most this many bytes is read as a whole. Of a larger tensor, samples or sums are
+read."""
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 64
-"""Number of evenly spread pieces of a larger tensor that are read as samples. Training changes a
-share of all elements, never a single element, so samples reveal it."""
+"""Number of evenly spread pieces of a larger tensor that are read as samples. Training changes many
+elements of a tensor, never a single element, so samples reveal it."""
 ROW_WORDS = 4096
-"""To compute its digest, a larger tensor is divided into rows of this many words, and summed over
-rows and over columns. Only deliberate changes would cancel out in both sums."""
+"""For its digest, a larger tensor is divided into rows of this many words, and summed over the rows
+and over the columns. Only deliberate changes would leave all these sums as they were."""
 
 WRITERS = (
     "reload_weights",
@@ -47,7 +48,7 @@ MAX_FRAMES = 40
 class WeightsWatch:
     """Watches the weights of a worker's models.
 
-    touched: True if weights were written since `digest` was last computed.
+    touched: True if a write to the weights was noticed after the last call of `digest`.
     original: digest of the weights with which the engine started; empty if they are not known.
     """
 
@@ -73,11 +74,10 @@ class WeightsWatch:
         )
 
     def digest(self) -> str:
-        """Computes the digest of the present weights. Takes some tenths of a second for a large
-        model. If weights were written and are in host memory, it takes as long as reading them
-        twice.
+        """Returns the digest of the present weights. Takes some tenths of a second for a large
+        model. If weights were written and are in host memory, takes as long as reading them twice.
         """
-        # Cleared before the read, so that a write during the read is noticed.
+        # `touched` is cleared before the read, so that a write during the read is noticed.
         was_touched, self.touched = self.touched, False
         try:
             samples = self._digest(_samples)
@@ -90,9 +90,9 @@ class WeightsWatch:
         return self._known
 
     def forget_original(self) -> None:
-        """Forgets the original digest, so that the first check identifies the weights by their
-        contents in memory. Used if the weights in memory may differ from the model's files, by
-        which the engine has identified them.
+        """Forgets the original digest, so that a check identifies the weights by their contents in
+        memory. Used if the weights in memory may differ from the model's files, by which the
+        engine's key space identifies them.
         """
         self.original = ""
         self.touched = True
@@ -161,7 +161,7 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
     """Returns a `WeightsWatch` for the models of the worker that is calling; None if the worker is
     not found on the call stack. Must be called while the worker registers its KV caches.
 
-    in_doubt: True if files of the model have changed since this process began, so that the loaded
+    in_doubt: True if the model's files have changed since this process began, so that the loaded
         weights may be older than the files.
     """
     runner, worker = calling_worker()

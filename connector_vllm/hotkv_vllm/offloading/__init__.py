@@ -2,15 +2,17 @@
 offloading.
 
 vLLM copies blocks between the device and its CPU memory, the *primary tier*, which is a file in
-shared memory. hotkv-server maps that file and copies its rows to and from the arena. A *row* holds
+shared memory. hotkv-server maps this file and copies its rows to and from the arena. A *row* holds
 one *chunk* (one or several consecutive blocks) of one KV cache group, with the shards of all ranks.
-So this connector needs no CUDA in the server, no session per rank and no copy kernel of hotkv's.
+So with this connector the server needs no CUDA, the ranks need no sessions, and hotkv needs no
+copy kernel of its own.
 
 A *promotion* is a load: a copy from the server into rows of the primary tier.
 
 Read the modules in this order: `connector` (the class that users name), `scheduler` and `worker`
-(its two sides), `tier` (the methods that vLLM calls for a tier), `requests` (how much a request may
-promote), `transfers` (loads and stores in progress), `key_space`, `region`, `messages`.
+(its two sides), `tier` (the methods that vLLM calls for a tier), `requests` (limits what a request
+may promote), `transfers` (executes loads and stores), `key_space`, `region` (finds the primary
+tier's file), `messages`.
 
 docs/doors.md says when to use which connector.
 """

@@ -91,7 +91,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns the rank's page format, which vLLM forwards to the scheduler's connector. Returns
         None in a MultiConnector, because vLLM would pass the format to other connectors; the
-        scheduler then asks for it in a step."""
+        scheduler side then asks for the format in a step's message."""
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -112,8 +112,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
             return theirs
         meta = self._connector_metadata
         ours = self._door_worker.report(meta if isinstance(meta, DoorMetadata) else None)
-        # Always hotkv's class: vLLM's own class, joined with the reports of other ranks, would drop
-        # hotkv's part of these reports.
+        # A report is always an object of hotkv's class. If one rank sent an object of vLLM's own
+        # class, joining it with the other ranks' reports would drop hotkv's part of them.
         return ours.beside(theirs) if theirs is not None or ours.says_something else None
 
     # ------------------------------------------------------------------------------ scheduler hooks
@@ -190,8 +190,9 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        """Empties the primary tier. Unless the engine only pauses, also empties the server's cache
-        of this engine's key space. Returns False if either failed."""
+        """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also empties
+        the server's cache of this engine's key space. Returns False if vLLM or a connected server
+        has not emptied its cache."""
         done = super().reset_cache()
         if self._door is None:
             return done
@@ -222,7 +223,7 @@ def why_off(extra: Mapping[str, Any]) -> str:
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
     """Adds missing settings to `extra` (`kv_connector_extra_config`): vLLM's tiering, hotkv's tier
-    with the settings `hotkv.…`, and the offloading of answers as well as prompts. Values that the
+    with the settings `hotkv.…`, and that vLLM offloads answers as well as prompts. Values that the
     user has set stay. Repeated calls have no further effect.
 
     Returns hotkv's settings; None if hotkv is off with this version of vLLM. Raises ConfigError for

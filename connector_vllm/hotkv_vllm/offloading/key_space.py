@@ -2,12 +2,12 @@
 holds a chunk (one or several blocks) of one KV cache group, with the shards of all ranks.
 
 vLLM's `OffloadKey` identifies tokens and a KV cache group, but not the model. So the key space
-covers everything else that decides the bytes of a row: the settings that hotkv's own connector uses
-too (`compat.key_space`), and where each part is in a row.
+covers everything else that decides the bytes of a row: the settings that `HotKVConnector` uses too
+(`compat.key_space`), and where each part of a chunk is in a row.
 
 With vLLM's canonical layout (`canonical_layout` in the connector's settings) rows have the same
-bytes for all tensor-parallel sizes. The key space then does not contain the size, so engines with
-different sizes share.
+bytes for all tensor-parallel sizes. The key space then does not contain the tensor-parallel size,
+so engines with different sizes share KV.
 
 Reads `OffloadingConfig` and its parts (`vllm.v1.kv_offload.config`).
 """
@@ -26,13 +26,14 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.offloading.messages import PageFormat
 
 FORM = "vllm-offload-rows-1"
-"""Version of the format of rows. Must change if an engine would write other rows than before."""
+"""Version of the format of rows. Must be changed whenever the bytes that engines write to rows
+change."""
 
 
 def is_portable(config: Any) -> bool:
     """Returns True if the rows of this engine have the same bytes for all tensor-parallel sizes.
-    That is so only with vLLM's canonical layout: otherwise a row holds the pages of one rank after
-    those of another.
+    That is so only with vLLM's canonical layout. In other layouts a row contains the pages of each
+    rank side by side, and so depends on the number of ranks.
 
     Source: `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker refuses
     to start if a layer can't be written in this layout.
@@ -47,7 +48,7 @@ def rank_factors(vllm_config: Any, kv_cache_config: Any, config: Any) -> tuple[s
     process after the model was loaded.
 
     They are read there because models change some settings when they are loaded, such as the
-    quantization. The scheduler sees such changes only if the rank is in its own process.
+    quantization. The scheduler does not see such changes if the rank runs in another process.
 
     config: vLLM's `OffloadingConfig`.
     """
@@ -63,8 +64,8 @@ def full_key_space(
     formats: Collection[PageFormat],
     settings: ConnectorConfig,
 ) -> KeySpace:
-    """Returns the key space of an engine whose whole configuration is known (the engine has
-    `HotKVOffloadingConnector`). Raises Unsupported if a part of the identity can't be determined,
+    """Returns the key space of an engine with `HotKVOffloadingConnector`, in which hotkv knows
+    vLLM's whole configuration. Raises Unsupported if a part of the identity can't be determined,
     OSError if the weights can't be read.
 
     config: vLLM's `OffloadingConfig`.
@@ -95,9 +96,9 @@ def full_key_space(
 
 
 def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
-    """Returns the key space of an engine of which only vLLM's `OffloadingConfig` is known (the user
-    has named the tier in `secondary_tiers`). `hotkv.weights_identity` must not be empty: it stands
-    for everything else that decides KV bytes.
+    """Returns the key space of an engine without `HotKVOffloadingConnector`, in which the user has
+    named the tier in `secondary_tiers`. hotkv then knows only vLLM's `OffloadingConfig`. So
+    `hotkv.weights_identity` must not be empty: it stands for everything else that decides KV bytes.
 
     config: vLLM's `OffloadingConfig`.
     row_bytes: bytes of a row, padding included.

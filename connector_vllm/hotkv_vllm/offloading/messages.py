@@ -3,8 +3,8 @@ extend the messages of vLLM's own offloading.
 
 In each step vLLM carries one `DoorMetadata` from the scheduler to the workers, and one `DoorReport`
 (joined over all ranks) from the workers to the scheduler. At the start each rank sends a
-`PageFormat` as its handshake. In a MultiConnector vLLM forwards no handshake, so the scheduler asks
-for it, and a report contains it.
+`PageFormat` as its handshake. In a MultiConnector vLLM forwards no handshake, so the scheduler side
+asks for the page formats, and the next report contains them.
 """
 
 from dataclasses import dataclass, field, fields
@@ -24,10 +24,10 @@ from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 
 @dataclass(slots=True)
 class PageFormat(KVConnectorHandshakeMetadata):
-    """A rank's message to the scheduler after vLLM has registered its KV caches.
+    """A rank's message to the scheduler after vLLM has registered the rank's KV caches.
 
     rank: vLLM's number of the rank.
-    text: how the rank packs K and V inside a page; empty if hotkv must be off.
+    text: identifies how the rank packs K and V inside a page; empty if hotkv must be off.
     why_off: why hotkv must be off; empty if it may be on.
     weights_in_doubt: True if the rank's weights may differ from the contents of the model's files.
     factors: the settings of vLLM that decide KV bytes (`key_space.rank_factors`).

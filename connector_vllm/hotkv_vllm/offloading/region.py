@@ -1,8 +1,8 @@
 """Finds the file that holds vLLM's primary tier (the CPU memory of its offloading).
 
-vLLM gives a tier only a memoryview of this memory. The file is found through the kernel:
-/proc/self/maps says which file is mapped at the view's address, and /proc/self/fd has the
-descriptor of that file. So the file is found even if vLLM has unlinked it.
+vLLM gives a tier only a memoryview of this memory. This module finds the file through the kernel:
+/proc/self/maps says which file is mapped at the view's address, and /proc/self/fd lists the
+descriptors of that file. So the file is found even if vLLM has unlinked it.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ class NoRegion(ValueError):
 @dataclass(frozen=True, slots=True)
 class Region:
     """The location of the rows of vLLM's primary tier (the CPU memory of its offloading): row r
-    begins at byte `offset` + r * `row_bytes` of the file `fd`. The owner of this object must close
-    it.
+    begins at byte `offset` + r * `row_bytes` of the file `fd`. The owner of this object must call
+    `close`.
 
     fd: a duplicate of vLLM's descriptor of the file.
     """
@@ -54,8 +54,9 @@ def region_of(view: memoryview) -> Region:
 
 
 def _mapped_file(begin: int, end: int) -> tuple[int, int]:
-    """Returns the inode of the file that is mapped at the addresses from `begin` to `end`, and the
-    offset of `begin` in the file. Raises NoRegion if not all of them are in the same file."""
+    """Returns the inode of the file that is mapped at the addresses from `begin` to `end`
+    (exclusive), and the offset of `begin` in the file. Raises NoRegion if these addresses are not
+    all mapped to one file in order."""
     found: tuple[int, int] | None = None
     at = begin
     with open("/proc/self/maps") as maps:

@@ -1,18 +1,19 @@
 """Limits how much of a prompt may be promoted (copied from the server into vLLM's primary tier, the
 CPU memory of its offloading). Pure: no clock, no threads.
 
-Without limits a request could wait for ever. vLLM admits a request only when the answers to all its
-lookups are final, and the answer for a chunk that is being promoted is "ask again". The rows of the
-primary tier are not pinned between a lookup and the load to the device. So a promotion may evict
-rows that the same request needs. They are then looked up and promoted again, and so on. A prompt
-that is larger than the primary tier would always do so.
+A chunk is one or several consecutive blocks, and a row of the primary tier holds one chunk. Without
+limits a request could wait for ever. vLLM admits a request only when the answers to all its lookups
+are final, and the answer for a chunk that is being promoted is "ask again". The rows of the primary
+tier are not pinned between a lookup and the load to the device. So a promotion may evict rows that
+the same request needs. vLLM then looks these chunks up again, they are promoted again, and so on.
+With a prompt that is larger than the primary tier this would always happen.
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
   than the first.
 - A chunk whose load has failed is not promoted again for the same request.
-- The promotions of all requests together use at most a share of the rows, so that vLLM can evict
-  the other rows.
+- The promotions of all requests together use at most a share of the rows (SHARE_ALONE,
+  SHARE_TOGETHER), so that vLLM can use the other rows.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -24,7 +25,7 @@ SHARE_ALONE = 0.9
 promotions."""
 SHARE_TOGETHER = 0.5
 """Largest share of the primary tier's rows that promotions may use while several requests have
-promotions. It is smaller, so that a further request need not wait until all of them have ended."""
+promotions. It is smaller than SHARE_ALONE, so that a further request finds free rows sooner."""
 
 Key = bytes
 """vLLM's `OffloadKey`, which identifies a chunk: the hash of the chunk's last block, and four bytes
@@ -38,12 +39,13 @@ def group_of(key: Key) -> bytes:
 
 @dataclass(slots=True)
 class Promotions:
-    """The promotions (copies from the server into vLLM's primary tier) of one request.
+    """The promotions (copies from the server into vLLM's primary tier) of one request. A promotion
+    is one job of vLLM and copies one or several chunks.
 
-    promoted: the chunks that were promoted: by key, the end of the chunk in the prompt, in tokens.
+    promoted: by key of a chunk that was promoted: the end of the chunk in the prompt, in tokens.
     failed: keys of the chunks whose load failed.
     waves: number of promotions that vLLM has submitted.
-    reach: by group, the end of the furthest promoted chunk, in tokens.
+    reach: by group, the end of the promoted chunk that is last in the prompt, in tokens.
     """
 
     promoted: dict[Key, int] = field(default_factory=dict)
@@ -52,8 +54,8 @@ class Promotions:
     reach: dict[bytes, int] = field(default_factory=dict)
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
-        """Returns True if a chunk (one or several blocks) may be promoted. Otherwise the request's
-        lookup must answer "miss", even if the server has the chunk.
+        """Returns True if the chunk with this key may be promoted. If it returns False, the
+        request's lookup must answer "miss", even if the server has the chunk.
 
         end_tokens: end of the chunk in the prompt.
         """
@@ -77,16 +79,16 @@ class Promotions:
     def ended(self, keys: Iterable[Key], loaded: Collection[Key]) -> None:
         """Records the end of a promotion.
 
-        keys: the keys of the promotion.
-        loaded: the keys that were loaded; the others have failed.
+        keys: the keys of the promotion's chunks.
+        loaded: the keys of the chunks that were loaded; all other chunks of `keys` have failed.
         """
         self.failed.update(set(keys).difference(loaded))
 
 
 class Room:
-    """Counts the rows of the primary tier that promotions use: one row for each chunk that was
-    offered to vLLM in this step (its lookup has answered "hit"), and the rows of promotions in
-    progress."""
+    """Counts the rows of the primary tier (vLLM's CPU memory) that promotions use: the rows of the
+    promotions in progress, and one row for each offer of this step. An offer is a lookup that has
+    answered "hit", so that vLLM is about to promote the chunk."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -109,8 +111,8 @@ class Room:
         return bool(self._offered)
 
     def offer(self, request_id: str) -> bool:
-        """Counts a row for a chunk that vLLM is about to promote, and returns True. Returns False,
-        and counts nothing, if promotions may use no further row."""
+        """Counts a row for a chunk that vLLM is about to promote, and returns True. If promotions
+        may use no further row, counts no row and returns False."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):

@@ -6,11 +6,11 @@ changed, carries out resets of the caches, and reports requests to the server.
 
 Always true:
 - The tier has a session only if every rank has sent its page format, and all ranks can use hotkv.
-- From the moment the weights may have changed, nothing is looked up or stored until all ranks have
-  reported their weights.
-- If weights were written, nothing is looked up or stored until vLLM has emptied the device and the
-  primary tier (the CPU memory of its offloading), because these have blocks of the old weights
-  under the same keys.
+- From the moment the weights may have changed, the tier looks up and stores no chunk until all
+  ranks have reported their weights.
+- If weights were written, the tier looks up and stores no chunk until vLLM has emptied the device
+  and the primary tier (the CPU memory of its offloading), because they hold blocks of the old
+  weights under the same keys.
 
 Scheduler thread only. It waits for the server at the start, after a change of weights, and in a
 reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait for
@@ -46,9 +46,10 @@ from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
-"""Longest wait for promotions in a step in which the engine has nothing to compute. Without this
-wait vLLM would ask again every millisecond. That takes processor time and the GIL from the threads
-that execute the promotion, and makes a hit a third slower."""
+"""Longest wait for promotions (copies from the server into the primary tier) in a step in which the
+engine has nothing to compute, seconds. Without this wait vLLM would ask for the hit again every
+millisecond. That takes processor time and the GIL from the threads that execute the promotion, and
+makes a hit a third slower."""
 
 
 class DoorScheduler:
@@ -73,8 +74,8 @@ class DoorScheduler:
         self._config = config
         self._tier = tier
         self._num_ranks = vllm_config.parallel_config.world_size
-        # Data-parallel replicas may step together, so a wait in an idle replica would delay the
-        # others.
+        # Data-parallel replicas may step together, so a wait in an idle replica could delay busy
+        # replicas.
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1
         self._counts_media = checks.counts_media(vllm_config)
         self._hints = HintReader(tier.stats)
@@ -117,9 +118,9 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def connect(self, formats: Collection[PageFormat]) -> None:
-        """Opens the tier's session once the page formats of all ranks are known, and waits for the
-        server (up to `startup_wait_s`, or OPENING_S longer for a server that has answered). If a
-        rank can't use hotkv, logs why and leaves hotkv off."""
+        """Opens the tier's session once the page formats of all ranks are known. Waits for the
+        server up to `startup_wait_s`, and up to OPENING_S longer if the server has answered but has
+        not opened the session yet. If a rank can't use hotkv, logs why and leaves hotkv off."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
@@ -185,7 +186,7 @@ class DoorScheduler:
         """Records a lookup of a request, for the report to the server.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
-        answer: tokens that vLLM's offloading can load; None for "ask again".
+        answer: number of tokens that vLLM's offloading can load; None for "ask again".
         """
         self._written.matched(request.request_id, device_hit_tokens)
         if self._exactness is not None:
@@ -204,7 +205,7 @@ class DoorScheduler:
         """Reports a request that the engine has admitted. Tokens that were already in vLLM's
         primary tier count as a hit in the engine's own cache.
 
-        external_tokens: tokens that vLLM's offloading loads.
+        external_tokens: number of tokens that vLLM's offloading loads.
         """
         self._admitted.add(request.request_id)
         if self._exactness is not None:
@@ -233,7 +234,7 @@ class DoorScheduler:
 
     def _share_nothing(self, *_: Any) -> None:
         """Stops all lookups and stores of the tier until vLLM has emptied its caches. The fallback
-        of hooks that keep wrong KV out of the caches."""
+        of those hooks that keep wrong KV out of the caches."""
         self._tier.is_held = True
         self._is_clean = False
 
@@ -248,10 +249,11 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
-        """Tells vLLM's offloading which blocks a step writes (see `steps.tell_written`), and how
-        many leading tokens of each request it may store. These end before the first block whose KV
-        is older than a reset, or was decoded sparsely by another connector of a MultiConnector.
-        Must be called before vLLM's offloading plans the stores of the step."""
+        """Tells vLLM's offloading which blocks the step writes (see `steps.tell_written`), and how
+        many leading tokens of each request it may store. Must be called before vLLM's offloading
+        plans the stores of the step. A request's tokens may be stored up to the first block with
+        KV from before a reset, with KV that another connector of a MultiConnector has decoded
+        sparsely, or with KV that another connector has loaded."""
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
@@ -269,29 +271,33 @@ class DoorScheduler:
 
     @property
     def _watched(self) -> Exactness:
-        """Returns the marks of blocks that must not be stored. Makes them at the first call."""
+        """Returns the `Exactness` with the marks of blocks that must not be stored. The first call
+        creates it."""
         if self._exactness is None:
             self._exactness = Exactness(self._block_tokens, self._kv_cache_config.num_blocks)
         return self._exactness
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
-        """Keeps wrong KV out of the primary tier and the server, after another connector has failed
-        to load blocks.
+        """Keeps wrong KV out of the primary tier and the server, after another connector of a
+        MultiConnector has failed to load blocks.
 
-        invalid_blocks: ids of these blocks. KV that was computed from them is wrong.
+        invalid_blocks: ids of the blocks that were not loaded. KV that was computed from them is
+            wrong.
         """
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
     @hook(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
-        """Keeps chunks that lack blocks from being stored (`steps.leave_out_holes`)."""
+        """Prevents the store of incomplete chunks: a hit could need a block that is missing in the
+        chunk (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
     @hook(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
-        """Keeps blocks out of the primary tier and the server that the step overwrites before vLLM
-        has stored them. vLLM waits for their stores when the workers receive the step."""
+        """Makes stores fail whose blocks the step may overwrite before vLLM has copied them. vLLM
+        waits for such stores only when the workers receive the step, and with model runner V2 this
+        may be too late (`checks.writes_before_it_tells`)."""
         if meta.jobs_to_flush and checks.writes_before_it_tells(
             self._vllm_config, self._kv_cache_config
         ):
@@ -299,8 +305,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
-        """Keeps vLLM's offloading from storing blocks that an ended request has not computed (see
-        `steps.stop_at_computed`)."""
+        """Prevents vLLM's offloading from storing blocks that an ended request has not computed
+        (see `steps.stop_at_computed`)."""
         steps.stop_at_computed(offloading, request)
 
     @hook(nothing, of="door")
@@ -318,21 +324,21 @@ class DoorScheduler:
 
     @property
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights that this step carries to the ranks; None if there is
-        none."""
+        """Returns the order about weights that this step carries to the ranks; None before the
+        first check of the weights, or without a key space."""
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
         """Stops all lookups and stores of the tier until the ranks have reported their weights. The
-        fallback of hooks that follow the weights."""
+        fallback of `begin_step` and `update`, which process the ranks' reports about weights."""
         self._tier.is_held = True
         self._weights.suspect()
         return 0
 
     @hook(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
-        """Advances everything that spans several steps: checks of the weights, resets, reports to
-        the server. Returns a number that the ranks must report with the step's output, so that the
+        """Advances the tasks that span several steps: checks of the weights, resets, reports to the
+        server. Returns a number that the ranks must report with the step's output, so that the
         prefill speed can be measured; 0 if the step is not timed."""
         if self._space is None or self._reports is None or self._reset is None:
             return 0
@@ -356,9 +362,10 @@ class DoorScheduler:
 
     @hook(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
-        """Begins the promotions for this step's lookups at once, and waits up to IDLE_WAIT_S for
-        their end. Returns True if a promotion has ended, so that the request should be looked up
-        again. Does nothing if the engine has something to compute.
+        """Makes vLLM begin the promotions (copies from the server into the primary tier) of this
+        step's lookups at once, and waits up to IDLE_WAIT_S until one of them has ended. Returns
+        True if a promotion has ended, so that the request should be looked up again. Does nothing
+        if the engine has something to compute.
 
         Without this call vLLM would begin these promotions at the end of the step, and look the
         chunks up again in the next step.
@@ -373,14 +380,14 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """Waits up to IDLE_WAIT_S for promotions in progress, if the engine has nothing to
-        compute."""
+        """If the engine has nothing to compute and promotions are in progress, waits up to
+        IDLE_WAIT_S until one of them has ended."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for their key space.
+        opens a session for the key space of the new weights.
 
         identity: identifies the weights by their content.
         """
@@ -403,10 +410,10 @@ class DoorScheduler:
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
-        """Processes the ranks' report about a step. Must be called before vLLM's offloading stores
-        the blocks that the step has computed.
+        """Processes the ranks' report about a step. Must be called before vLLM's offloading
+        processes the step's results, and so before it passes stored chunks to the tier.
 
-        finished_loads: requests whose load has ended.
+        finished_loads: ids of the requests whose load has ended.
         """
         now_s = time.monotonic()
         if self.wants_formats:
@@ -427,8 +434,9 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that the engine's caches have blocks of other weights, so that nothing may be
-        shared until they are emptied. Logs this once until the next reset."""
+        """Records that the engine's caches (device and primary tier) have blocks of other weights,
+        so that the tier must share no chunk until both are emptied. Logs this once until the next
+        reset."""
         self._is_clean = False
         if not self._said_unclean:
             self._said_unclean = True
@@ -454,8 +462,8 @@ class DoorScheduler:
         """Empties the server's cache of this key space, unless the engine only pauses. Returns
         False if a connected server did not empty it. Blocks for at most `reset_timeout_s`.
 
-        Must be called after vLLM's offloading was reset, when the primary tier is empty and no job
-        is in progress.
+        Must be called after vLLM's offloading was reset: then the primary tier is empty, and no job
+        (load or store of the tier) is in progress.
 
         is_device_empty: True if the device has no blocks from before the reset.
         """
@@ -466,7 +474,7 @@ class DoorScheduler:
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
-        # Otherwise blocks on the device are from before the reset, and must not be stored.
+        # If the device is not empty, its blocks are from before the reset, and must not be stored.
         self._tier.may_repeat = is_device_empty
         if not is_device_empty:
             self._tier.exclude(self._states)

@@ -5,9 +5,9 @@ block.
 
 Always true:
 - Without a server, while the weights may have changed, and while a reset is in progress, every
-  lookup misses and nothing is stored.
-- Every job that vLLM submits is reported as ended once, when the server does not access its rows
-  any more.
+  lookup misses (or is answered "ask again" for a moment) and no chunk is stored.
+- Every job (load or store) that vLLM submits is reported as ended once, when the server does not
+  access the job's rows of the primary tier any more.
 - No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
   gets a safe answer such as a miss.
 
@@ -64,17 +64,18 @@ BY_CONNECTOR = "opened_by_connector"
 the session."""
 HANDLE = "primary"
 PROBE_AGAIN_S = 0.25
-"""How long the result of probing the block table for a request is used. It is only a hint: the
-lease that a load acquires decides."""
+"""After this time, seconds, the block table is probed again for a request's chunks. The result of a
+probe is only a hint: the lease that a load acquires decides."""
 ROOM_PATIENCE_S = 2.0
-"""How long a request waits for room in the primary tier that promotions of other requests use."""
+"""A request waits at most this long for rows of the primary tier while promotions of other requests
+use too many rows, seconds."""
 HELD_STEPS = 3
 """Number of steps after a reset in which no promotion begins, because the workers may still copy
 into rows that the reset has freed. vLLM 0.33 delays promotions for the same reason."""
 OWED_S = 600.0
-"""How long after a failed store new requests offer all their chunks to the tiers again. Normally
-vLLM offers a chunk to its tiers only once, so the server would never get the chunks that were
-computed while it was away."""
+"""For this time after a failed store, seconds, vLLM offers all chunks of each new request to the
+tiers again. Normally vLLM offers a chunk to its tiers only once, so the server would never get the
+chunks that were computed while it was away."""
 
 
 @dataclass(slots=True)
@@ -86,13 +87,14 @@ class RequestInTier:
     is_excluded: True if the request must not use the cache, because its hashes do not cover
         everything that decides its KV.
     retention: how the server should retain the request's blocks, according to its hints.
-    ready: by key, whether the server has the chunk, as of the time `probed_s`.
+    ready: by key, True if the server has the chunk, as of the time `probed_s`.
     probed_wave: number of the request's promotions when `ready` was computed.
-    answer: future of the lookup that asks the server about all chunks; None if none was sent.
+    answer: future of the lookup that asks the server about all chunks of the request; None if no
+        lookup was sent.
     asked_keys: by group, the keys in this lookup; empty once its answer was processed.
     answer_until_s: time until which the request waits for the answer.
-    room_until_s: time until which the request waits for room in the primary tier; 0 before it has
-        to wait.
+    room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
+        has to wait.
     miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
     """
 
@@ -119,9 +121,10 @@ class HotKVTier(SecondaryTierManager):
     row_bytes: bytes of a row of the primary tier.
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
-    may_repeat: True if chunks that were computed earlier may be offered to the tiers again.
+    may_repeat: True if vLLM may offer chunks that were computed earlier to its tiers again
+        (OWED_S).
     model_names: names by which requests address the model.
-    is_held: True while nothing may be looked up or stored.
+    is_held: True while the tier must look up and store no chunk. The connector sets it.
     makes_wait: returns True while every lookup must be answered "ask again".
     """
 
@@ -295,8 +298,8 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def exclude(self, request_ids: Iterable[str]) -> None:
-        """Excludes requests from the cache: from here on their chunks are neither looked up nor
-        stored."""
+        """Excludes requests from the cache: from then on the tier neither looks up nor stores their
+        chunks."""
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True
@@ -313,8 +316,8 @@ class HotKVTier(SecondaryTierManager):
         return Miss.NOT_ASKED if known is None else known.miss
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
-        """Returns where the first chunk begins that was loaded from the server for the request: its
-        position in the prompt, in tokens. Returns None if no chunk was loaded.
+        """Returns the beginning of the first chunk that was loaded from the server for the request,
+        as a position in the prompt, in tokens. Returns None if no chunk was loaded.
 
         groups: hotkv's indices of the groups whose chunks count.
         """
@@ -367,9 +370,9 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns whether the server has the chunk (one or several blocks), as a hint. Returns None
-        while the server's answer is awaited. Looks up all chunks of the request at once, because
-        single lookups would take ten times as long."""
+        """Returns True if the server has the chunk with this key, and False if not; both are hints.
+        Returns None while the server's answer to a lookup is awaited. Looks up all chunks of the
+        request at once, because single lookups would take ten times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -384,9 +387,9 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: CacheSession, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Looks up all chunks of the request, and `key`, in the block table. If there is no table,
-        or if the server has tiers below host memory, also sends a lookup to the server. For the
-        tiers below it sends only one lookup per request."""
+        """Looks up all chunks of the request, and `key`, in the block table. Also sends a lookup to
+        the server if there is no block table. If the server has tiers below host memory, also sends
+        a lookup, but only before the request's first promotion."""
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
         by_group = self._by_group(keys if key in ends else [*keys, key])
@@ -404,8 +407,9 @@ class HotKVTier(SecondaryTierManager):
         known.answer_until_s = time.monotonic() + self.settings.lookup_timeout_s
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
-        """Returns whether the server's answer to the lookup contains the chunk. Returns False if
-        the answer is late or no lookup was sent, and None while the answer is awaited."""
+        """Returns True if the server has the chunk, according to its answer to the lookup. Returns
+        None while the answer is awaited. Returns False if the answer is late, or if no lookup was
+        sent."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -423,9 +427,10 @@ class HotKVTier(SecondaryTierManager):
         return known.ready.get(key, False)
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns the answer to a lookup if the server has the chunk but promotions may use no
-        further row. Before its first promotion (copy into the primary tier) a request waits up to
-        ROOM_PATIENCE_S, because vLLM would take a miss as final. Otherwise the answer is a miss."""
+        """Returns the answer to a lookup whose chunk the server has, if promotions may use no
+        further row of the primary tier. Before its first promotion a request waits up to
+        ROOM_PATIENCE_S ("ask again"), because vLLM would take a miss as final. Later the answer is
+        a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -484,10 +489,10 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns the chunks of a store that the server lacks, as runs of consecutive chunks. vLLM
-        gives the keys in any order, so they are ordered by their positions in the prompt.
+        """Returns the chunks in `rows` that the server lacks, as runs of consecutive chunks.
 
-        rows: by key, the chunk's row in the primary tier.
+        rows: by key, the chunk's row in the primary tier. vLLM gives the keys in any order; this
+            method orders them by their positions in the prompt.
         """
         ends = _ends_of(context)
         at = {(get_offload_group_idx(key), end): key for key, end in ends.items()}
@@ -535,8 +540,7 @@ class HotKVTier(SecondaryTierManager):
             get_offload_block_hash(parent) if parent is not None else b"",
             first,
         )
-        # A recurrent state may hold at a position inside a chunk. Then the run has no tokens of its
-        # own.
+        # A recurrent state may belong to a position inside a chunk. The run then gets no token ids.
         if not session.wants_token_ids or known.request is None or start_tokens % size:
             return run
         stop = first + len(chain)
@@ -597,9 +601,10 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Reports to the server the chunks that the request used without loading them from the
-        server. Otherwise the server would not know of hits on the device, and would evict these
-        chunks early."""
+        """Reports to the server which chunks the request has used without loading them from the
+        server, because the server does not see hits on the device and in the primary tier, and
+        would evict these chunks too early. Does nothing for requests that
+        `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # `HotKVOffloadingConnector` reports such a request itself.

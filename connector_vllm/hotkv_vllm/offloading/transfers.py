@@ -1,17 +1,18 @@
 """Executes loads and stores between vLLM's primary tier (the CPU memory of its offloading) and the
-server. Each of them is a *job* that vLLM's tiering has submitted.
+server. Each load or store is a *job* that vLLM's tiering has submitted. A load first acquires a
+lease on its chunks (one or several blocks each), and then loads them under the lease.
 
 Always true:
-- Each job ends once. When it has ended, the server does not access its rows any more.
-- If the server does not answer a load's request for a lease in time, the load ends as failed,
+- Each job ends once. When it has ended, the server does not access the job's rows any more.
+- If the server does not answer the call that acquires the lease in time, the load ends as failed,
   without having begun.
-- If the server does not answer a store in time, the store is revoked by a word in shared memory,
-  which needs no answer.
+- If the server does not answer a store in time, the store is revoked by a word in shared memory
+  (fence), which needs no answer.
 - A load that has begun ends only with the server's answer, or when the server's process has ended.
-  Only then it is certain that the server does not write any more.
+  Only then it is certain that the server does not write to the rows any more.
 
 The scheduler's thread begins jobs and collects their ends. The server's answers arrive in the
-client's threads. These threads only send the load of a granted lease, and record ends.
+client's threads, which only send the load when its lease is granted, and record ends of jobs.
 """
 
 import itertools
@@ -41,9 +42,9 @@ from hotkv_vllm.link import CacheSession, logger
 from hotkv_vllm.offloading.requests import Key
 
 LEASE_PATIENCE_S = 1.0
-"""How long a load waits for its lease, or `hotkv.lookup_timeout_s` if that is longer. If the server
-has tiers below host memory, the limit is `hotkv.load_timeout_s` instead, because the server may
-have to read from a disk."""
+"""A load waits for its lease for at most this time, seconds, or for `hotkv.lookup_timeout_s` if
+that is longer. If the server has tiers below host memory, the limit is `hotkv.load_timeout_s`
+instead, because the server may have to read the chunks from a disk."""
 WARN_AFTER_S = 30.0
 SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
 """Results after which a block need not be stored again: the server has it, or another engine is
@@ -85,7 +86,7 @@ class Transfers:
     """Executes loads and stores (jobs of vLLM's tiering) in one session.
 
     is_hung: True after the server has not answered a call in time, until it answers again.
-    is_held: True while nothing may be stored, because a reset is in progress.
+    is_held: True while no store may begin, because a reset is in progress.
     """
 
     def __init__(self, session: CacheSession, settings: ConnectorConfig) -> None:
@@ -123,8 +124,9 @@ class Transfers:
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Begins a load: acquires a lease on its chunks, and then loads the chunks that the lease
-        has pinned. Does not wait.
+        """Begins a load: acquires a lease on the job's chunks, and then loads the chunks that the
+        lease has pinned. Does not wait. A load of which some chunks were not pinned ends as not
+        complete.
 
         job: vLLM's `TransferJob`.
         groups: the chunks of the job, by group.
@@ -219,8 +221,8 @@ class Transfers:
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
-        """Returns the jobs that have ended since the last call. First gives up requests for leases,
-        and stores, whose answer is late."""
+        """Returns the jobs that have ended since the last call. First gives up loads whose lease is
+        late, and stores whose answer is late."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []
@@ -241,8 +243,8 @@ class Transfers:
                 )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a job has ended, for at most `timeout_s`; does not wait if no load is in
-        progress. Returns True if `take_ended` has jobs to return."""
+        """Waits until a load or store has ended, for at most `timeout_s`. Does not wait if no load
+        is in progress. Returns True if there are ended jobs that `take_ended` has not returned."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)

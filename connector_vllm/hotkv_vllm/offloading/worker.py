@@ -1,5 +1,6 @@
-"""The worker side of `HotKVOffloadingConnector`: reports how the rank packs its pages, and whether
-its weights have changed. vLLM's own worker copies the blocks, so this side never touches KV.
+"""The worker side of `HotKVOffloadingConnector`: reports to the scheduler side how the rank packs K
+and V inside pages, and whether its weights have changed. vLLM's own worker copies the blocks, so
+this side never touches KV.
 """
 
 from typing import Any
@@ -17,8 +18,8 @@ from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 
 
 class DoorWorker:
-    """Reports to the scheduler side how a rank packs its pages, and whether its weights have
-    changed.
+    """Reports to the scheduler side how a rank packs K and V inside pages (`PageFormat`), and
+    whether its weights have changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
     is_child: True if the connector is in a MultiConnector.

@@ -1,3 +1,4 @@
-"""Residency: serves long contexts whose old blocks are only in the server's memory. The device
-holds the first and the latest blocks, and copies of a few selected blocks. This package has modules
-for the scheduler side and for the worker side."""
+"""Residency: serves long contexts whose old blocks are only in the server's memory. Of such a
+context the device holds the first blocks, the latest blocks, and copies of a few old blocks that
+sparse attention has selected. README.md lists the modules of the scheduler side and of the worker
+side."""

@@ -1,13 +1,13 @@
-"""Sends the calls to the server for resident requests (requests whose old blocks are only in the
+"""Sends the calls to the server for resident requests (requests whose old blocks may be only in the
 server's memory): calls that reserve room for their blocks, and calls that pin stored blocks.
 
 A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
 
 Always true:
-- A request has at most one call of each kind in flight.
-- After a reconnect the calls are repeated. A request has lost its blocks if the server does not pin
-  them again at their old offsets.
-- No request gets its first room while a running request lacks room for its next block.
+- A request has at most one reservation call and one pin call (`ask`) in flight.
+- After a reconnect both calls are repeated for each request. If the server does not pin the
+  request's blocks at their old offsets of the arena again, the request has lost its blocks.
+- While a running request lacks room for its next block, no request without room asks for room.
 """
 
 from collections import deque
@@ -30,14 +30,13 @@ GROW_AGAIN_S = 1.0
 """Seconds after which a refused call for more room is retried, if the request still has room for
 its next blocks."""
 TURN_S = 2.0
-"""If a request has waited this many seconds for room, later requests do not ask for room until it
-has room."""
+"""Once a request has waited this many seconds for room, later requests do not ask for room until
+this request has got its room."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Reasons for which the server refuses a call only in the present session. They don't make a
-request fail: the call is repeated."""
+"""Reasons of refusals that hold only for the present state of the session. Such a refusal does not
+make the request fail: the call is repeated."""
 CLOSED = -1
-"""Stands for the number of a connection (stream) if the residency is not open on any
-connection."""
+"""Value of `Resident.stream` if the residency is not open on any connection."""
 
 
 class ResidencyCalls:
@@ -79,8 +78,8 @@ class ResidencyCalls:
 
     def open(self, one: Resident, now_s: float) -> None:
         """Asks the server to reserve room for the request, unless other requests must get room
-        first. A request that had room before a reconnect always asks, because its blocks must be
-        pinned again."""
+        first. For a request that had room before a reconnect it always asks, because the request's
+        blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.room if one.opened is not None and self.can_grow else one.wanted)
@@ -97,16 +96,16 @@ class ResidencyCalls:
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident) -> None:
-        """Closes the request's residency if it is open or being opened. The server then frees its
-        room and unpins its blocks."""
+        """Closes the request's residency if it is open or being opened. The server then frees the
+        residency's room and unpins its blocks."""
         if one.opening is not None or one.opened is not None:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened, one.room, one.is_held = None, None, 0, False
         self._refused.pop(one.request_id, None)
 
     def wait(self, one: Resident) -> None:
-        """Makes a request that has released its room wait for room again. Its turn is as if it had
-        been refused when it arrived."""
+        """Makes a request that has released its room wait for room again. Its waiting time counts
+        from its arrival, so it gets room before requests that arrived later (TURN_S)."""
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
@@ -143,8 +142,9 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Records that the server has reserved room for the request. If this is a new residency,
-        after a reconnect for example, asks the server to pin the request's known blocks again."""
+        """Records that the server has reserved room for the request. If the server has opened the
+        residency anew, after a reconnect for example, asks the server to pin the request's kept
+        blocks again."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
         one.room, one.stream = one.asked_room, one.asked_stream
@@ -176,20 +176,21 @@ class ResidencyCalls:
         self._compared.append((request_id, opened, is_same))
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
-        """Returns the server's answers to calls that pinned known blocks again, each once: the
-        request's id, the new pin, and whether the blocks are at their old offsets."""
+        """Returns the server's answers to calls that pin kept blocks again after a reconnect. Each
+        answer is returned once, as (id of the request, the new pin, True if all blocks are pinned
+        at their old offsets)."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
         """Asks the server to pin the request's next stored blocks. Does nothing while such a call
-        is in flight.
+        is in flight, or without a connection or an open residency.
 
-        The blocks begin after the pinned blocks. They end at `until`, at the end of the reserved
-        room, or at the first block without a name (hash), whichever comes first.
+        The first of these blocks is the block after the kept blocks. The last is before `until`,
+        before the end of the reserved room, and before the first block without a name.
 
-        until: position of the block before which to stop.
+        until: position of a block.
         """
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:

@@ -2,14 +2,14 @@
 hotkv's plugin registers it in place of `FLASH_ATTN`. **It has never run on a GPU.**
 
 It serves engines whose setting `hotkv.sparse` turns residency on, if
-`hotkv.allow_sparse_cuda_never_run` is set. All other engines get vLLM's own classes from it.
+`hotkv.allow_sparse_cuda_never_run` is set. In all other engines it returns vLLM's own classes.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
 `CudaWorker.layer_step`, which write a block table and lengths to device memory. Then it launches
-vLLM's attention kernel with this table. In prefill and mixed batches, attention runs in Python: a
-row whose old blocks are only in host memory attends to a copy of its context in a staging area, by
-a separate call. If hotkv's code raises, vLLM computes the requests with blocks only in host memory
-anew.
+vLLM's attention kernel with this table. Prefill and mixed batches run without such a graph: a row
+that attends to its whole context, with blocks only in host memory, gets a separate call of
+attention over a copy of the context in a staging area. If hotkv's code raises, vLLM computes the
+requests that have blocks only in host memory anew.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """
@@ -46,8 +46,8 @@ def _wanted() -> tuple[SparseConfig, Any] | None:
 
 
 class HotFlashBackend(FlashAttentionBackend):
-    """Replaces vLLM's FlashAttention backend in vLLM's registry. Has the same name and page
-    format."""
+    """Replaces vLLM's FlashAttention backend in vLLM's registry. It has the same name and page
+    format as vLLM's backend."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -64,7 +64,8 @@ class HotFlashBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns a layer's KV cache spec. With residency this is a `ResidentSpec` (see
-        `compat.residency.customized`). The engine whose model was built last decides."""
+        `compat.residency.customized`). The settings of the model that this process has built last
+        decide whether the engine has residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -77,8 +78,8 @@ class HotFlashBackend(FlashAttentionBackend):
 class HotFlashMetadata(FlashAttentionMetadata):
     """vLLM's metadata of a batch.
 
-    worker: hotkv's worker that has planned the batch; None for a batch that vLLM's own attention
-        serves alone.
+    worker: hotkv's worker, which has planned the batch; None if vLLM's own attention serves the
+        batch, because there is no worker yet or its planning has raised.
     """
 
     worker: CudaWorker | None = None
@@ -86,7 +87,7 @@ class HotFlashMetadata(FlashAttentionMetadata):
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata for each batch, and passes the batch to the worker. Disables vLLM's
-    ahead-of-time schedule, because it assumes that rows attend to whole contexts."""
+    ahead-of-time schedule, because this schedule assumes that rows attend to whole contexts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -108,8 +109,9 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> HotFlashMetadata:
-        """Builds vLLM's metadata and lets the worker plan the batch. If planning raises, the
-        batch's requests are lost, and vLLM's own attention serves the batch."""
+        """Builds vLLM's metadata and passes the batch to the worker (`CudaWorker.begin_batch`). If
+        the worker raises, all requests of the batch count as lost, and vLLM's own attention serves
+        the batch."""
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
         worker = self._worker()
         if worker is not None:
@@ -124,8 +126,8 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> HotFlashMetadata:
-        """Builds vLLM's metadata for a batch that a graph captures. Tells the worker first, so that
-        it resets the state that the capture leaves behind."""
+        """Builds vLLM's metadata for a batch that a graph captures. First notifies the worker, so
+        that the worker later resets the state that the capture leaves behind."""
         worker = self._worker()
         if worker is not None:
             worker.will_capture()
@@ -164,8 +166,9 @@ class HotFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention with vLLM's kernel, over the block tables that the worker has written.
-        A row whose pages are in the staging area gets a separate call of the kernel."""
+        """Computes attention with vLLM's kernel, over the block table that the worker's kernels
+        have written. A row whose pages are in the staging area gets a separate call of vLLM's
+        kernel."""
         scales = (output_scale, output_block_scale)
         given = (query, key, value, output)
         if self.attached is None or getattr(attn_metadata, "worker", None) is None:
@@ -204,8 +207,8 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata with the worker's block table and lengths in place of vLLM's. These are
-    at the same addresses in each step, as captured graphs need."""
+    """Returns the metadata with the worker's block table and lengths in place of vLLM's. The
+    worker's arrays are at the same addresses in each step, as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)

@@ -47,9 +47,9 @@ def install(
     """Creates the worker and attaches it to all layers. Raises Unsupported, with the reason, if the
     engine's layers can't have residency.
 
-    representation_tokens: tokens for whose representations memory is allocated.
+    representation_tokens: number of tokens for whose representations memory is allocated.
     kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys; None without them.
+    centres: the model's mean keys, by which representations are computed; None without them.
     device: the device to use; None for the device of `kv_caches`.
     """
     from hotkv_vllm.residency.cuda_backend import HotFlashImpl
@@ -146,7 +146,7 @@ def _page_bytes(pages: torch.Tensor) -> int:
 
 
 class _Counter:
-    """A `Device` that allocates nothing and counts the bytes of the arrays that it is asked for."""
+    """A `Device` that allocates no memory, and counts the bytes that its callers would allocate."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -219,7 +219,7 @@ def _workspace(
     """Allocates the kernels' workspace (tables and scratch memory) on `device`.
 
     num_heads: number of query heads.
-    sizes: KV heads, tokens of a block, and channels of a head.
+    sizes: number of KV heads, number of tokens of a block, number of channels of a head.
     """
     heads, block_tokens, head_size = sizes
     scheduler = vllm_config.scheduler_config

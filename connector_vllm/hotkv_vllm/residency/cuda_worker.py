@@ -2,7 +2,7 @@
 can read. Kernels choose the blocks that each row (request) of a step attends to. In decode, a CUDA
 graph may replay these kernels; otherwise the host launches them.
 
-A step calls `CudaWorker` in this order (see `plans_in_build`):
+In each step these methods of `CudaWorker` are called, usually in this order (`plans_in_build`):
 
     begin_resident(step, rows)   gets the scheduler's message; the connector calls it
     begin_batch(batch)           gets the step's batch; vLLM's metadata builder calls it
@@ -15,9 +15,10 @@ A step calls `CudaWorker` in this order (see `plans_in_build`):
   context. If blocks of such a context are only in host memory, the whole context is copied layer by
   layer into a staging area. A CUDA graph can't make this copy. So if a graph may replay the step,
   the scheduler lists every row that has blocks only in host memory.
-- Bytes read from the arena are valid only if the server still pinned them after the step's last
-  kernel. To test this, `take_lost` waits for the device.
-- Each state index and each representation row belongs to at most one request at a time.
+- Bytes read from the arena are valid only if the server still pinned their blocks after the step's
+  last kernel. To test this, `take_lost` waits for the device.
+- Each state index (place of a request in the device's arrays) and each row of representations
+  (compact forms of keys) belongs to at most one request at a time.
 - The worker treats a block as freed only after it has written the block's arena address to device
   memory. If it does not know the address of a freed block, it marks the request as lost. A lost
   request takes no part in a step, and vLLM computes it anew.
@@ -58,7 +59,8 @@ ROWS_AT_A_TIME = 64
 class DeviceArena:
     """A server's arena (its memory for blocks) that this process maps.
 
-    mapped: the arena's mapping on the device.
+    arena: the mapping in this process.
+    mapped: the mapping on the device.
     """
 
     arena: Arena
@@ -70,17 +72,20 @@ class CudaSequence:
     """A worker's state of a resident request. All positions are positions of blocks in its context.
 
     state: index of the request's entries in the device's arrays.
-    first_block: id of the context's first block, by which the request is reported as lost.
+    first_block: id of the device block with the context's first tokens. The worker reports the
+        request as lost by this id.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
-    num_built: number of leading blocks whose representations are built, or will be built by the
-        planned step.
+    num_built: number of leading blocks whose representations (compact forms of keys) are built, or
+        are built by the present step.
     context_tokens: length of the context, including the step's `new_tokens`.
     is_sparse: True if the request attends sparsely in the present step.
     has_hot_slots: True if its hot slots (device blocks for selected blocks) are known.
-    rows: by position, the row of the block's representation (compact form of keys), int32.
+    rows: by position, the row of the block's representation in the device's arrays, int32.
     addresses: by position, the address at which the device reads the block in the arena, int64; 0
         if not known.
-    pin: the server's pin under which the blocks at `addresses` are read; None before it is known.
+    pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`; None before
+        the scheduler has sent it.
+    arenas: the arenas in which the addresses are.
     is_lost: True if the request must be computed anew.
     """
 
@@ -100,8 +105,8 @@ class CudaSequence:
     is_lost: bool = False
 
     def still_holds(self) -> bool:
-        """Returns True if the server still pins the request's blocks, so that bytes read from them
-        are valid."""
+        """Returns True if the server still pins the request's blocks, so that the bytes that the
+        device has read from them are valid."""
         pin = self.pin
         return pin is not None and all(arena.holds(pin) for arena in self.arenas)
 
@@ -168,8 +173,8 @@ class CudaSequences:
             self._free_rows.extend(sequence.rows.tolist())
 
     def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
-        """Processes a request's entry in the scheduler's message. Returns None if the request is
-        not resident, so that it stays on the device as a whole.
+        """Processes a request's entry in the scheduler's message, and returns the request's state.
+        Returns None if the request is not resident: all its blocks stay on the device.
 
         is_sparse: True if the request attends sparsely in the step.
         """
@@ -207,8 +212,8 @@ class CudaSequences:
         self._lost.add(sequence.first_block)
 
     def lose_rows(self, first_blocks: Iterable[int], why: str) -> None:
-        """Marks all requests with these first blocks as lost. Also reports first blocks for which
-        no request is known.
+        """Marks all requests with these first blocks as lost. A first block for which no request is
+        known is reported too (`take_lost`).
 
         first_blocks: ids of the first blocks of contexts.
         why: the reason, for the log.
@@ -269,8 +274,8 @@ class CudaSequences:
             self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
 
     def _give_rows(self, sequence: CudaSequence) -> None:
-        """Allocates a row for the representation (compact form of keys) of each block in the
-        context. Marks the request as lost if too few rows are free."""
+        """Allocates rows for the representations (compact forms of keys) of the context's blocks
+        that have no row yet. Marks the request as lost if too few rows are free."""
         tokens, known = self._work.shape.block_tokens, len(sequence.rows)
         needed = min(-(-sequence.context_tokens // tokens), self._work.shape.max_blocks)
         if needed <= known or sequence.is_lost:
@@ -328,8 +333,9 @@ class AttentionRun:
     """Consecutive rows of the batch that one call of attention serves: from `first` to `last`
     (exclusive).
 
-    staged_blocks: if the run is a single row that attends to its whole context in the staging area:
-        the number of its pages there. 0 if the run attends to the layer's own pages.
+    staged_blocks: 0 if the rows attend to the layer's own pages. Otherwise the run is a single row
+        that attends to its whole context in the staging area, and this is the number of its pages
+        there.
     """
 
     first: int
@@ -339,10 +345,11 @@ class AttentionRun:
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A step's batch.
+    """A step's batch of R rows (requests).
 
-    device: vLLM's arrays, in device memory.
-    starts: index of each row's first token, int32 [R + 1], in host memory.
+    device: vLLM's arrays that describe the batch, in device memory.
+    starts: index of each row's first token, and the number of tokens at the end, int32 [R + 1], in
+        host memory.
     last_tokens: index of each row's last token, int64 [R], in device memory. None if no row has
         more than one token, so that token r belongs to row r.
     """
@@ -363,8 +370,9 @@ class CudaWorker:
     """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
     in the server's arena.
 
-    plans_in_build: True if `begin_resident` is called before `begin_batch`, as vLLM's model runner
-        V1 does. Runner V2 calls `begin_batch` first.
+    plans_in_build: True with vLLM's model runner V1, which calls `begin_resident` before
+        `begin_batch`; the batch is then planned in `begin_batch`. Runner V2 calls `begin_batch`
+        first; the batch is then planned in `begin_resident`.
     device_arena: makes an arena readable for the device.
     staging: the staging area: pages of one layer.
     staged_table: block table of the row in the staging area, in device memory.
@@ -403,9 +411,9 @@ class CudaWorker:
     # ---------------------------------------------------------------------------------------- arena
 
     def map_arena(self, timeout_s: float | None = None) -> bool:
-        """Makes the server's arena readable for the device, and waits until it is. Returns True if
-        it is. Must be called before vLLM captures graphs, because CUDA may refuse to register
-        memory during a capture.
+        """Makes the server's arena readable for the device. Waits for this, and returns True if it
+        has succeeded. Must be called before vLLM captures graphs, because CUDA may refuse to
+        register memory during a capture.
 
         timeout_s: the longest wait; None for no limit.
         """
@@ -424,7 +432,8 @@ class CudaWorker:
         return found
 
     def _close_arenas(self) -> None:
-        """Unregisters the arenas of earlier servers in which no request has addresses any more."""
+        """Unregisters arenas of earlier servers from the device, if no request has addresses in
+        them any more."""
         if len(self._arenas) < 2 or (arena := self.arena_of()) is None:
             return
         used = {arena.file_id, *(one.file_id for own in self.sequences for one in own.arenas)}
@@ -463,8 +472,9 @@ class CudaWorker:
             self._plan(self._batch)
 
     def begin_batch(self, batch: HostBatch) -> None:
-        """Processes the step's batch. If the scheduler has sent no message for it (vLLM's dummy
-        runs and captures), the batch has no resident requests."""
+        """Processes the step's batch. If `begin_resident` was not called for the step, the batch is
+        prepared as a batch without resident requests. This is right for vLLM's dummy runs and
+        captures. With model runner V2, `begin_resident` follows and plans the batch."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -483,8 +493,9 @@ class CudaWorker:
                 self._catch_up(sequence)
 
     def _catch_up(self, sequence: CudaSequence) -> None:
-        """Builds the representations (compact forms of keys) of a hit's blocks. Other blocks get
-        theirs in `layer_step` when a step completes them."""
+        """Builds the representations (compact forms of keys) of blocks that were complete before
+        this step and have none, such as the blocks of a hit. For blocks that a step completes,
+        `layer_step` builds them."""
         tokens = self._work.shape.block_tokens
         count = (sequence.context_tokens - sequence.new_tokens) // tokens
         if count > sequence.num_built:
@@ -497,8 +508,8 @@ class CudaWorker:
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
         """Divides the batch's rows among calls of attention: each row that needs the staging area
-        gets a call of its own. If there is such a row, waits for the device to read which request
-        each row belongs to."""
+        gets a call of its own. If there may be such a row, waits for the device, to read from it
+        which request each row belongs to."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -575,8 +586,9 @@ class CudaWorker:
     # --------------------------------------------------------------------------------------- faults
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks the
-        step's requests as lost that have blocks only in host memory."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks
+        requests of the step with blocks only in host memory as lost. Must be called while the
+        exception is handled, because it is logged."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
@@ -585,7 +597,7 @@ class CudaWorker:
         """Handles a batch whose planning raised. Marks all its requests as lost, because a graph
         may be replayed with the plan of an earlier batch.
 
-        first_blocks: ids of the first block of each row.
+        first_blocks: the id of each row's first block.
         """
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: a batch could not be planned")
@@ -600,9 +612,9 @@ class CudaWorker:
         self.sequences.lose_away(self.sequences, "a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Marks each request of the step as lost whose blocks in the arena the server no longer
-        pins. If there are requests with such blocks, first waits until the device has ended the
-        step, because the pins must be tested after the last read."""
+        """Marks a request of the step as lost if it has blocks only in the arena and the server no
+        longer pins these blocks. If there is a request with blocks only in the arena, first waits
+        until the device has ended the step, because the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)

@@ -5,9 +5,10 @@ its hot slots (device blocks into which selected blocks are copied).
 Always true:
 - A request is moved only if the pool lacks blocks for the coming step, or for the first waiting
   request.
-- The request whose move yields the most blocks is moved first; of equals, the request that came
-  first.
-- Moves for a waiting request leave the running requests the blocks that they need.
+- The request whose move yields the most blocks is moved first; of requests with equal yield, the
+  first in the order of `reliefs`.
+- A move that makes room for a waiting request never leaves the pool with fewer free blocks than the
+  running requests need.
 
 Pure: the decision depends on the arguments alone. All counts are blocks of the device's pool.
 """
@@ -21,9 +22,10 @@ class Demand:
     """How many blocks the coming step needs, and how many the device's pool has.
 
     free: blocks that no request holds.
-    promised: blocks that admitted requests still need for their prompts.
+    promised: blocks that admitted requests still need until their prompts are computed.
     running: the most blocks that the running requests may allocate in the step.
-    first: free blocks that vLLM needs to admit the first waiting request; None if no request waits.
+    first: free blocks that vLLM needs to admit the first waiting request; None if no request waits
+        or vLLM may not run more requests.
     """
 
     free: int
@@ -43,9 +45,10 @@ class Demand:
 class Relief:
     """The number of blocks that the device's pool gains if a request is moved off the device.
 
-    freed: blocks that the move frees, minus the hot slots (device blocks for selected blocks) that
-        it allocates; may be negative.
-    unpromised: promised blocks that the request no longer needs after the move.
+    freed: number of blocks that the move frees, minus the number of hot slots (device blocks for
+        selected blocks) that it allocates; may be negative.
+    unpromised: by how much the move reduces `Demand.promised`, because a moved request needs fewer
+        blocks for its prompt.
     """
 
     freed: int
@@ -61,8 +64,8 @@ def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
     """Decides which requests to move off the device, by the rules at the head of this module.
     Returns their ids, in the order of the moves.
 
-    reliefs: by id, the blocks that moving a request would yield. Contains the requests that can be
-        moved, in the order in which they arrived.
+    reliefs: by request id, the blocks that moving the request would yield. Contains the requests
+        that can be moved, in the order in which vLLM admitted them.
     """
     free, unpromised, left, chosen = demand.free, -demand.promised, dict(reliefs), []
 

@@ -1,18 +1,18 @@
-"""Copies pages that only the server's arena has, for a step of resident contexts. `ResidentPages`
-copies selected pages into hot slots (blocks of the device's pool). `PageStaging` copies the pages
-of a whole batch side by side into a staging area.
+"""Copies pages that are only in the server's arena, for a step of a CPU engine with residency.
+`ResidentPages` copies selected pages into hot slots (blocks of the device's pool). `PageStaging`
+copies all pages to which a batch attends side by side into a staging area.
 
 `SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds the
 shards of all ranks, in the order of the ranks. A shard of a block holds the pages of the group's
-layers in vLLM's order. A shard of a block's representation (a compact form of its keys) holds all
-sparse layers in the model's order, each with its formats in the order of the configuration
-(`sparse.shared`).
+layers in vLLM's order. A block's representation (a compact form of its keys) has a slot of its own.
+A shard of it holds the representations of all sparse layers in the model's order, each with its
+formats in the order of the configuration (`sparse.shared`).
 
 Always true:
-- A page that only the server has is copied from the address that the server has named. If the
+- A page that is only in the arena is copied from the address that the server has named. If the
   address is not known, LostBytesError is raised.
-- A sequence is marked (`has_read`) when its bytes are read from the arena. Its pins are checked
-  afterwards.
+- When blocks of a request are read from the arena, the request's `ResidentSequence.has_read` is
+  set. After the step the worker checks whether these blocks were still pinned.
 - Pages that were copied ahead are used only if they are of the right layer and the right slots.
 - A staging area is not written while attention reads it.
 """
@@ -41,7 +41,7 @@ AREAS = 2
 """Number of staging areas."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
-"""A copy uses one thread, and one more thread for each so many bytes."""
+"""A copy uses one thread, and another thread for each further BYTES_PER_THREAD bytes."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -52,9 +52,9 @@ class SlotPlaces:
     """Where the bytes of a rank are in a slot of the server's arena. All offsets are in bytes from
     the start of the slot.
 
-    pages: by layer index, the offset of the layer's page in a block's slot.
+    pages: by layer index, the offset of the layer's page in the slot of a block.
     representations: by layer index and format, the offset of the layer's representation (compact
-        form of keys) in the slot of a block's representations.
+        form of keys) in the slot of a block's representation.
     """
 
     pages: dict[int, int] = field(default_factory=dict)
@@ -143,8 +143,8 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Makes `_sizes` an array of at least `count` elements with the value `page_bytes`. In most
-        calls it is so already."""
+        """Makes `_sizes` an array of at least `count` elements with the value `page_bytes`. Does
+        nothing if `_sizes` is such an array already, as in most calls."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)
 
@@ -154,11 +154,12 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy that runs ahead of attention: copies the pages of a layer from arena slots into a
-    staging area, before the layer asks for them.
+    """A copy that runs ahead of attention: it copies the pages of a layer from arena slots into a
+    staging area, before the layer calls `PageStaging.fill`.
 
     slots: addresses of the arena slots.
     area: index of the staging area.
+    done: future of the copy.
     """
 
     layer_idx: int
@@ -168,10 +169,10 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns the position of each page in a staging area, int32 [n]. Pages that only the server
-    has come first.
+    """Returns the position of each page in a staging area, int32 [n]. Pages that are only in the
+    arena come first, then the pages on the device.
 
-    is_away: True for each page that only the server has.
+    is_away: a mask of the pages, True if the page is only in the arena [n].
     """
     num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
     places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
@@ -196,8 +197,8 @@ class PageStaging:
     ) -> None:
         """layers: the layers, in the order in which they attend.
         places: where the layers' pages are in a slot of the arena.
-        usual_blocks: an area that must grow doubles, but only up to so many blocks; beyond them it
-            grows as needed.
+        usual_blocks: an area that is too small doubles its size, but not beyond this many blocks.
+            If more blocks are needed, it grows to the needed size.
         """
         self._usual_blocks = usual_blocks
         self._following = {
@@ -225,8 +226,8 @@ class PageStaging:
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
-        """Copies pages of `layer` into a staging area and returns them. They are valid until the
-        next call.
+        """Copies pages of `layer` into a staging area, and returns the area as a tensor of pages.
+        The pages are valid until the next call.
 
         slots: addresses of arena slots [n]. The layer's pages in these slots come first.
         here: addresses of pages on the device [m], which come next.
@@ -258,7 +259,13 @@ class PageStaging:
     def _begin(
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
-        """Begins, on a thread, to copy the pages that `layer` will ask for."""
+        """Begins to copy the pages for the next call of `fill`, on `thread`.
+
+        area: index of the staging area to copy to.
+        layer: the layer that will call `fill` next.
+        slots: addresses of the arena slots.
+        num_bytes: size that the area must have.
+        """
         pages = self._pages(area, layer, num_bytes)
         source = slots + self._places.pages[layer.index]
         done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
@@ -286,12 +293,12 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Raised if the worker can't read blocks that only the server has. The request must be computed
-    anew."""
+    """Raised if the worker can't read blocks of a request that are only in the server's arena. The
+    request must be computed anew."""
 
 
 class ResidentPages:
-    """Copies pages and representations that only the server's arena has, for the requests of a
+    """Copies pages and representations that are only in the server's arena, for the requests of a
     step.
 
     staging: the staging areas, for rows that attend to their whole context.
@@ -316,14 +323,18 @@ class ResidentPages:
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Returns the addresses of the layer's pages of `blocks` (ids [n]) in the tensor
-        `pages`."""
+        """Returns the addresses of a layer's pages in the engine's memory, int64 [n].
+
+        pages: the layer's KV cache tensor.
+        blocks: ids of the blocks whose pages are wanted [n].
+        """
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
 
     def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Returns the addresses of the arena slots that hold a request's blocks. Raises
-        LostBytesError if an address is not known, or if the request is lost.
+        """Returns the addresses of the arena slots that hold a request's blocks, and records that
+        the blocks are read (`has_read`). Raises LostBytesError if an address is not known, or if
+        the request is lost.
 
         positions: positions of the blocks in the context, ascending.
         """
@@ -354,7 +365,7 @@ class ResidentPages:
 
         name: name of the format to copy.
         pool: the layer's representations in that format, by row.
-        rows: the rows to copy to [n].
+        rows: indices of the rows to copy to [n].
         slots: addresses of the arena slots with the representations [n].
         """
         row_bytes = layer.shape.row_bytes(name)
@@ -365,9 +376,9 @@ class ResidentPages:
     def fill_hot_slots(
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
-        """Copies the layer's pages of selected blocks from the arena into hot slots, except for
-        slots that hold the page already. Returns the ids of the device blocks of these slots.
-        Raises LostBytesError.
+        """Copies the layer's pages of selected blocks from the arena into hot slots (device blocks
+        for selected blocks), unless the slot holds the page already. Returns, for each block, the
+        id of the hot slot's device block. Raises LostBytesError.
 
         slots: index of the hot slot for each block, int32 [n].
         positions: position of each block in the context, int32 [n].

@@ -1,6 +1,6 @@
-"""The scheduler side's state of a resident request (a request whose old blocks are only in the
+"""The scheduler side's state of a resident request (a request whose old blocks may be only in the
 server's memory): its blocks in the server, their names, and which of them the workers know. The
-name of a block is the hash under which the server stores it.
+name of a block is the hash under which the server stores the block.
 
 Always true:
 - `places` say where the server holds the first `kept` blocks, in order and without gaps.
@@ -41,32 +41,38 @@ class Resident:
     places: where the server holds these blocks, in order.
     told: number of `places` that were sent to the workers.
     told_pin, told_hot: the pin and the hot slots that were last sent to the workers.
-    asked: the call in flight that asks the server to pin more blocks, and the blocks' positions.
-    asks_again: True if the last such call was for the blocks of a hit.
-    storing: by store in flight, the position of the store's first block.
-    names: the blocks' names, from the first block on, as far as they were needed.
-    private_from: position from which blocks have private names, which no other request has. They
-        are hashed with `salt`, a secret of this engine.
+    asked: the call in flight that asks the server to pin more blocks, and the positions of these
+        blocks; None without a call in flight.
+    asks_again: True if the server was asked to pin the blocks of a hit, and the hit was not decided
+        since.
+    storing: by id of a store in flight, the position of the first block that it stores.
+    names: the names of the first blocks, in order, as far as names were needed.
+    private_from: from this position on, blocks have private names, which no other request has.
+        Private names are hashed with `salt`, a secret of this engine.
 
     Reservation:
-    opening: the reservation call in flight, if any.
+    opening: the reservation call in flight; None without a call in flight.
     wanted: number of blocks for which the request should have room now.
     room: number of blocks for which the server has reserved room; 0 before the reservation.
     asked_room, asked_stream: the number of blocks in the last reservation call, and the number of
         the connection (stream) that the call used.
     stream: number of the connection on which the residency is open.
     is_held: True if the request is left out of steps because its next block would have no room.
-    opened: the server's answer to the reservation; None before the answer.
-    pin: the pin under which workers may read the kept blocks. After a reconnect it differs from
-        `opened` until the server has confirmed that the blocks are at their old offsets.
-    refusal: the server's error if it will never reserve room; None otherwise.
+    opened: the server's answer to the last successful reservation call; None before the answer.
+    pin: the answer (`opened`) by which workers test whether the kept blocks are still pinned. After
+        a reconnect it stays the old answer until the server has confirmed that it has pinned the
+        blocks at their old offsets.
+    refusal: the server's error if the server will never reserve room; None otherwise.
+    was_refused: True once a refusal was logged and counted.
     ask_at_s: earliest time of the next reservation call.
 
     Waiting and losses:
     waited_s: seconds, up to `seen_s`, for which the server has made no progress for the request: it
         neither reserved room nor pinned a block.
     is_lost: True if the server has lost blocks of the request and the request has not started over.
-    num_losses: how often this happened without a new token in between.
+    has_failed: True once vLLM was made to end the request with an error.
+    num_losses: number of losses of blocks in succession, without a new token in between.
+    tokens_at_loss: length of the request at the last loss.
     """
 
     state: RequestState
@@ -116,8 +122,8 @@ class Resident:
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def may_ask_until(self, is_late: bool) -> int:
-        """Returns the position up to which the server may be asked to pin blocks: the stores of all
-        blocks before it have ended, successfully or not.
+        """Returns the position up to which the server may be asked to pin blocks: for all blocks
+        before this position, the stores have ended, successfully or not.
 
         is_late: True ignores stores in flight, because their reports may have been lost.
         """
@@ -130,12 +136,13 @@ class Resident:
         return self.private_from < len(self.names)
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Names blocks that have no name yet, and returns the names of at least the first `until`
-        blocks, as far as `hashes` are known.
+        """Names blocks that have no name yet, and returns all names. Afterwards the first `until`
+        blocks have names, except for blocks whose hash is not known.
 
-        hashes: vLLM's hashes of the request's blocks, or keys derived from them.
-        num_shared: leading blocks that may be shared: their name is their hash, which all requests
-            use. Later blocks get private names.
+        hashes: the hashes of the request's blocks, from the first block on (shared names or vLLM's
+            hashes, see `CachedGroups`).
+        num_shared: number of leading blocks that other requests may use. The name of such a block
+            is its hash. Later blocks get private names.
         """
         shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
@@ -148,9 +155,9 @@ class Resident:
         return self.names
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
-        """Records where the server has pinned blocks, up to the first block that it lacks. Returns
-        the number of recorded blocks. The blocks from the missing block on become due for another
-        store.
+        """Records where the server has pinned blocks, up to the first block that the server lacks.
+        Returns the number of recorded blocks. If a block is missing, it and all later blocks become
+        due for storing again.
 
         first: position of the first block in `found`.
         found: the server's answer: an arena offset per block, negative for a missing block.
@@ -181,8 +188,9 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's entry in a step's message to the workers, with all data that was
-        not sent to them before, and records it as sent."""
+        """Returns the request's entry in a step's message to the workers. The entry contains the
+        kept blocks, hot slots and pin that were not sent to the workers before, and this method
+        records them as sent. For the parameters see `ResidentRow`."""
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -199,10 +207,11 @@ class Resident:
         return row
 
     def begin_anew(self, kept: int) -> None:
-        """Resets the state after vLLM has freed the request's device blocks. Everything is sent to
-        the workers again. Blocks with private names are given up.
+        """Resets the state after vLLM has freed the request's device blocks, or after the server
+        has lost blocks. Everything is sent to the workers again. Blocks with private names no
+        longer count as kept.
 
-        kept: number of leading blocks that the server still holds for the request.
+        kept: number of leading blocks that the server still has pinned for the request.
         """
         self.kept = min(kept, self.private_from)
         self.told, self.told_pin, self.told_hot = 0, None, ()
@@ -217,8 +226,8 @@ class Resident:
 
 
 class ResidentRows:
-    """Builds the rows (`ResidentRow`) of a step's message to the workers. They say where blocks are
-    that are not on the device.
+    """Builds the entries (`ResidentRow`) of a step's message to the workers, one for each request
+    of the step. The entries say where the blocks are that are not on the device.
 
     residents: the resident requests, by id.
     """
@@ -234,9 +243,9 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Returns the ids of hot slots (device blocks for selected blocks) that the coming step may
-        write for the first time: the hot slots of requests whose hot slots were not sent to the
-        workers yet."""
+        """Returns the ids of the hot slots (device blocks for selected blocks) that the coming step
+        may be the first to write: the hot slots of those of the given requests whose hot slots were
+        not sent to the workers yet."""
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)

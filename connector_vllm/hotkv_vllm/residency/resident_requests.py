@@ -1,21 +1,23 @@
-"""Manages resident requests: requests whose earlier blocks are only in the server's memory, not on
-the device. The server reserves room when such a request arrives and as it grows, and pins its
-blocks once they are stored. vLLM may then free the pinned blocks on the device.
+"""Manages resident requests: requests that can become too long for the device, so that their
+earlier blocks are only in the server's memory. The server reserves room when such a request arrives
+and as it grows, and pins its blocks once they are stored. vLLM may then free the pinned blocks on
+the device.
 
 A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
 
 Always true:
-- A request that may outgrow the device begins only after the server has reserved room for all its
-  present blocks. With `residency = "auto"` it may also begin wholly on the device; then it is moved
-  off the device only if it has such room.
+- A resident request begins only after the server has reserved room for all its present blocks. With
+  `residency = "auto"` it may also begin with all its blocks on the device; then it is moved off the
+  device only once the server has reserved that room.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
-  If all running requests are held for `PARK_S`, the last request that has room is parked: it
-  releases its room and waits, as if preempted.
-- A block counts as kept (`kept_tokens`) only after the server has said where it is. Workers learn
-  this at the latest with the first step in which the block may have been freed.
+  If all running requests are held for `PARK_S`, one request is parked: it releases its room and
+  waits, as if preempted. Of the requests with room, this is the request that arrived last.
+- A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
+  it has pinned the block. Workers learn the offset at the latest with the message of the first step
+  in which the block may have been freed.
 - Every block of a resident request has a name, which is the hash under which the server stores it.
-  Blocks whose KV is not exact, and blocks of requests that may not be shared, have private names,
-  which no other request finds.
+  Blocks whose KV is not exact, and blocks of requests without shared names (`CachedGroups`), have
+  private names, which no other request finds.
 
 Scheduler thread only. Never blocks.
 """
@@ -42,16 +44,16 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
-"""The wait of a request (limited by `hotkv.residency_timeout_s`) grows by at most so many seconds
-per step, however long the step takes."""
+"""A step adds at most this many seconds to the wait of a request, however long the step takes. The
+wait is limited by `hotkv.residency_timeout_s`."""
 QUANTUM_TOKENS = 512
-"""A request reserves room for so many tokens beyond its present tokens. When half of them are used,
-it asks for more room."""
+"""A request reserves room for this many tokens beyond its present tokens. When half of them are
+used, it asks for more room."""
 PARK_S = 1.0
 MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
-"""A request ends with an error if its bytes in the server are lost this many times without a new
-token in between."""
+"""A request ends with an error if the server loses its blocks this many times in succession,
+without a new token in between."""
 
 
 class ResidentRequests:
@@ -103,9 +105,9 @@ class ResidentRequests:
         self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
-        """Returns an id that no residency has ever had. Private names depend on it, so they belong
-        to one residency alone. The id ends with the request's id, shortened and without characters
-        that the server refuses."""
+        """Returns an id that no residency has ever had. Private names are computed from this id, so
+        no two residencies have the same private names. The id ends with the request's id, shortened
+        and without characters that the server refuses."""
         shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
@@ -122,16 +124,17 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """Returns the id of the request's residency, which the request's stores name so that the
-        server pins their blocks. Empty if the server has not opened a residency."""
+        """Returns the id of the request's residency. The request's stores carry this id, so that
+        they use the reserved room. Empty if the server has not opened a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
         """Returns True if the request may begin: the server has reserved room for it, or all its
-        blocks may be on the device. Retries the reservation if it was refused.
+        blocks may be on the device. Retries a reservation that the server has refused.
 
-        Also registers a request that arrived under other weights, and so has no residency here.
+        Also registers the request if this object does not know it, because it arrived when the
+        engine had other weights.
         """
         request_id = state.request.request_id
         if request_id not in self._residents:
@@ -144,8 +147,8 @@ class ResidentRequests:
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
-        """Returns True if the server has reserved room for all blocks of the request. Called by
-        `ResidentManager`."""
+        """Returns True if the server has reserved room for all present blocks of the request.
+        Called by `ResidentManager`, through `ResidentSide`."""
         one = self._residents.get(request_id)
         return one is not None and self._fits(one)
 
@@ -154,9 +157,12 @@ class ResidentRequests:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
-        """Decides whether the request may begin with a hit. It may if the device has room for all
-        its blocks, or if the server has pinned all blocks of the hit for this request. Returns None
-        while the server is being asked to pin them.
+        """Decides whether the request may begin with a hit. Returns True if the device has room for
+        all blocks of the request, or if the server has pinned all blocks of the hit for this
+        request. Returns None while the server's answer to the call that pins them is awaited.
+
+        With `residency = "auto"`, also returns True if the server can't pin all of them but the
+        device's pool is large enough for the request. In all other cases returns False.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
         """
@@ -195,8 +201,9 @@ class ResidentRequests:
         return min(one.most_blocks, -(-tokens // self._block_tokens))
 
     def _reserve(self, one: Resident) -> None:
-        """Sets `one.wanted`: for how many blocks the request wants room. If the server can't add
-        room later, this is the most that the request can ever need."""
+        """Sets `one.wanted`, the number of blocks for which the request should have room: its
+        present blocks and QUANTUM_TOKENS more, or only its present blocks while it is held. If the
+        server can't add room to an open residency, the most that the request can ever need."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:
@@ -207,9 +214,9 @@ class ResidentRequests:
             one.wanted = min(one.most_blocks, needed + quantum)
 
     def held(self, now_s: float) -> list[str]:
-        """Returns the requests to leave out of the coming step, because the server has no room for
-        their next block. Asks the server for room for them. Called by `ResidentManager` before each
-        step."""
+        """Returns the ids of the requests to leave out of the coming step, because the server has
+        no room for their next block. Asks the server for room for these requests. Called before
+        each step (`ResidentManager.step_starts`)."""
         held = []
         for one in self._residents.values():
             was_held, one.is_held = one.is_held, self._is_cramped(one)
@@ -226,8 +233,9 @@ class ResidentRequests:
         return [request_id for request_id in held if request_id != parked]
 
     def _is_cramped(self, one: Resident) -> bool:
-        """Returns True if the request runs, and its next block has no room in the server. False for
-        a request that has lost blocks, because it is preempted anyway."""
+        """Returns True if the request has blocks on the device and the server has reserved no room
+        for its next block. Returns False for a request that has lost blocks, because vLLM preempts
+        it anyway, and for a request whose blocks may all stay on the device."""
         return (
             one.opened is not None
             and not one.is_lost
@@ -244,8 +252,8 @@ class ResidentRequests:
         return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
 
     def make_room(self) -> None:
-        """Moves requests off the device if the pool is too small for the coming step. Called by
-        `ResidentManager` before each step."""
+        """Moves requests off the device if the device's pool has too few free blocks for the coming
+        step (`moves.to_move`). Called before each step (`ResidentManager.step_starts`)."""
         demand = self._pool.demand(self.has_room)
         if demand is None or not demand.is_short:
             return
@@ -262,10 +270,10 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park(self, now_s: float) -> str | None:
-        """Parks a request if all running requests have been held for `PARK_S`: the last request
-        that has room releases it, so that the others can go on. Returns its id; None if no request
-        was parked. The blocks of a parked request stay in the arena until the server evicts them,
-        so the request may hit them when it begins again."""
+        """Parks a request if all running requests have been held for `PARK_S`: the request that has
+        room and arrived last releases its room, so that the other requests can go on. Returns the
+        id of the parked request; None if no request was parked. Its blocks stay in the arena until
+        the server evicts them, so the request may hit them when it begins again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -306,9 +314,9 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet. If more blocks were stored than the server has pinned, the
-        request starts over: its blocks are stored anew, or computed anew if the device no longer
-        has them."""
+        server has not pinned yet. If stores of such blocks were planned already, the request starts
+        over: its blocks are stored anew, or the request is computed anew if the device may not have
+        all its blocks."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
@@ -319,8 +327,8 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Gives private names to all blocks that the server has not pinned yet, in all requests,
-        because the KV on the device has become inexact."""
+        """Does `reset` for all requests, because the KV on the device has become inexact: blocks
+        that the server has not pinned yet get private names."""
         for request_id in self._residents:
             self.reset(request_id)
 
@@ -343,7 +351,8 @@ class ResidentRequests:
 
     def kept_tokens(self, request_id: str) -> int:
         """Returns how many leading tokens of the request are in blocks that the server has pinned,
-        so that these blocks need not stay on the device. Called by `ResidentManager`."""
+        so that these blocks need not stay on the device. Called by `ResidentManager`, through
+        `ResidentSide`."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
             return 0
@@ -373,8 +382,9 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Advances all resident requests, and returns the step's message to the workers about them.
-        Must be called before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
+        """Advances all resident requests by a step, and returns the step's message to the workers
+        about resident requests. Must be called before vLLM adds the step's tokens to the requests'
+        `num_computed_tokens`.
 
         rows: knows vLLM's object of each request.
         """
@@ -396,8 +406,9 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Handles the server's answers after a reconnect. Either a request's blocks are pinned at
-        their old offsets, and workers may read on, or the request has lost them."""
+        """Handles the server's answers to the calls that pin known blocks again after a reconnect.
+        If a request's blocks are pinned at their old offsets, workers may read them under the new
+        pin. Otherwise the request has lost its blocks."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
@@ -457,8 +468,9 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Starts requests over whose blocks in the server were lost: they are computed anew. Ends a
-        request with an error at its MAX_LOSSES-th loss without a new token in between."""
+        """Starts requests over whose blocks in the server were lost, because vLLM computes them
+        anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without a new token
+        in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:
@@ -471,8 +483,8 @@ class ResidentRequests:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
 
     def _start_over(self, one: Resident) -> None:
-        """Closes the request's residency and forgets all blocks that the server holds for it. The
-        request gets another residency."""
+        """Closes the request's residency and forgets all blocks that the server holds for the
+        request. Gives the request the id of another residency, which is opened later."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

@@ -1,17 +1,17 @@
 """A worker's record of the requests of an engine with residency (`ResidentSequences`), and the
 representations of these requests' blocks (`KeptRows`). A representation is a compact form of a
 block's keys, by which sparse attention selects blocks. A *hot slot* is a block of the device's pool
-into which selected blocks are copied.
+into which selected blocks are copied. For CPU engines; CUDA engines use `cuda_worker`.
 
 Always true:
-- A request has one `ResidentSequence`, from the first step whose message lists it (`ResidentRow`)
-  to its end. The rows of its representations belong to no other request meanwhile.
-- If a block is not on the device, its address in a mapped arena is known. If not, the request is
-  marked as lost when the block is needed.
-- `ResidentSequence.content` says which block each hot slot of a layer holds. The slot then has this
-  block's page.
-- A request that has lost blocks in the server is reported once, with the step in which the loss was
-  found.
+- A request has one `ResidentSequence`, from the first step whose message lists the request
+  (`ResidentRow`) to the request's end. Its rows of `KeptRows` belong to no other request meanwhile.
+- If a block is not on the device, its address in a mapped arena is known. If the address is not
+  known, the request is marked as lost when the block is needed.
+- If `ResidentSequence.content` says that a hot slot holds a block in a layer, the slot contains
+  this block's page of the layer.
+- A request that has lost blocks in the server is reported to the scheduler once, with the step in
+  which the loss was found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,21 +32,21 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Most rows for representations (compact forms of keys) that a request allocates ahead of its
-need."""
+"""Most rows of `KeptRows` that are allocated for a request before its context needs them."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
 STEPS_IN_FLIGHT = 2
-"""Number of further steps that vLLM may have planned before it gets the results of a step."""
+"""When vLLM gets the results of a step, it may have planned up to this many later steps."""
 
 
 # -------------------------------------------------------------------------- rows of representations
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Returns how many rows `KeptRows` has when requests need `num_taken` rows: the number doubles
-    each time. A row holds the representations (compact forms of keys) of a block."""
+    """Returns how many rows `KeptRows` must have if requests need `num_taken` rows: FIRST_ROWS,
+    doubled until it is enough. A row holds the representations (compact forms of keys) of a
+    block."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -57,10 +57,11 @@ class KeptRows:
     """Holds the representations (compact forms of keys) of all complete blocks of resident
     contexts, by layer and row. Used by one thread.
 
-    `pool` holds representations only of blocks that are on the device. So each resident request has
-    its own rows here, one per block of its context, as long as it runs. A row belongs to at most
-    one request at a time. The memory grows with the contexts that run at the same time, to about
-    7 % of their KV. Formats, centres and axes are the same as in `pool`.
+    `pool` (the worker's `BlockReprManager`) holds representations only of blocks that are on the
+    device. So each resident request has its own rows here, one per block of its context, as long as
+    the request runs. A row belongs to at most one request at a time. The memory grows with the
+    contexts that run at the same time, to about 7 % of their KV. Formats, centres and axes are the
+    same as in `pool`.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -85,8 +86,8 @@ class KeptRows:
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
-            # This method is called in every layer of a step, so it makes a `Source` anew only if
-            # something has changed.
+            # This method is called in every layer of a step. So it makes a new `Source` only if
+            # the pool's `Source` or the number of rows has changed.
             one = known.get(name)
             if one is None or one[0] is not source or one[1] != self._num_rows:
                 mine = replace(source, pool=self._of(layer_idx, name, source))
@@ -135,7 +136,8 @@ class ResidentSequence:
     """A worker's state of a request in an engine with residency. All positions are positions of
     blocks in the request's context.
 
-    first_block: id of the context's first block, by which the request is reported as lost.
+    first_block: id of the device block with the context's first tokens. The worker reports the
+        request as lost by this id.
     may_outgrow: True if the request is resident, so that its blocks may be freed.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
     hot_blocks: ids of the request's hot slots, int32.
@@ -146,7 +148,7 @@ class ResidentSequence:
     rows: by position, the row of `KeptRows` with the block's representations, int32.
     num_kept: by layer index, the number of leading blocks whose representations are in `rows`.
     content: by layer index, the position of the block that each hot slot holds.
-    pin: the server's pin under which the blocks at `addresses` are read.
+    pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`.
     arenas: the arenas in which the addresses are.
     is_lost: True if the request must be computed anew.
     has_read: True if blocks were read from an arena in this step.
@@ -186,8 +188,8 @@ class ResidentSequence:
 
     def hot_content(self, layer_idx: int) -> I32:
         """Returns, for each hot slot (device block for a selected block), the position of the block
-        whose page the slot holds in this layer, int32; -1 for an empty slot. The caller may write
-        to the array."""
+        whose page the slot holds in this layer, int32; -1 for an empty slot. The array is the
+        record itself: a caller that copies a page into a slot must write the position to it."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
@@ -209,8 +211,7 @@ class ResidentSequences:
     """Holds the `ResidentSequence` of each request, and finds requests that have lost blocks.
 
     arena_of: returns the arena that this process maps; None without an arena.
-    of_step: the sequences of the present step, by the id of the last block that the step writes in
-        each.
+    of_step: the sequences of the present step, by `ResidentRow.written_block`.
     """
 
     def __init__(self, kept: KeptRows) -> None:
@@ -312,12 +313,12 @@ class ResidentSequences:
                 self.lose(sequence, why)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """Handles a row of vLLM's batch that the scheduler's message does not list: marks its
-        request as lost if blocks of it are only in host memory.
+        """Handles a row of vLLM's batch that the scheduler's message does not list. If blocks of
+        its request are only in host memory, marks the request as lost.
 
         first_block: id of the row's first block, by which the request is found.
-        has_gaps: True if some blocks of the row are not on the device. The row is then reported as
-            lost even if no request is known for it.
+        has_gaps: True if the row's block table has null blocks, so that some of its blocks are not
+            on the device. The row is then reported as lost even if no request is known for it.
         """
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
@@ -327,8 +328,8 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks each request as lost whose blocks were read in this step and are no longer pinned.
-        Called after a step's last layer."""
+        """Marks requests as lost whose blocks were read from the arena in this step but are no
+        longer pinned. Called after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
@@ -350,5 +351,5 @@ class ResidentSequences:
 
     def all_away(self) -> set[int]:
         """Returns the id of the first block of each request that has blocks only in host memory.
-        Used if `take_lost` raises, so it shares no code with it."""
+        Used if `take_lost` raises, so this method shares no code with `take_lost`."""
         return {one.first_block for one in self._sequences.values() if one.num_freed}

@@ -1,9 +1,9 @@
 """Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
-the scheduler side. Tells the manager how many tokens of a request the server keeps, and which
-requests may begin. Before each step, leaves out requests that must wait, and moves requests off the
-device if the pool lacks blocks.
+`ResidentRequests`. Tells the manager how many tokens of a request the server has pinned, and which
+requests may begin. Before each step, leaves out requests that must wait for room in the server, and
+moves requests off the device if the device's pool lacks blocks.
 
-In an engine without residency all this does nothing.
+In an engine without residency these methods do nothing.
 """
 
 import time
@@ -43,8 +43,8 @@ class ResidentSide:
 
     @hook(lambda *_: False, last=False, is_part=True)
     def _has_room(self, request_id: str) -> bool:
-        """Returns True if the server has reserved room for the request, so that it may begin
-        although it outgrows the device."""
+        """Returns True if the server has reserved room for all present blocks of the request, so
+        that not all of them need to stay on the device."""
         return self._residencies is not None and self._residencies.has_room(request_id)
 
     @hook(lambda *_: None, is_part=True)
@@ -63,9 +63,9 @@ class ResidentSide:
 
     def lost(self, first_blocks: Set[int]) -> None:
         """Handles losses that workers report: vLLM preempts the requests that hold one of these
-        blocks, and computes them anew.
+        blocks, and computes them anew. Does nothing without residency.
 
-        first_blocks: ids of the first blocks of the lost requests.
+        first_blocks: ids of the first device blocks of the lost requests.
         """
         if self._pool.spec is None:
             return

@@ -1,9 +1,9 @@
 """Defines the scheduler side's message to the workers about resident requests, one per step.
 
 The earlier blocks of a resident request are only in the server's memory (arena). vLLM does not tell
-workers which blocks the scheduler has freed: their block tables still have the old ids. So each
-message says up to which position a request's blocks were freed, and at which offsets of the arena
-the server holds them.
+workers which blocks the scheduler has freed: the workers' block tables still have the ids of the
+freed blocks. So each message says up to which position a request's blocks were freed, and at which
+offsets of the arena the server holds them.
 """
 
 from dataclasses import dataclass, replace
@@ -42,16 +42,17 @@ class KeptBlocks:
 class ResidentRow:
     """One request of the step.
 
-    written_block: id of the last block that the step writes. A worker finds the request's row in
-        vLLM's batch by this id.
+    written_block: id of the last device block that the step writes for the request. A worker finds
+        the request's row in vLLM's batch by this id.
     first_block: id of the context's first block, by which workers report the request as lost.
     may_outgrow: True if the request is resident, so that its blocks may be freed.
     num_freed: the blocks between the sinks (first blocks) and this position are not on the device;
         0 if no block was freed.
     hot_blocks: the request's hot slots: ids of the device blocks into which selected blocks are
         copied. Sent when they change.
-    kept: blocks that the server has pinned. Each block is sent once.
-    pin: the server's pin under which workers read these blocks. Sent when it changes.
+    kept: where the server has pinned blocks of the request. Each block is sent once.
+    pin: identifies the pin in the server. Workers test by it whether the blocks that they have read
+        were still pinned (`Arena.holds`). Sent when it changes.
     context_tokens: length of the context, including the step's `new_tokens`.
     new_tokens: number of tokens that the step computes.
     """

@@ -2,7 +2,7 @@
 
 Always true: the sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank for one
 request of the longest context. The sum does not include the server's arena. If a rank has less free
-memory, the engine does not start.
+memory than the sum, the engine does not start.
 """
 
 from dataclasses import dataclass, fields
@@ -23,11 +23,11 @@ from hotkv_vllm.residency.sequences import MORE_ROWS, num_rows_for
 class Totals:
     """The bytes that one rank needs, by purpose.
 
-    pool: vLLM's KV cache, hot slots included.
+    pool: vLLM's KV cache, which includes the hot slots (device blocks for selected blocks).
     representations: representations (compact forms of keys, for sparse attention) of the pool's
-        blocks. On CUDA: of the tokens that `hotkv.representation_tokens` sets.
-    rows: representations of the longest context's blocks; 0 on CUDA, where `representations`
-        includes them.
+        blocks. On CUDA: of as many blocks as `hotkv.representation_tokens` tokens fill.
+    rows: representations of the longest context's blocks (`KeptRows`); 0 on CUDA, where
+        `representations` includes them.
     staging: a staging area for the pages of one layer of the longest context; two areas in a CPU
         engine.
     tables: on CUDA, block tables, hot sets and scratch memory of the kernels; 0 on CPUs.

@@ -4,13 +4,17 @@
 For each row that the scheduler lists as sparse, the worker chooses a hot set (the blocks to attend
 to), as `sparse.worker.SparseWorker` does. Chosen blocks that are not on the device are copied from
 the server's mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so one
-call of vLLM's attention serves the whole batch. If all old blocks of a context fit in the hot
-slots, they are copied there once, and nothing is chosen. All other rows, and rows whose selection
-raised, attend to their whole context: it is copied into a staging area, layer by layer.
+call of vLLM's attention serves the whole batch. If a hot set would hold the whole context, and the
+blocks that are not on the device fit in the hot slots, they are copied there once, and no blocks
+are chosen.
+
+All other rows, and rows whose selection raised, attend to their whole context. If blocks of such a
+context are not on the device, the pages to which the whole batch attends are copied into a staging
+area, layer by layer.
 
 Always true: attention reads no freed block. A page copied from the arena is valid only if the
-server still pinned it after the copy. If it did not (`find_lost`), the request is reported as lost:
-vLLM drops the token of the step and computes the request anew.
+server still pinned the block after the copy. If the server did not (`find_lost`), the request is
+reported as lost: vLLM drops the token of the step and computes the request anew.
 """
 
 import time
@@ -41,8 +45,8 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""Number of blocks whose representations (compact forms of keys) are built at a time from pages
-that only the server has."""
+"""When representations (compact forms of keys) are built from pages in the arena, the pages of this
+many blocks are copied at a time."""
 
 
 @dataclass(slots=True)
@@ -52,9 +56,10 @@ class BatchRow:
     row: index of the row in the batch.
     computed_tokens: length of the context before this step.
     context_tokens: length of the context, including the step's tokens.
-    blocks: the row's block table, int32; entries of freed blocks are meaningless.
+    blocks: the row's block table, int32. The entries of freed blocks must not be used.
     whole_table: for a context whose freed blocks are all in hot slots (device blocks for selected
-        blocks): the block table with these hot slots, int32. None until a layer needs it.
+        blocks): the row's block table with the hot slots in place of the freed blocks, int32. None
+        until a layer needs it.
     """
 
     row: int
@@ -65,10 +70,10 @@ class BatchRow:
     whole_table: I32 | None = None
 
     def is_away(self, positions: Positions, num_sinks: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask of the positions whose blocks are not on the device.
+        """Returns a mask of `positions`, True if the block at the position is not on the device.
 
         positions: positions of blocks in the context.
-        num_sinks: number of the context's first blocks that always stay on the device.
+        num_sinks: number of sinks, the context's first blocks, which always stay on the device.
         """
         away: npt.NDArray[np.bool_] = (positions >= num_sinks) & (
             positions < self.sequence.num_freed
@@ -80,7 +85,7 @@ class BatchRow:
 class ResidentPlan(StepPlan):
     """A step's plan (`StepPlan`) with the requests of the batch.
 
-    residents: by row, each request that the scheduler's message lists.
+    residents: by row of the batch, the requests that the scheduler's message lists.
     """
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
@@ -135,9 +140,9 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. Marks the
-        step's requests as lost that have blocks only in host memory, because that attention has
-        read freed blocks."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. This
+        attention has read freed blocks. So requests of the step with blocks only in host memory are
+        marked as lost."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -153,8 +158,9 @@ class ResidentWorker(SparseWorker):
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
         """Decides which blocks the rows attend to in this layer, and copies the pages that are not
-        on the device. Returns None if all rows attend to everything in the layer's own pages. The
-        result may name a staging area that replaces the layer's pages.
+        on the device. Returns None if all rows attend to their whole context in the layer's own
+        pages. The result may have a staging area (`Rewrite.pages`), to which attention must attend
+        in place of the layer's pages.
 
         key: identifies the step; the step's plan is made once per key and group.
         batch: returns the step's batch; called once per key and group.
@@ -176,9 +182,9 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Plans a step: finds the request of each row of the batch, and which rows attend sparsely.
-        Also discards the representations (compact forms of keys) of blocks that the step
-        overwrites."""
+        """Plans a step: finds the request to which each row of the batch belongs, and the rows that
+        attend sparsely. Also discards the representations (compact forms of keys) of blocks that
+        the step overwrites."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)
@@ -203,8 +209,8 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ representations
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates a row of `KeptRows` for the representation (compact form of keys) of each block
-        in the context, if the context may become sparse."""
+        """Allocates rows of `KeptRows` for the representations (compact forms of keys) of the
+        context's blocks, if the request's decode steps may attend sparsely."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             ahead = max(16, min(len(sequence.rows), MORE_ROWS))
@@ -215,8 +221,8 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Fills the request's rows with the representations (compact forms of keys) of blocks that
-        have become complete since the last call for this layer."""
+        """Fills the request's rows of `KeptRows` with the representations (compact forms of keys)
+        of the blocks that have become complete since the last call for this layer."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
@@ -237,9 +243,9 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Fills the request's rows with the representations (compact forms of keys) of blocks that
-        only the server has. Copies them from the arena if they are there, and otherwise builds them
-        from the blocks' keys.
+        """Fills the request's rows of `KeptRows` with the representations (compact forms of keys)
+        of blocks that are only in the arena. Copies a representation from the arena if the server
+        has it, and otherwise builds it from the block's keys.
 
         positions: positions of these blocks in the context.
         """
@@ -265,23 +271,23 @@ class ResidentWorker(SparseWorker):
         return self._kept.sources(layer.index)
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns False, because recall can't be measured: most keys of the context are not on the
-        device."""
+        """Returns False: no selection is measured against exact attention, because most keys of the
+        context are not on the device."""
         return False
 
     # ------------------------------------------------------------------------------------ rewriting
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the row's hot set would hold the whole context, so that nothing is
-        chosen."""
+        """Returns True if the row's hot set would hold the whole context, so that no blocks need to
+        be chosen."""
         return row.attends_to_all
 
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
-        """Returns, by row, the positions of the blocks to attend to by means of hot slots. Omits
-        rows that attend to their whole context without hot slots, and rows whose selection
-        raised."""
+        """Returns, by row, the positions of the blocks to attend to, for each row whose block table
+        must be rewritten (`_hot_table`). Omits rows that attend to their whole context without hot
+        slots (device blocks for selected blocks), and rows whose selection raised."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):
@@ -330,8 +336,9 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
-        """Returns the block table of a decode row: device blocks, and hot slots for selected blocks
-        that are not on the device. Copies missing pages into the hot slots."""
+        """Returns the block table of a decode row for the blocks at `positions`. If a block is not
+        on the device, its entry is a hot slot (device block for a selected block). Copies the
+        block's page into this hot slot, unless it is there already."""
         sequence = one.sequence
         chosen = self._sequences.get(sequence.request_id)
         own = None if chosen is None else chosen.layers.get(layer.name)
@@ -347,9 +354,10 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Returns the block table of a decode row whose freed blocks all fit in its hot slots.
-        Copies missing pages into the hot slots. In each layer hot slot i holds the i-th freed
-        block, so all layers of a step share this table.
+        """Returns the block table of a decode row whose freed blocks all fit in its hot slots
+        (device blocks for selected blocks). Copies the freed blocks' pages into the hot slots,
+        unless they are there already. In each layer hot slot i holds the i-th freed block, so all
+        layers of a step share this table.
 
         positions_C: the positions of all blocks in the context: 0, 1, 2, ...
         """
@@ -366,10 +374,11 @@ class ResidentWorker(SparseWorker):
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
-        """Copies the pages that the whole batch attends to into a staging area, and makes the
-        tables in `rewrite` point to them.
+        """Copies the pages to which the whole batch attends into a staging area. Changes the tables
+        in `rewrite` so that they refer to the pages in this area.
 
-        whole: the rows that attend to their whole context, part of which is only in host memory.
+        whole: the rows that attend to their whole context although blocks of it are only in host
+            memory, by row.
         """
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]

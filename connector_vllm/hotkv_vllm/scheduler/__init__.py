@@ -1,7 +1,8 @@
 """The connector's scheduler side. It runs in the process and thread of vLLM's scheduler.
 
-`side` holds the parts: `sharing` decides whether the engine uses the shared cache, `admission`
-follows each request, `hits` finds the hit of a request, `stores` plans the stores of a request, and
-`step_planner` assembles the message of a step. This package never touches the engine's KV memory.
-After the engine's start its calls do not block, except for the waits that `side` lists.
+`side` (class `HotKVScheduler`) creates the other parts and answers vLLM's hooks. `sharing` decides
+whether the engine uses the shared cache. `admission` follows each request. `hits` finds the hit of
+a request. `stores` plans the stores of a request. `step_planner` assembles the message that each
+step carries to the workers. This package never touches the engine's KV memory. After the engine's
+start its functions do not block, except for the three calls that the docstring of `side` lists.
 """

@@ -2,10 +2,11 @@
 the request's hit, begins the load of the hit, and ends load and lease with the request.
 
 Always true:
-- `Admission.states` has one `RequestState` per running request that hotkv knows.
+- `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
+  does not follow a request that arrived while hotkv was off.
 - When a request ends, for whatever reason, its lease is released and its load is cancelled.
-- Each block that vLLM allocates to a request is in `Admission.written` before any worker gets the
-  step.
+- When vLLM allocates a block to a request, `Admission.written` learns of the block before any
+  worker gets the step that writes it.
 
 Scheduler thread only. A call may wait a few milliseconds for the server (`hits.Patience`).
 """
@@ -30,9 +31,9 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
-    states: the running requests that hotkv knows, by request id.
+    states: the unfinished requests that hotkv follows, by request id.
     loads: the orders about loads that the next step carries to the workers.
-    written: the blocks that the next step is about to write.
+    written: the device blocks that the next step is about to write.
     rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
         decode.
     lost_track: True after a hook has raised: it is then not known which blocks the next step
@@ -74,8 +75,8 @@ class Admission:
     def cancel_loads(self, *, of_refused: bool = False) -> None:
         """Orders the workers, with the next step, to cancel the loads in progress.
 
-        of_refused: True: only the loads of requests whose LoRA adapter may no longer use the cache,
-            for example because the adapter's bytes have changed.
+        of_refused: True cancels only the loads of requests whose LoRA adapter may no longer use the
+            cache, for example because the adapter's bytes have changed. False cancels all loads.
         """
         for request_id, state in self.states.items():
             if state.is_loading and (not of_refused or self._is_refused(state.request)):
@@ -91,8 +92,9 @@ class Admission:
         self._begin_sequences(request)
 
     def take_up(self, request: Any) -> None:
-        """Creates the request's `RequestState` and begins to look for its hit. While the engine
-        does not share yet, only remembers the request (`Sharing.joining`)."""
+        """Creates the request's `RequestState` and begins to look for its hit. Creates no state
+        while the engine does not share KV. If the engine still awaits the ranks' handshakes,
+        `Sharing.joining` remembers the request, and this method is called again later."""
         if self._sharing.joining is not None:
             self._sharing.joining.arrived(request)
         cache = self._sharing.cache
@@ -132,8 +134,9 @@ class Admission:
         )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
-        """Answers vLLM's hook `get_num_new_matched_tokens`: how many tokens of the request can be
-        loaded from hotkv.
+        """Answers vLLM's hook `get_num_new_matched_tokens`: returns how many tokens of the request
+        can be loaded from hotkv, or ASK_AGAIN if the request must wait (for example because the hit
+        is not known yet).
 
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
@@ -189,20 +192,21 @@ class Admission:
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if vLLM has admitted no request, so the engine has nothing to compute.
-        Always False with data-parallel replicas: they may have to step because another replica has
-        work."""
+        """Returns True if vLLM has admitted none of the present requests, so the engine has nothing
+        to compute. Always False with data-parallel replicas: an idle replica may have to step
+        because another replica has work."""
         return not self._has_replicas and not any(
             state.use.is_reported for state in self.states.values()
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
         """Returns True if the request may begin now. Always True in an engine without residency.
-        With residency, a request that outgrows the device may begin once the server has reserved
-        room for its blocks. Ends a request with an error if it can never begin."""
+        With residency, a request that can become too long for all its blocks to stay on the device
+        may begin once the server has reserved room for its blocks. Makes vLLM end the request with
+        an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
-            # Input that arrives later would make the request longer than the length for which the
-            # server has reserved room.
+            # The server reserves room for the length that the request can reach. Input that arrives
+            # later would make the request longer.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
             return False
         if self._pool.was_preempted(request.request_id):
@@ -263,9 +267,9 @@ class Admission:
         self._stats.add("loads")
 
     def _abandon(self, request_id: str) -> None:
-        """Gives up a load that can't begin but whose end vLLM awaits. The workers report the load
-        as failed with the next step. It counts as a failed load of the request, so the request may
-        not be offered further hits (`max_load_retries`)."""
+        """Gives up a load that can't begin. vLLM awaits the load's end, so with the next step the
+        workers report the load to vLLM as failed. It counts as a failed load of the request. After
+        more than `max_load_retries` failed loads the request is offered no further hits."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:
@@ -302,8 +306,9 @@ class Admission:
         if state.is_loading:
             self.loads.cancel(request.request_id)
         finder = cache.finder
-        # vLLM counts tokens as computed from the moment their load begins, which vLLM 0.33 may have
-        # postponed. Until the load has ended the blocks must not be stored.
+        # vLLM counts the tokens of a hit as computed although their load has not ended (LOADING),
+        # or has not even begun because vLLM 0.33 has postponed it (GRANTED). In both phases the
+        # blocks must not be stored.
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
             and request.request_id not in self.failed_loads
@@ -336,8 +341,8 @@ class Admission:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """Forgets a request after a hook has raised for it: releases its lease and cancels its
-        load. In an engine with residency, also ends the request with an error."""
+        """Forgets a request for which a hook has raised: releases its lease and cancels its load.
+        In an engine with residency, also makes vLLM end the request with an error."""
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache
@@ -352,15 +357,17 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """Forgets a request if `finished` raised for it, so that no other request waits for it."""
+        """Forgets an ended request for which `finished` raised, so that no other request waits for
+        it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
         self.room.ended(request_id)
         self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
-        """Handles an allocation if `allocated` raised. The reallocated blocks are not known, so the
-        next step revokes all stores. The request's load is reported as failed."""
+        """Handles an allocation for which `allocated` raised. It is not known which blocks vLLM has
+        reallocated, so the next step revokes all stores. The request's load is reported as
+        failed."""
         self.lost_track = True
         try:
             if num_external_tokens > 0:

@@ -1,15 +1,16 @@
 """Publishes the blocks of the shared cache as KV events of this engine, for routers that subscribe
 to engines only.
 
-`SharedEvents` reads from the server which blocks of the key space are stored, every READ_S
-(`Session.read_events`). vLLM calls `take` once a step, and publishes the returned events together
-with the engine's own events: at the engine's endpoint and with its sequence numbers. So an idle
-engine publishes no events.
+Every READ_S, `SharedEvents` reads from the server which blocks of the key space were stored or
+removed (`Session.read_events`). vLLM calls `take` once a step, and publishes the returned events
+together with the engine's own events: at the engine's endpoint and with its sequence numbers. So an
+idle engine, which plans no steps, publishes no events.
 
-Always true: a block is published as stored once for each medium. It is published as removed when
-the server removes it, when the key space changes, or when the engine has been without a server for
-ABSENCE_PATIENCE_S. No event clears the engine's own blocks. Scheduler thread only; never waits for
-the server.
+Always true: a block is published as stored once for each medium (host memory, disk, shared store).
+It is published as removed when the server removes it, when the key space changes, or when the
+engine has been without a server for ABSENCE_PATIENCE_S. vLLM's event "all blocks cleared" is never
+published, because routers would then also forget the blocks on the engine's device. Scheduler
+thread only; never waits for the server.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,11 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import CacheSession, logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long blocks stay published while the engine has no server. A restart of the server takes less
-time, and keeps its blocks."""
+"""How long blocks stay published while the engine has no server, seconds. A restart of the server
+takes less time and keeps the server's blocks."""
 READ_S = 0.05
-"""Seconds between two reads of the server's events. Each read costs the server more than an event,
-so several events are read at a time."""
+"""Seconds between two reads of the server's events. A read costs the server more than the events in
+it, so a read waits until several events may have collected."""
 
 Place = tuple[int, str, str]
 """The location that an event gives for a block: index of its group, medium, name of the tier."""
@@ -58,7 +59,7 @@ class SharedEvents:
         """Returns the events since the last call, as vLLM's event objects.
 
         session: the session of the present key space; None while hotkv is off.
-        groups: the groups of that key space.
+        groups: the KV cache groups of that key space, by their index.
         """
         taken: list[Any] = []
         if session is not self._session:
@@ -114,7 +115,8 @@ class SharedEvents:
             yield events.stored(self._groups[event.group_index], _part(event, first, end))
 
     def _take_back(self, blocks: dict[Place, set[bytes]]) -> Iterator[Any]:
-        """Yields removal events for the blocks that were published as stored, and forgets them."""
+        """Yields vLLM's removal events for those of `blocks` that were published as stored, and
+        forgets that they were published."""
         for place, hashes in list(blocks.items()):
             told = self._told.get(place, set())
             gone = [block_hash for block_hash in hashes if block_hash in told]
@@ -127,8 +129,8 @@ class SharedEvents:
 
 
 def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """Returns the unbroken sequences of True in `mask`: for each, its first position and the
-    position after its last."""
+    """Returns the sequences of consecutive True values in `mask`: for each sequence its first
+    position and the position after its last."""
     edges = [
         at
         for at, (one, before) in enumerate(zip([*mask, False], [False, *mask], strict=True))

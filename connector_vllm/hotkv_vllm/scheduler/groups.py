@@ -1,8 +1,9 @@
-"""Functions of the scheduler side that depend on the KV cache groups of a key space.
+"""Two classes of the scheduler side that depend on the KV cache groups of a key space.
 
-`CachedGroups` computes the hashes that identify a request's blocks in the server, and the length of
-the hit that a set of ready blocks makes. `RepresentationPlanner` plans which representations
-(compact forms of keys, for sparse decode) are stored and loaded together with blocks.
+`CachedGroups` computes the hashes that identify a request's blocks in the server. From a set of
+blocks that are ready in the server it computes how long a hit they make. `RepresentationPlanner`
+plans which representations (compact forms of keys, for sparse decode) are stored and loaded
+together with blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +23,22 @@ from hotkv_vllm.scheduler.request import Masks
 
 
 class CachedGroups:
-    """Names the blocks of a key space's groups, and computes the hit that a set of ready blocks
-    makes. The shared name of a block is the hash by which all engines find it in the server.
+    """Computes the shared names of a request's blocks, and the length of a hit from the blocks that
+    are ready in the server. The shared name of a block is the hash by which all engines find the
+    block in the server.
 
     Always true:
-    - A hit ends at a multiple of the alignment and does not cover the last token.
+    - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
     - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
       cover the content of its media. Such a request gets no hit, and no other request finds its
       blocks.
 
     specs: the groups of the key space.
-    hash_block_tokens: number of tokens that each of vLLM's hashes covers in addition to the hash
-        before.
+    hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
+        of a request, over all tokens up to the block's end.
     alignment_tokens: every hit ends at a multiple of this.
-    draft_groups: indices of groups in which a hit requires one further ready block after its end.
+    draft_groups: indices of the groups of a drafter (speculative decoding). In these groups the
+        block after a hit's end must be ready too.
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
     """
@@ -75,16 +78,16 @@ class CachedGroups:
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns the shared names (hashes) of the request's blocks in a group, as far as the
-        request's tokens are known."""
+        """Returns the shared names (hashes) of the request's blocks in the group `index`: one for
+        each block whose tokens are all known. Empty for a request without shared names."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Returns vLLM's hashes of the request's blocks in a group. Every request has them, also a
-        request without shared names.
+        """Returns vLLM's own hashes of the request's blocks in the group `index`. A request without
+        shared names has these hashes too.
 
-        The caller must salt these hashes before they name blocks in the server: two requests with
-        equal hashes may differ in inputs that vLLM's hash does not cover.
+        The caller must salt these hashes before it uses them as names of blocks in the server: two
+        requests with equal hashes may differ in inputs that vLLM's hash does not cover.
         """
         return self._of_group(request.block_hashes, index)
 
@@ -97,10 +100,11 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """Returns, per group, the shared names (hashes) of some of the request's blocks.
+        """Returns, per group, the shared names (hashes) of the request's blocks at the positions
+        `blocks`.
 
-        blocks: the positions of these blocks in the request, per group.
-        left_out: positions in the first group that are omitted from the result.
+        blocks: a range of block positions in the request, per group.
+        left_out: block positions in the first group that are omitted from the result.
         """
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
@@ -115,8 +119,9 @@ class CachedGroups:
         return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
-        """Returns how many leading blocks of a group must be looked up to find the longest hit of
-        at most `limit_tokens`."""
+        """Returns how many leading blocks of the group `index` must be looked up to find the
+        longest hit of at most `limit_tokens`. In a draft group this includes the block after the
+        hit's end."""
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
@@ -137,8 +142,8 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the hit that `masks` makes is as long as it would be if all blocks were
-        ready. For the parameters see `longest_hit`."""
+        """Returns True if the longest hit with the ready blocks in `masks` is as long as the
+        longest hit would be if all blocks were ready. For the parameters see `longest_hit`."""
         all_of = tuple(
             np.ones(self.num_blocks(index, limit_tokens), np.bool_)
             for index in range(len(self.specs))
@@ -163,8 +168,8 @@ class CachedGroups:
 
 
 class RepresentationPlanner:
-    """Plans the representations of a request's blocks: which to lease, which to load, which the
-    server lacks.
+    """Plans the representations of a request's blocks: which of them to lease, which to load, and
+    which the server lacks. A representation is a compact form of a block's keys.
 
     Representations are stored and loaded together with their blocks. They are optional: a hit is as
     long without them, and the worker builds missing representations from the keys in the blocks.
@@ -184,8 +189,8 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns what a lease on the blocks in `groups` must name in addition, so that it also
-        pins the blocks' representations (compact forms of keys)."""
+        """Returns the entries that a lease on the blocks in `groups` must contain in addition, so
+        that the lease also pins the representations (compact forms of keys) of these blocks."""
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -193,19 +198,20 @@ class RepresentationPlanner:
         ]
 
     def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
-        """Returns by group the leased blocks whose representation (compact form of keys) the lease
-        has pinned too.
+        """Returns, by group, a mask of the leased blocks: True if the lease has also pinned the
+        block's representation (compact form of keys).
 
-        pinned: the part of the grant that answers the entries of `asked`.
+        pinned: the server's answers for the entries that `asked` returned, in the same order.
         """
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 
     def loads(
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
-        """Returns the representations (compact forms of keys) to load together with blocks.
+        """Returns the representations (compact forms of keys) to load together with the blocks in
+        `runs`: those that the lease has pinned.
 
-        granted: by group, the leased blocks whose representation is pinned.
+        granted: by group, a mask of the leased blocks whose representation is pinned.
         runs: the blocks to load.
         """
         found = []
@@ -224,9 +230,9 @@ class RepresentationPlanner:
     def lacking(
         self, session: CacheSession, group: int, hashes: Sequence[bytes]
     ) -> BoolMask | None:
-        """Returns a mask of the blocks in a group whose representation (compact form of keys) the
-        server lacks, according to the block table (a hint). Returns None for a group without
-        representations."""
+        """Returns a mask over `hashes`: True if the server lacks the representation (compact form
+        of keys) of this block of the group, according to the block table (a hint). All True if no
+        block table is mapped. Returns None for a group without representations."""
         kind = self._of_group.get(group)
         if kind is None:
             return None
@@ -234,14 +240,14 @@ class RepresentationPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """Returns the run that stores the representations (compact forms of keys) of the blocks in
-        `run`."""
+        """Returns a copy of `run` that stores the representations (compact forms of keys) of the
+        blocks in place of the blocks themselves."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Splits runs into runs of blocks and runs of representations (compact forms of keys), by
-        their group index."""
+        """Splits `runs` by their group index. Returns the runs of blocks, and the runs of
+        representations (compact forms of keys)."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

@@ -1,21 +1,26 @@
-"""Finds the hit of a request in the server. First a hint, from the block table, says which blocks
-are ready. Then a lease asks the server to pin these blocks, and the grant says which blocks it has
+"""Finds the hit of a request in the server: the leading blocks of the request that the engine can
+load. First a hint, from the block table, says which blocks are ready. Then the engine asks the
+server for a lease, which pins these blocks. The server's grant says which blocks the lease has
 pinned. Scheduler thread only; waits for answers no longer than `Patience` allows.
+
+Phases of a request's hit (`request.Phase`):
 
     IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
     -> IDLE
 
 Always true:
 - A request has at most one lease. Every lease is released or expires.
-- If the server's answer for a request is late, the request misses and its lease is released. Until
-  the late answer arrives, other requests without a call in flight miss too.
-- A hit does not cover the last token, which is always computed.
+- If the server does not answer a call for a request within `lookup_timeout_s`, the request misses
+  and its lease is released. Until the late answer arrives, all other requests without a lease and
+  without a call in flight miss too.
+- A hit does not cover the request's last token, which the engine always computes.
 - Blocks of a failed load are not offered again until they are stored again, or until the server has
   lost its cache (which gives it a new epoch).
 - Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
-`HitFinder` is the entry point. It uses the parts above it: `HiddenKeys` (keys whose load failed),
-`TableProbe` (the hint), arithmetic over the blocks of a hit, and `Patience` (short waits).
+`HitFinder`, at the end of the file, is the entry point. It uses the parts above it: `HiddenKeys`
+(keys whose load failed), `TableProbe` (the hint), arithmetic over the blocks of a hit, and
+`Patience` (short waits).
 """
 
 import itertools
@@ -49,7 +54,7 @@ from hotkv_vllm.stats import HotKVStats
 # --------------------------------------------------------------------------- keys whose load failed
 
 MAX_HIDDEN_KEYS = 1 << 16
-"""Most hidden keys (keys whose load failed). Beyond this number the oldest are forgotten."""
+"""Most keys that `HiddenKeys` remembers. Beyond this number the oldest keys are forgotten."""
 
 
 class HiddenKeys:
@@ -72,7 +77,7 @@ class HiddenKeys:
 
     def set_epoch(self, epoch: int) -> None:
         """Records the server's epoch, a number that changes when the server loses the cache's
-        contents. Removes all keys if it has changed."""
+        contents. Removes all keys if the epoch has changed."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._keys.clear()
@@ -105,11 +110,11 @@ class HiddenKeys:
 
 
 class TableProbe:
-    """Probes the mapped block table for the blocks that a request could hit. The answer is a hint;
-    only a lease shows which blocks are there.
+    """Probes the mapped block table for the blocks that a request could hit. The answer is a hint,
+    because the server may evict a block at any time; only the grant of a lease is certain.
 
     Probes group by group. Groups of full attention come first: every hit ends before their first
-    missing block, so the other groups need fewer probes.
+    missing block, so in the other groups fewer blocks need to be probed.
     """
 
     def __init__(self, session: CacheSession, groups: CachedGroups, hidden: HiddenKeys) -> None:
@@ -125,9 +130,11 @@ class TableProbe:
         return f"TableProbe({len(self._order)} groups)"
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Returns which blocks of the request are ready, per group; None if no table is mapped.
+        """Returns which blocks of the request are ready, per group; None if no table is mapped. The
+        mask of a group may be shorter than the request: blocks that can't belong to a hit beyond
+        `computed_tokens` are not probed.
 
-        computed_tokens: length of the hit in the engine's own cache.
+        computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
         limit = request.num_tokens - 1
         specs = self._groups.specs
@@ -143,22 +150,27 @@ class TableProbe:
                 return None
             masks[index] = self._hidden.mask(index, hashes, ready)
             if spec.kind in PREFIX_CLOSED:
-                # No hit is longer than this, so the other groups need no probe beyond it.
+                # No hit reaches beyond the first missing block of this group, so in the other
+                # groups no block beyond it is probed.
                 limit = min(limit, spec.reach_tokens(masks[index]))
                 if limit <= computed_tokens:
                     break
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the hit may be longer than `masks` (from the table) shows, because lower
-        tiers of the server may have further blocks: the table lists host memory only."""
+        """Returns True if the request's hit may be longer than the blocks in `masks` make it. The
+        masks come from the block table, which lists only blocks in host memory; the server's lower
+        tiers may have further blocks."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
-        """Returns which leading blocks of a full-attention group are ready, using few probes.
+        """Returns a mask of the leading blocks of a full-attention group that are ready, up to the
+        first missing block. Probes few blocks (`longest_prefix`). Returns None if no table is
+        mapped.
 
-        first: number of leading blocks that are in the engine's own cache; they are not probed.
+        first: number of leading blocks that are in vLLM's own prefix cache. They are not probed,
+            and count as ready.
         """
         # Most requests that miss do so at their first block.
         head = self._session.probe(index, hashes[first : first + 1])
@@ -182,22 +194,22 @@ class TableProbe:
 
 
 def leased_positions(blocks: range, left_out: range) -> Int32s:
-    """Returns the positions of the blocks in a group that a lease covers: `blocks` without
-    `left_out`, ascending."""
+    """Returns the positions of a group's blocks that a lease covers, in ascending order: the
+    positions in `blocks` that are not in `left_out`."""
     found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
     return found[(found < left_out.start) | (found >= left_out.stop)]
 
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
-    """Returns per group how many leading blocks need not be stored after the hit's load, because
-    the server has these blocks and their representations."""
+    """Returns, per group, how many leading blocks of the request need not be stored after the load
+    of its hit, because the server has these blocks and their representations."""
     found = []
     for index, spec in enumerate(groups.specs):
         num_blocks = hit.hit_tokens // spec.block_tokens
         mask = hit.represented.get(index)
         if mask is not None and not mask.all():
-            # Blocks that came without a representation are considered once more, to store their
-            # representation.
+            # A block that was leased without its representation is considered for storing once
+            # more, so that its representation is stored.
             positions = leased_positions(hit.leased[index], hit.left_out)
             num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
@@ -205,12 +217,13 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Returns which blocks of the hit are pinned, per group, from the group's first block on.
+    """Returns, per group, a mask of the hit's blocks that are pinned, from the group's first block
+    on.
 
     Blocks before the leased blocks count as not pinned. Blocks in `hit.left_out` are not leased,
     but count as pinned, because the request's residency pins them.
 
-    pinned: the grant's answer for the leased blocks, per group.
+    pinned: per group, the server's answer: which of the leased blocks the lease has pinned.
     """
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
@@ -234,9 +247,9 @@ def load_runs(
     """Returns the blocks to load for a hit, and the device blocks to load them into, as one run per
     group. Empty if the lease does not cover the hit.
 
-    block_ids: the request's block table per group: ids of its device blocks.
+    block_ids: per group, the ids of the request's device blocks, in order.
     hit_tokens: length of the hit; may be shorter than the leased hit.
-    null_block: the block id that marks an entry as not to be loaded.
+    null_block: an entry of `block_ids` with this id is not loaded.
     """
     runs = []
     for index, (spec, blocks) in enumerate(
@@ -262,10 +275,10 @@ def load_runs(
 # ------------------------------------------------------------------------------ waiting for answers
 
 ANSWER_PATIENCE_S = 0.002
-"""Longest wait per step for the server's answers. With asynchronous scheduling the workers compute
-meanwhile."""
+"""Longest time that one step of the scheduler waits for the server's answers, seconds. With
+asynchronous scheduling the workers compute meanwhile."""
 MOST_PASSED_BY = 63
-"""Most answers that `Patience` skips (does not wait for) after a wait in vain."""
+"""After waits in vain, `Patience` lets at most this many answers pass without waiting for them."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -277,9 +290,10 @@ class Patience:
     step.
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
-    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. After a
-    wait in vain, `Patience` does not wait for the next 1, 3, 7, ... MOST_PASSED_BY answers, until a
-    wait succeeds. An idle engine may also `rest`. Scheduler thread only.
+    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S. A wait in
+    vain makes `Patience` let the next answer pass without a wait. If the wait after that is in vain
+    too, it lets 3 answers pass, then 7, and so on, at most MOST_PASSED_BY. A successful wait sets
+    this number to 0 again. An idle engine may also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: waits for an answer, at most the given seconds; returns True if the answer has come.
@@ -305,11 +319,11 @@ class Patience:
         self._has_rested = False
 
     def rest(self, seconds: float, answer: "Future[Any] | None") -> None:
-        """Blocks for `seconds`, or until the answer comes. Returns at once if it has already
-        blocked in this step.
+        """Blocks for `seconds`, or until the answer comes. Returns at once if this method has
+        already blocked in this step.
 
-        Used while the engine is idle. Without the rest vLLM would ask again at once, in a busy loop
-        that takes processor time from the threads that load the blocks.
+        Used while the engine is idle. Without the rest vLLM would ask the connector again at once,
+        in a busy loop. That takes processor time from the threads that load the blocks.
 
         answer: the answer to wait for; None only sleeps.
         """
@@ -322,7 +336,8 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer if this step may still wait. Returns True if the answer has come."""
+        """Waits for the answer if `Patience` allows a wait (see the class). Returns True if the
+        answer has come."""
         if answer.done():
             return True
         if self._left_s <= 0:
@@ -341,12 +356,12 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""How long after a miss a request is not looked up again, seconds."""
+"""After a miss, a request is not looked up again for this time, seconds."""
 HINT_MEMORY_S = 0.02
-"""How long the hint that was taken at a request's arrival may be used, seconds."""
+"""The hint that was taken at a request's arrival may be used for this time, seconds."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""A load may begin only in this share of its lease's lifetime, so that the lease outlasts the
-load."""
+"""A load may begin only during this first share of its lease's lifetime, so that the lease does not
+expire before the load ends."""
 NEVER_AGAIN = 1 << 30
 """A number of failed loads that no limit allows: the request is never offered a hit again."""
 
@@ -366,10 +381,12 @@ class HitFinder:
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
         failed_loads: FailedLoads | None = None,
     ) -> None:
-        """left_out: for the length of a hit in tokens, returns the positions of blocks in the first
-            group that are neither leased nor loaded (with residency the server keeps them).
-        failed_loads: the engine's record of requests whose load failed, which outlives the key
-            space; None creates a new record.
+        """id_prefix: the ids of all leases and loads begin with it.
+        left_out: a function that gets the length of a hit in tokens, and returns the positions of
+            the blocks in the first group that are neither leased nor loaded. With residency these
+            blocks stay in the server only.
+        failed_loads: the engine's record of requests whose load failed. The engine keeps it when
+            the key space changes. None creates a new record.
         """
         self._left_out = left_out
         self.groups = groups
@@ -401,8 +418,8 @@ class HitFinder:
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Returns the answer to vLLM's question how long the request's hit is. Waits for the
-        server's answer if `Patience` allows a wait.
+        """Returns the answer to vLLM's question how long the request's hit is. Waits a moment for
+        the server's answer if `Patience` allows it.
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """
@@ -446,8 +463,8 @@ class HitFinder:
         return self._session.connected
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Asks the server which blocks it has, of all blocks that a hit of the request could use.
-        Does not lease them."""
+        """Sends a lookup for all blocks that a hit of the request could use: asks the server which
+        of them are ready. Does not lease them."""
         return self._session.lookup(self._all_blocks(state.request))
 
     def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
@@ -465,9 +482,9 @@ class HitFinder:
         """Begins the load of a granted hit and returns the order for the workers. Returns None if
         no lease covers the load, or if there is no block to load.
 
-        block_ids: the request's block table per group: ids of the device blocks to load into.
-        num_external: number of tokens to load, as vLLM has accepted them.
-        null_block: the block id that marks an entry as not to be loaded.
+        block_ids: per group, the ids of the request's device blocks, in order.
+        num_external: number of tokens to load; may be less than the connector has offered to vLLM.
+        null_block: an entry of `block_ids` with this id is not loaded.
         """
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
@@ -499,10 +516,12 @@ class HitFinder:
         self.failed_loads.add(state.request.request_id)
 
     def end_load(self, state: RequestState, failed: bool, late: bool = False) -> tuple[int, ...]:
-        """Handles the end of a load and releases its lease. Returns per group how many leading
-        blocks need not be stored because the server has them; empty for a failed load.
+        """Handles the end of a load and releases its lease. Returns, per group, how many leading
+        blocks of the request need not be stored because the server has them; empty for a failed
+        load.
 
-        failed: True also hides the keys of the load (`HiddenKeys`), unless the load was late.
+        failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
+            unless `late` is True.
         late: True if the load failed because it reached its time limit.
         """
         hit = state.hit
@@ -516,7 +535,7 @@ class HitFinder:
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:
             stored = stored_blocks(self.groups, hit)
-        # Last: if this method raises earlier, the load still counts as unproved.
+        # Set last: if this method raises earlier, the load still counts as unproved.
         hit.unproved_loads = 0
         self.give_back(state)
         return stored
@@ -528,8 +547,8 @@ class HitFinder:
         self.give_back(state)
 
     def give_back(self, state: RequestState) -> None:
-        """Releases the request's lease, and ignores the answer to a call that is still in flight.
-        The request has no hit afterwards."""
+        """Releases the request's lease, and ignores the answer to its call in flight. The request
+        has no hit afterwards."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         hit.phase = Phase.IDLE
@@ -546,10 +565,10 @@ class HitFinder:
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
-        """Discards all that is known about a request's hit, so that the request is looked up anew.
-        Releases its lease, unless a load under the lease is in progress.
+        """Discards everything that is known about a request's hit, so that the request is looked up
+        anew. Releases its lease, unless a load under the lease is in progress.
 
-        failed_too: True also discards the number of failed loads.
+        failed_too: True also resets the request's number of failed loads to 0.
         """
         state.hit.hint = None
         state.hit.miss_until_s = 0.0

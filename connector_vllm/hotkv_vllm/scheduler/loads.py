@@ -1,11 +1,11 @@
 """Tracks loads on the scheduler side: which loads are in progress, how they end, and how many
-device blocks they may hold. Scheduler thread only.
+requests may hold device blocks for a load. Scheduler thread only.
 
 Five classes:
 - `LoadOrders` collects the orders about loads (begin, cancel, report as failed) for the workers.
 - `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
-- `LoadRoom` limits how many loads hold device blocks at once.
+- `LoadRoom` limits how many requests hold device blocks for a load at once.
 - `OtherLoads` tracks loads of other connectors in a MultiConnector: blocks that such a load may
   have failed to fill must not be stored.
 """
@@ -25,16 +25,19 @@ class LoadOrders:
     """Collects the orders about loads that the next step carries to the workers, and tracks the
     loads whose end vLLM awaits. Scheduler thread only.
 
-    Always true: the workers get an order to begin or abandon each load that vLLM awaits, and the
-    end of each load is handled once. Ends of other connectors' loads are ignored.
+    Always true: for each load whose end vLLM awaits, the workers get an order to begin it or to
+    report it as failed. The end of each load is handled once. Ends of other connectors' loads are
+    ignored.
 
-    If a hook (a method that vLLM calls) raises, its fallback reads and writes the plain attributes
-    below and calls no methods of this class: a fault in a method must not break the fallback too.
+    If a hook (a method that vLLM calls) raises, its fallback reads and writes the attributes below
+    directly and calls no method of this class, because a fault in such a method may be the reason
+    why the hook has raised.
 
-    jobs: loads to begin, by request.
-    cancelled: requests whose load the workers are to cancel.
-    abandoned: requests whose load was never begun. The workers are to report it as failed.
-    awaited: requests that wait in vLLM for the end of their load.
+    jobs: loads to begin, by request id.
+    cancelled: ids of the requests whose load the workers are to cancel.
+    abandoned: ids of the requests whose load was never begun. The workers are to report it as
+        failed.
+    awaited: ids of the requests that wait in vLLM for the end of their load.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -69,16 +72,17 @@ class LoadOrders:
         self.cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """Gives up the request's load before the workers begin it. With the next step they report
-        it to vLLM as failed."""
+        """Gives up the request's load before the workers begin it. With the next step the workers
+        report the load to vLLM as failed."""
         self.jobs.pop(request_id, None)
         self.abandoned.append(request_id)
         self.quarantine.loading.pop(request_id, None)
         self.awaited.add(request_id)
 
     def ended(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Handles the ends of loads that the workers report. Yields the requests whose load was
-        begun by this connector, and removes them from `awaited`."""
+        """Handles the ends of loads that the workers report. Yields the requests that are in
+        `awaited`, and removes them from it. Ignores other requests, whose loads belong to other
+        connectors."""
         for request_id in request_ids:
             if request_id in self.awaited:
                 self.awaited.discard(request_id)
@@ -107,20 +111,22 @@ class _Load:
 
 
 class Quarantine:
-    """Keeps blocks of hung loads out of vLLM's pool until the server can't write to the blocks any
-    more. Scheduler thread only.
+    """Keeps the device blocks of hung loads out of vLLM's pool until the server can't write to them
+    any more. A load is hung if the server has not ended it although it was cancelled. Scheduler
+    thread only.
 
     A hung server may write the blocks of a load at any later time, so no other request may get
     them. The load's own request need not wait, however: it is computed in other blocks.
 
     Always true: the scheduler takes its own reference to the load's blocks before a worker may
     report the load as failed (the worker gets `held` with each step). So the blocks stay out of the
-    pool after vLLM has freed them for the request. They return to the pool when all ranks report in
-    one step that the server can't write to them any more.
+    pool when vLLM frees them for the request. They return to the pool when all ranks report in one
+    step that the server can't write to them any more.
 
-    Until then the pool is smaller by these blocks (`num_gpu_blocks`). Otherwise a pause or a sleep
-    would fail: vLLM resets its prefix cache only if no block is in use. Both sides repeat their
-    state in every step, so a lost message delays this by a step only.
+    Meanwhile `num_gpu_blocks` of the pool is reduced by the number of these blocks. Otherwise a
+    pause or a sleep would fail: vLLM resets its prefix cache only if no block is in use. The
+    scheduler repeats `held`, and the workers repeat their answer, in every step. So a lost message
+    delays the blocks' return by a step only.
 
     pool: vLLM's pool of device blocks. While it is None, no block is held, and a request whose load
         hangs waits for the server.
@@ -163,8 +169,11 @@ class Quarantine:
         self.loading[job.request_id] = _Load(job.transfer_id, tuple(mine.values()))
 
     def overdue(self, transfer_ids: Iterable[str]) -> int:
-        """Begins to keep the blocks of hung transfers out of vLLM's pool. Returns how many of the
-        transfers were not held before."""
+        """Begins to keep the blocks of hung loads out of vLLM's pool. Returns the number of loads
+        whose blocks were not kept out before. Does nothing and returns 0 while `pool` is None.
+
+        transfer_ids: ids of the hung loads' transfers, as the workers report them.
+        """
         if self.pool is None:
             return 0
         wanted = set(transfer_ids) - self._held.keys()
@@ -185,10 +194,10 @@ class Quarantine:
         return num_new
 
     def settled(self, num_ranks_of: Mapping[str, int]) -> None:
-        """Returns the blocks of a transfer to vLLM's pool once the transfer is over in all ranks.
+        """Returns the blocks of a hung load to vLLM's pool once the load is over in all ranks.
 
-        num_ranks_of: by transfer, the number of ranks that report that the server can't write to
-            their memory any more.
+        num_ranks_of: by transfer id, the number of ranks that report that this transfer can't write
+            to their memory any more.
         """
         for transfer_id, num_ranks in num_ranks_of.items():
             if num_ranks >= self._num_ranks and transfer_id in self._held:
@@ -200,8 +209,8 @@ class Quarantine:
 # ----------------------------------------------------------------------- requests whose load failed
 
 ADMISSION_PATIENCE_S = 0.25
-"""While requests whose load failed wait to be scheduled, a granted hit waits at most this long for
-admission."""
+"""While requests whose load failed wait to be scheduled, a request with a granted hit waits at most
+this long for admission, seconds. Then its hit is dropped."""
 
 
 class FailedLoads:
@@ -212,13 +221,15 @@ class FailedLoads:
     with vllm-project/vllm#44560; #53868 and #57841 describe similar stalls. Without this class, a
     failed load could stall a full engine for ever in two ways:
 
-    - vLLM keeps reserving blocks for such a request until the request is scheduled. vLLM admits
-      asynchronous loads (not plain prefills) only beside all reservations. If nothing else fits, a
-      granted hit would wait for ever. So the hit is dropped after ADMISSION_PATIENCE_S, and its
-      request is computed.
-    - vLLM leaves such a request at the head of its queue of requests that hold blocks, although the
-      request no longer holds any. If the request does not fit, the requests behind it never free
-      their blocks. If the request is answered 'ask again' once, it moves to the ordinary queue.
+    - vLLM keeps blocks reserved for a request whose load failed until it schedules the request.
+      vLLM admits an asynchronous load only if its blocks fit beside all reservations; a plain
+      prefill need not. So a request with a granted hit could wait for ever. Therefore `outwait`
+      drops the hit after ADMISSION_PATIENCE_S, and the request is computed.
+    - vLLM has a queue of waiting requests that hold blocks. It leaves a request whose load failed
+      at the head of this queue, although the request holds no blocks any more. If the device has no
+      room for this request, the requests behind it never run, and never free their blocks.
+      Therefore `steps_aside` makes the connector answer 'ask again' once, and vLLM moves the
+      request to its ordinary queue.
     """
 
     def __init__(self) -> None:
@@ -254,15 +265,17 @@ class FailedLoads:
         return True
 
     def outwait(self, granted_s: float, now_s: float) -> bool:
-        """Returns True if a hit has waited too long for admission and must be dropped.
+        """Returns True if a granted hit must be dropped, because its request has waited for
+        admission longer than ADMISSION_PATIENCE_S. Always False if no request with a failed load
+        waits to be scheduled.
 
         granted_s: time at which the hit's lease was granted.
         """
         return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Removes the requests that a step runs, because vLLM no longer reserves blocks for
-        them."""
+        """Removes the requests that a step runs, because vLLM holds no blocks reserved for these
+        requests any more."""
         if self._waiting:
             self._waiting.difference_update(request_ids)
 
@@ -277,10 +290,10 @@ class FailedLoads:
 
 @dataclass(slots=True)
 class Holder:
-    """The numbers of device blocks of an admitted request.
+    """The numbers of device blocks of an admitted request that has not run since.
 
-    held: blocks that the request holds now.
-    need: the most blocks that it will hold until its prompt is computed.
+    held: number of blocks that vLLM allocated at the admission.
+    need: the most blocks that the request will hold until its prompt is computed.
     """
 
     held: int
@@ -289,14 +302,15 @@ class Holder:
 
 class LoadRoom:
     """Limits how many requests may hold device blocks for a load at once. Needed for models with
-    sliding windows or chunks, because vLLM counts too few blocks for their requests.
+    sliding windows or chunked local attention, because vLLM underestimates the blocks that their
+    requests still need.
 
     vLLM lets a load begin if its blocks fit beside the blocks that all requests in prefill still
-    need. For a sliding window or a chunk this number is too small: vLLM subtracts the request's
-    whole table, freed blocks included, from the most blocks that the request ever holds at once
-    (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads could fill
-    the device, and each loaded request would then wait for blocks that other loaded requests hold:
-    a deadlock.
+    need. In a group with a sliding window or with chunks, vLLM computes the blocks that a request
+    still needs as the most blocks that it ever holds at once, minus the length of its block table
+    (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The table includes
+    freed blocks, so the result is too small. So loads could fill the device, and each loaded
+    request would then wait for blocks that other loaded requests hold: a deadlock.
 
     Always true, for the requests that this connector loads, from their admission to their first
     step: either there is only one such request, or the device has room for each of them to end its
@@ -304,10 +318,10 @@ class LoadRoom:
     vLLM can preempt a running request. vLLM's count is right for a request that holds no blocks, so
     `comes` uses it.
 
-    A request that was refused begins before all later requests. If vLLM schedules by priority,
-    requests that vLLM prefers to it may begin first. Scheduler thread only.
+    If the load of a request is refused, no later request begins a load before it. If vLLM schedules
+    by priority, requests with a higher priority may. Scheduler thread only.
 
-    holders: the requests that were admitted and have not run since.
+    holders: by request id, the requests that were admitted and have not run since.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -325,9 +339,9 @@ class LoadRoom:
         return f"LoadRoom({self.holders}, next {self._next and self._next.request_id!r})"
 
     def bind(self, manager: Any) -> None:
-        """Connects this object to vLLM's block manager, and turns the limit on if vLLM counts too
-        few blocks for this model. With residency no limit is needed: `ResidentManager` counts all
-        blocks of a request."""
+        """Connects this object to vLLM's block manager. Turns the limit on if vLLM underestimates
+        the blocks that requests of this model need. With residency no limit is needed, because
+        `ResidentManager` counts all blocks of a request."""
         kinds = manager.coordinator.single_type_managers
         if not any(isinstance(one, ResidentManager) for one in kinds) and any(
             one.max_admission_blocks_per_request is not None for one in kinds
@@ -335,8 +349,9 @@ class LoadRoom:
             self._manager = manager
 
     def comes(self, request: Any) -> None:
-        """Computes how many blocks the request will need. Called when vLLM asks for the request's
-        hit. The request holds no blocks then: it is new, was preempted, or its load has failed."""
+        """Computes and records how many blocks the request will need. Called when vLLM asks for the
+        request's hit. The request holds no blocks at this time: it is new, was preempted, or its
+        load has failed."""
         self.ended(request.request_id)
         if self._manager is None:
             return
@@ -355,7 +370,8 @@ class LoadRoom:
 
     def has_room(self, request: Any) -> bool:
         """Returns True if the device has enough blocks for the request to begin a load beside
-        `holders`. `comes` must have been called for the request."""
+        `holders`, and no earlier request waits for its load. `comes` must have been called for the
+        request."""
         is_first = self._next is None or (self._by_priority and request < self._next)
         if not is_first and request.request_id != self._next.request_id:
             return False
@@ -378,13 +394,13 @@ class LoadRoom:
             self.holders[request_id] = Holder(held, need)
 
     def ran(self, request_ids: Collection[str]) -> None:
-        """Removes requests that a step runs from `holders`. If blocks are short, vLLM can preempt a
-        request that has run."""
+        """Removes the requests that a step runs from `holders`. They need no limit any more: if the
+        device lacks blocks, vLLM can preempt a request that has run."""
         for request_id in self.holders.keys() & request_ids:
             del self.holders[request_id]
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has no blocks any more, or has ended."""
+        """Forgets a request, because it has ended or holds no blocks any more."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)
         if self._next is not None and self._next.request_id == request_id:
@@ -400,12 +416,12 @@ class OtherLoads:
 
     Always true: hotkv stores no KV that another connector may have failed to load.
 
-    - Asynchronous load: vLLM counts its tokens as computed as soon as the load begins. So blocks of
-      a request are not stored from its admission until a step runs the request.
-    - Synchronous load: it runs within the step that uses it, and its failure is known only when the
-      output of that step arrives. Until then, blocks of requests that were admitted for that step
-      or later are not stored, because these requests may build on the loaded blocks. If the load
-      failed, their blocks are never stored.
+    - Asynchronous load: vLLM counts the loaded tokens as computed as soon as the load begins. So
+      blocks of a request are not stored from its admission until a step runs the request.
+    - Synchronous load: it runs within the step that uses the loaded blocks, and its failure is
+      known only when the output of that step arrives. Until then, blocks of requests that were
+      admitted for that step or for a later step are not stored, because these requests may use the
+      loaded blocks. If the load failed, the blocks of these requests are never stored.
 
     held: ids of requests that run, but whose blocks must not be stored now.
     """
@@ -439,8 +455,8 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Records a planned step. Returns a number with which the workers must report that the step
-        has ended; 0 if its end does not matter.
+        """Records a planned step. Returns a number, which the workers must report when the step has
+        ended (`settled`); 0 if the step's end need not be reported.
 
         running: the requests that the step runs.
         has_sync_loads: True if the step includes synchronous loads of another connector.
@@ -457,18 +473,19 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """Excludes from storing all requests that were admitted and are not known to have run.
-        Called if planning a step raised, because it is not known which requests that step runs."""
+        """Excludes all requests from storing that were admitted and are not known to have run.
+        Called if the planning of a step raised: it is not known which requests that step runs."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """Handles the output of a step. Outputs arrive in order, so the report of an earlier step
-        that is still open was lost; its requests are never stored.
+        """Handles the workers' report that a step has ended. A step is open until it is reported.
+        Reports arrive in order, so if an earlier step is still open, its report was lost, and the
+        blocks of its newly admitted requests are never stored.
 
-        step: the number that `step` returned.
-        went_well: False if a synchronous load failed in the step. Then blocks of the requests that
-            this step or a later open step has admitted are never stored.
+        step: the number that `step` returned for the reported step.
+        went_well: False if a synchronous load failed in the step. Then the blocks of requests that
+            were admitted for this step or for a later open step are never stored.
         """
         for number in sorted(self._unsettled):
             if number > step and went_well:

@@ -1,13 +1,13 @@
 """Lets a request wait for blocks that another engine is computing for it.
 
-With prefill and decode on different engines a request may reach the decoding engine before the last
-blocks of its prompt have reached the cache.
+If one engine computes prompts and another decodes, a request may reach the decoding engine before
+the last blocks of its prompt have reached the server.
 
 Always true:
 - A request waits no longer than this engine would take to compute the missing tokens, according to
   its measured prefill speed. Until the speed is measured, no request waits.
-- A request waits at most once, before its hit is leased. After the wait it is looked up anew, so it
-  hits all blocks that have arrived.
+- A request waits at most once, before its hit is leased. After the wait it is looked up anew, so
+  its hit includes all blocks that have arrived meanwhile.
 
 Scheduler thread only; never blocks.
 """
@@ -28,7 +28,8 @@ the prompt (true or false)."""
 OTHER_CONNECTOR = "remote_"
 """Prefix of the `kv_transfer_params` fields that tell another connector where to fetch the blocks,
 such as `remote_engine_id` of vLLM's NixlConnector. A request with such a field does not wait for
-hotkv: in a MultiConnector it could meanwhile not begin with the other connector's blocks."""
+hotkv, because while it waits, it could not begin with the blocks of the other connector (in a
+MultiConnector)."""
 
 
 class PrefillWait:
@@ -53,7 +54,10 @@ class PrefillWait:
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> bool:
         """Returns True while the request must wait for blocks that another engine computes. Called
-        each time vLLM asks for the request's hit."""
+        each time vLLM asks for the request's hit.
+
+        computed_tokens: length of the request's hit in vLLM's own prefix cache.
+        """
         if state.wait is None:
             state.wait = self._begin(finder, state, computed_tokens, now_s)
         wait = state.wait
@@ -66,7 +70,7 @@ class PrefillWait:
         wait.is_over = True
         if wait.has_waited:
             self._stats.add("awaited_requests" if is_whole else "awaited_in_vain")
-            # Otherwise the finder would answer from before the wait.
+            # Without this call the finder would answer with the hit that it found before the wait.
             finder.forget(state)
         return False
 
@@ -98,8 +102,9 @@ class PrefillWait:
         computed_tokens: int,
         now_s: float,
     ) -> bool:
-        """Returns True if the server's host memory has all blocks that a hit can use. Also sends
-        the next lookup if it is due: a lookup makes the server fetch blocks from lower tiers."""
+        """Returns True if the server's host memory has all blocks that the request's longest
+        possible hit needs. Also sends a lookup if the pause since the last lookup is over, because
+        a lookup makes the server fetch blocks from lower tiers."""
         masks = finder.table.ready(state.request, computed_tokens)
         if wait.answer is not None and wait.answer.done():
             answer, wait.answer = wait.answer, None

@@ -1,9 +1,9 @@
-"""Reports the engine's admitted requests to the server. So the server learns of hits in the
-engine's own device cache, and counts them in the hotness of blocks.
+"""Reports the engine's admitted requests to the server. So the server also learns of hits in vLLM's
+own prefix cache on the device, and counts them in the hotness of blocks.
 
-Each request is reported once, when vLLM first admits it. One message per step carries all reports.
-It also carries the ends of requests, and the ends of their loads: how long each load took, and
-whether it failed.
+Each request is reported once, when vLLM first admits it. One message per step carries all reports
+that have collected since the last step. The message also carries the ends of requests, and the ends
+of their loads: how long each load took, and whether it failed.
 """
 
 import itertools
@@ -32,11 +32,11 @@ class UseReports:
         *,
         tells_speed: bool = True,
     ) -> None:
-        """keys: returns a request's hashes, one per hash block; empty for a request without shared
-            names (`CachedGroups`).
-        prefill: predicts the time that a hit saves.
-        tells_speed: True sends the prefill speed with the reports. The server then leaves blocks in
-            slow tiers if the engine computes them sooner.
+        """keys: returns the hashes of a request's tokens, one for each `hash_block_tokens` tokens;
+            empty for a request without shared names (`CachedGroups`).
+        prefill: predicts the prefill time that a hit saves.
+        tells_speed: True sends the engine's prefill speed with the reports. The server then does
+            not fetch blocks from a slow tier if the engine computes them sooner.
         """
         self._session = session
         self._hash_block_tokens = hash_block_tokens
@@ -72,7 +72,7 @@ class UseReports:
 
     def admitted(self, state: RequestState, external_tokens: int) -> None:
         """Records that vLLM has allocated the request's blocks. The first call adds the request to
-        the next message.
+        the next message, unless the request has no shared names (`CachedGroups`).
 
         external_tokens: number of tokens to load from hotkv.
         """
@@ -88,7 +88,8 @@ class UseReports:
 
     def ended(self, state: RequestState) -> None:
         """Records that a request has ended, and ends its trace. The next message reports the end if
-        the request was admitted and its client named a session or gave hints."""
+        the request was admitted and its hints name a client session or contain actions
+        (`RequestHints.lasts`)."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.trace is not None:

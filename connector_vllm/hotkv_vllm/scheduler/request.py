@@ -20,9 +20,9 @@ from hotkv_vllm.tracing.requests import RequestTrace
 Masks = tuple[BoolMask, ...]
 """One mask per group: which of the request's blocks are ready, from the group's first block on."""
 Answer = tuple[int | None, bool]
-"""The answer to vLLM's `get_num_new_matched_tokens`: how many tokens can be loaded beyond the hit
-in vLLM's own prefix cache (None: not known yet), and whether the load is asynchronous, so that the
-request waits for it."""
+"""The answer to vLLM's `get_num_new_matched_tokens`. First: how many tokens can be loaded beyond
+the hit in vLLM's own prefix cache (None: not known yet). Second: True if the load is asynchronous,
+so that the request must wait for its end."""
 NO_HIT: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 """The hit is not known yet: vLLM leaves the request in its queue and asks again in a later step."""
@@ -31,8 +31,9 @@ ASK_AGAIN: Answer = (None, False)
 class Phase(enum.Enum):
     """The progress of a request's hit.
 
-    ASKED: a lookup at the server is in flight. LEASING: the call for a lease is in flight. GRANTED:
-    the lease is granted, and its blocks are pinned. LOADING: the load has begun.
+    IDLE: the request has no lease and no call in flight. ASKED: a lookup at the server is in
+    flight. LEASING: the call for a lease is in flight. GRANTED: the lease is granted, and its
+    blocks are pinned. LOADING: the load has begun.
     """
 
     IDLE = "idle"
@@ -46,19 +47,24 @@ class Phase(enum.Enum):
 class HitState:
     """The state of a request's hit.
 
-    answer: future of the server call that the current `phase` waits for, at most until
-        `deadline_s`.
+    answer: future of the server call in flight (lookup or lease); None without such a call. After
+        `deadline_s` the request no longer waits for it.
     computed_tokens: length of the hit in vLLM's own prefix cache when the lease was acquired.
+    hit_tokens: length of the whole hit, including `computed_tokens`.
     leased: positions of the leased blocks, per group. The lease omits the positions `left_out` of
         the first group.
-    ready: per group, which blocks of the hit are pinned, from the group's first block on. The
-        blocks in `left_out` count as pinned.
-    represented: by group, for which leased blocks the representation (a compact form of the keys)
-        is pinned too.
+    ready: per group, a mask of the hit's blocks that are pinned, from the group's first block on.
+        The blocks in `left_out` count as pinned.
+    represented: by group, a mask of the leased blocks whose representation (a compact form of the
+        keys) is pinned too.
+    lease_ends_s: the load must begin before this time.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
         known. Valid until `hint_until_s`.
+    miss_until_s: the request is not looked up again before this time, because it has missed.
     unproved_loads: number of loads that have begun and whose end has not been handled.
     asked: the measured times of the server calls for this hit.
+    counted: True once the request was counted as offered a hit, or as a miss.
+    counted_hit: True once the request was counted as a hit, because a load of it has begun.
     miss: reason why the last answer to vLLM was a miss, or a shorter hit than it could have been.
     """
 
@@ -94,11 +100,11 @@ class HitState:
 class StoreState:
     """How far a request's blocks are stored.
 
-    stored_blocks: per group, the position of the first block that was not considered for storing
-        yet.
+    stored_blocks: per group, the position of the request's first block that was not considered for
+        storing yet.
     due_tokens: the next store is planned when this many tokens of the request are computed.
-    may_store: False if the request's blocks were computed from KV that a reset of the cache has
-        made void.
+    may_store: False if no further block of the request may be stored, because it depends on KV from
+        before a reset of the cache.
     """
 
     stored_blocks: list[int]
@@ -113,9 +119,9 @@ class UseState:
     device_hit_tokens: tokens found in vLLM's own prefix cache when vLLM last asked for a hit.
     is_reported: True once vLLM has admitted the request.
     refusal: reason why the server was not asked for a hit; None if it was asked.
-    waits_since_s: time of the first of the present "ask again" answers; 0 if the request does not
-        wait for a hit.
-    waited_s: total of the earlier waits, seconds.
+    waits_since_s: time at which the request's present wait for a hit began, with the first answer
+        "ask again"; 0 if the request does not wait.
+    waited_s: total duration of the request's earlier waits for a hit, seconds.
     load_began_s: time at which the request's last load began; 0 before the first.
     report_id: number of the report about the request; 0 before the report is made.
     external_tokens: tokens to load from hotkv, as of the last admission with a load.
@@ -132,10 +138,10 @@ class UseState:
 
 
 class Verdict(enum.Enum):
-    """The decision about a request's hit.
+    """The decision about a request's hit (`LoadChoice`).
 
-    TAKE: load the hit. TRY: computing seems faster, but try the load within a short time limit, to
-    measure it. LEAVE: compute the hit's tokens.
+    TAKE: load the hit. TRY: computing seems faster, but load the hit or a part of it within a short
+    time limit, to measure how long a load takes now. LEAVE: compute the hit's tokens.
     """
 
     TAKE = "take"
@@ -146,10 +152,10 @@ class Verdict(enum.Enum):
 @dataclass(slots=True)
 class HitChoice:
     """The choice between loading and computing a hit. Exists from vLLM's first question for the hit
-    until the hit's load has ended.
+    until the hit's load has ended, or until there is no hit to load. After a load that reached its
+    time limit the choice stays, so that the hit is computed.
 
-    budget_s: time limit for the server's answers and the load together; 0 if this choice sets no
-        limit.
+    budget_s: time limit for the server's answers and the load together, seconds; 0: no limit.
     num_tokens: number of tokens to load.
     prefill_s: predicted time to compute these tokens.
     ask_s: time that the server took for its answers (lookup and lease).
@@ -170,13 +176,13 @@ class HitChoice:
 class Wait:
     """The wait of a request for blocks that another engine computes.
 
-    until_s: the wait ends at this time at the latest: without the wait, this engine would by then
-        have computed the blocks itself.
+    until_s: the wait ends at this time at the latest: if this engine computed the missing tokens
+        itself from the wait's begin on, it would be done by then.
     answer: future of the lookup that asks the server which blocks are ready, sent at `asked_s`;
         None if no lookup is in flight.
     next_s: earliest time of the next lookup.
-    has_waited: True if the request was made to wait at least once.
-    is_over: True once the request no longer waits, or if it never has to.
+    has_waited: True once vLLM was answered "ask again" because of this wait.
+    is_over: True if the request need not wait, or has waited.
     """
 
     until_s: float = 0.0

@@ -2,9 +2,9 @@
 with `reset_external`).
 
 Always true: after the reset, this engine stores no block that was computed before the reset. It
-begins no load or store until the server has confirmed a flush that was sent after the engine's last
-store of such a block had ended. If a flush fails, or there is no server, later steps retry it. A
-pause or a sleep of an engine is not such a reset (`checks.is_pausing`).
+sends a flush after its last store of an old block has ended, and begins no load or store until the
+server has confirmed this flush. If a flush fails, or there is no server, later steps send it again.
+A pause or a sleep of an engine is not such a reset (`checks.is_pausing`).
 """
 
 import time
@@ -20,8 +20,8 @@ RETRY_S = 1.0
 class Stores(Protocol):
     """The part of `StorePlanner` that a reset uses.
 
-    in_flight: the stores in flight; false (empty) if there are no stores in flight.
-    is_held: the reset sets it to True while the engine must not begin stores.
+    in_flight: the stores in flight. Its truth value is False if there are no stores in flight.
+    is_held: the reset sets this to True while the engine must not begin stores.
     """
 
     is_held: bool
@@ -33,7 +33,8 @@ class Stores(Protocol):
 class CacheReset:
     """Carries out a reset over several steps. Scheduler thread only.
 
-    under_way: True from the request for a reset until the server has confirmed the last flush.
+    under_way: True from the call of `begin` or `hold` until the server has confirmed the last flush
+        that the reset needs.
     """
 
     def __init__(self, session: CacheSession, stores: Stores) -> None:
@@ -47,8 +48,8 @@ class CacheReset:
         return f"CacheReset(under_way={self.under_way}, waiting={self._answer is not None})"
 
     def begin(self, timeout_s: float) -> bool:
-        """Sends a flush of the key space to the server, and blocks until the answer or for
-        `timeout_s`. Returns False if a connected server did not flush.
+        """Sends a flush of the key space to the server, and waits for the answer, at most
+        `timeout_s`. Returns False if a connected server has not confirmed the flush in this time.
 
         Returns True if the session has no server: loads are impossible then, and `step` sends the
         flush when the server is back.
@@ -82,8 +83,8 @@ class CacheReset:
         return accepted
 
     def hold(self) -> None:
-        """Stops loads and stores and leaves the flush to the next steps. Used if the call that
-        requested the reset raised."""
+        """Stops loads and stores and leaves the flush to the next steps. Used if the hook
+        `reset_cache` has raised."""
         self.under_way = self._stores.is_held = True
         self._answer = None
         self._retry_at_s = 0.0

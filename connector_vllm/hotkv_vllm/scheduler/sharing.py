@@ -1,5 +1,8 @@
 """Decides whether this engine shares KV now, and in which key space.
 
+Each rank sends the scheduler a handshake (`HotKVHandshake`), which contains the rank's key space,
+or why the rank runs without hotkv.
+
 Always true:
 - `Sharing.cache` exists only while the ranks of the engine agree on a key space. The key space
   belongs to the weights that the ranks last reported.
@@ -53,8 +56,8 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
 NO_NEWS = (-1, 0.0)
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning is logged. The sessions of an engine
-reconnect by themselves, one after the other."""
+"""How long a worker may be without a session before a warning is logged, seconds. After a restart
+of the server the sessions of an engine reconnect by themselves, one after the other."""
 
 
 class WorkerLinks:
@@ -62,14 +65,14 @@ class WorkerLinks:
     Scheduler thread only.
 
     Always true: while a worker has no session, hits and stores are off, because that worker could
-    neither load nor store. A worker reports when its state changes. While a worker has no session,
-    each step also asks all workers to report.
+    neither load nor store. A worker reports when it gets or loses its session. While a worker has
+    no session, each step also asks all workers to report.
 
-    The warning about a worker is logged when the worker reports that it still has no session, at
-    least ABSENCE_PATIENCE_S after its first such report during the scheduler's present connection.
-    It is not logged earlier, because registering a worker's memory takes seconds, and because an
-    idle engine has no steps and so no reports. Another log line revokes the warning when the worker
-    reports a session.
+    A warning about a worker is logged if the worker reports that it has no session, at least
+    ABSENCE_PATIENCE_S after its first such report during the scheduler's present connection to the
+    server. An earlier warning could be wrong: registering a worker's memory takes seconds, and an
+    idle engine has no steps, which carry the reports. When the worker reports a session, another
+    log line says that the warning no longer holds.
 
     are_complete: True if every worker has a session, according to the last reports.
     """
@@ -86,8 +89,9 @@ class WorkerLinks:
         return f"WorkerLinks(absent: {self._absent})"
 
     def will_say(self, stream: int) -> bool:
-        """Returns True if a worker without a session has not reported since the scheduler's present
-        connection began. That worker may have a session by now and is about to report it.
+        """Returns True if a worker that had no session has not reported since the scheduler's
+        present connection to the server began. That worker may have a session by now, and is about
+        to report it.
 
         stream: number of the scheduler's present connection.
         """
@@ -148,14 +152,14 @@ JOINING_PATIENCE_S = 5.0
 
 class Joining:
     """Delays the engine's first requests until all ranks have sent their handshakes. Used if vLLM
-    does not forward the handshakes (MultiConnector); they then arrive with the workers' report of a
-    step.
+    does not forward the handshakes to the scheduler (MultiConnector). The handshakes then arrive
+    with the workers' reports of a step.
 
     Until then the scheduler side neither loads nor stores. It answers "ask again" for each request,
     so vLLM runs a step without requests, which returns the reports within milliseconds. A rank that
-    never answers delays the first requests once, by at most `JOINING_PATIENCE_S`.
+    never answers delays only the first requests, by at most `JOINING_PATIENCE_S`.
 
-    was_late: True once this time is over.
+    was_late: True once JOINING_PATIENCE_S has passed; requests are no longer delayed.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -193,8 +197,8 @@ class Joining:
         return not self.was_late
 
     def handshakes(self, report: HotKVWorkerMetadata) -> list[HotKVHandshake]:
-        """Returns the handshakes of all ranks from the workers' joined report; empty if a handshake
-        is missing."""
+        """Returns the handshakes of all ranks from the workers' report (joined over all ranks);
+        empty if a rank's handshake is missing."""
         return list(report.handshakes) if len(report.handshakes) >= self._num_ranks else []
 
     def take_requests(self) -> list[Any]:
@@ -211,7 +215,7 @@ class Agreement:
     """The key space and settings on which all ranks agree.
 
     kinds: the kinds of representation (compact forms of keys, for sparse attention) that the ranks
-        store; empty if the ranks differ in them.
+        store; empty if the ranks do not all have the same kinds.
     sparse_layers: each layer with sparse attention, as (layer number, number of its vLLM group).
     revocations: the ranks' fences (shared pages in which the scheduler revokes stores); None if
         only workers revoke stores.
@@ -226,9 +230,9 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Checks that the ranks' handshakes agree, and returns the key space and settings in them. If
-    the scheduler must be able to revoke stores, also maps each rank's fence (the shared page in
-    which the scheduler revokes stores).
+    """Checks that the ranks' handshakes agree, and returns the key space and settings in them. Also
+    maps each rank's fence (the shared page in which the scheduler revokes stores), if the engine
+    needs fences (`checks.writes_before_it_tells`) or a rank has one.
 
     Raises Unsupported, with the reason for the engine's log, unless every rank has reported, all
     ranks are on the scheduler's machine, and all ranks have the same key space.
@@ -289,13 +293,13 @@ def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revoca
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The scheduler side's objects that live as long as the engine, whatever the key space.
+    """The scheduler side's objects that live as long as the engine, even if the key space changes.
 
     counts_media: True if block hashes do not cover the content of images and other media.
-    pool: the device's blocks, as residency (contexts beyond device memory) needs them.
+    pool: gives residency (contexts beyond device memory) access to vLLM's blocks on the device.
     prefill: measures the engine's prefill speed.
-    learnt_prefill: `prefill` if hits are loaded only when loading is faster than computing. None if
-        every hit is loaded: with `load = "always"`, and with residency.
+    learnt_prefill: the same object as `prefill` if hits are loaded only when loading is faster than
+        computing. None if every hit is loaded: with `load = "always"`, and with residency.
     failed_loads: requests whose load failed.
     traces: the traces of requests; None if the setting `tracing` is empty.
     """
@@ -327,9 +331,9 @@ class Assembly:
     """The scheduler side's objects for one key space, and their session. Created when the ranks
     agree on a key space, and again when the key space changes.
 
-    cache_groups: the groups of the key space, each with its number in vLLM.
+    cache_groups: the KV cache groups of the key space, each with its number in vLLM.
     state_log: logs changes of the session's state.
-    streams: counts the session's connections.
+    streams: counts the session's connections to the server.
     memory: reports the sequences of sparse decode to the server; None without sparse decode.
     residencies: the resident requests; None if the engine has no residency.
     """
@@ -471,18 +475,19 @@ def _sparse_groups(
 # ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
-"""How long a request may wait, from its arrival, for the workers to report their sessions after the
-server has come back."""
+"""After the server has come back, a request waits for the workers to report their sessions, but at
+most this long after its arrival, seconds."""
 
 
 class Sharing:
     """Decides whether this engine shares KV. Opens and closes the session of its key space.
 
     cache: the objects for the present key space; None while the engine runs without hotkv.
-    joining: delays the first requests until the handshakes arrive; None once they have, or if vLLM
-        forwards them.
-    links: which workers have a session.
-    weights: checks whether the engine's weights have changed, and names the present weights.
+    joining: delays the first requests until the handshakes arrive; None once they have arrived, or
+        if vLLM forwards them.
+    links: tracks which workers have a session.
+    weights: checks whether the engine's weights have changed, and holds the identity of the present
+        weights.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -538,8 +543,8 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- start
 
     def replaces(self, handshakes: list[HotKVHandshake]) -> bool:
-        """Returns True if there is a cache, and its ranks had sent other handshakes than these.
-        `connect` will then replace the cache."""
+        """Returns True if `cache` was created from other handshakes than these. `connect` will then
+        replace it. Returns False if there is no cache or no handshake."""
         return (
             bool(handshakes)
             and self.cache is not None
@@ -547,13 +552,14 @@ class Sharing:
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session for the key space on which all ranks agree, and waits for the server
-        (up to `startup_wait_s`, or OPENING_S longer for a server that has answered). Loads numba's
-        kernels. Logs a warning, and leaves hotkv off, if the ranks do not agree.
+        """Opens the session for the key space on which all ranks agree. Waits for the server up to
+        `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
+        the session yet. Loads numba's kernels. Logs a warning, and leaves hotkv off, if the ranks
+        do not agree.
 
-        If `handshakes` is empty, the first steps ask the workers for them (`joining`). vLLM 0.33
-        also calls this method after each wake-up: the session then continues if the handshakes are
-        the same as before.
+        If `handshakes` is empty, the first steps ask the workers for their handshakes (`joining`).
+        vLLM 0.33 also calls this method after each wake-up: the session then continues if the
+        handshakes are the same as before.
         """
         if not handshakes:
             if self.cache is None:
@@ -582,7 +588,7 @@ class Sharing:
         self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Creates the objects for this key space, and waits for the server
+        """Creates the objects for the agreed key space (`assemble`), and waits for the server
         (`link.await_server`)."""
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
@@ -607,8 +613,8 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs that hotkv is on, when the scheduler and all workers have a session. Logs it once,
-        and again each time after a session was lost."""
+        """Logs that hotkv is on, once the scheduler and all workers have a session. Does not log it
+        again unless a session was lost meanwhile."""
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             link.say_on(self.cache.session, self._engine.config.target)
@@ -645,8 +651,8 @@ class Sharing:
         self._start(replace(agreement, space=space), wait_s)
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
-        """Calls `connect` if this report completes the handshakes. Returns the requests that
-        arrived before; otherwise an empty list."""
+        """Calls `connect` if this report contains the handshakes of all ranks. Then returns the
+        requests that arrived before, which `Joining` has remembered; otherwise an empty list."""
         joining = self.joining
         handshakes = joining.handshakes(report) if joining is not None else []
         if joining is None or not handshakes:
@@ -657,7 +663,8 @@ class Sharing:
     # ------------------------------------------------------------------------------------------ end
 
     def turn_off(self) -> None:
-        """Closes the session. The engine runs without hotkv from here on."""
+        """Closes the session. From then on the engine runs without hotkv, until `connect` opens
+        another session."""
         cache, self.cache, self._agreement = self.cache, None, None
         if cache is not None:
             cache.session.close()
@@ -666,6 +673,6 @@ class Sharing:
 
 
 def _without_links(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:
-    """Returns the handshakes without the field `absent`, which says whether the rank has a session
-    and so may differ each time."""
+    """Returns the handshakes with the field `absent` cleared. The field says why a rank has no
+    session at the moment, so it may differ between handshakes that are otherwise equal."""
     return [replace(h, absent="") for h in handshakes]

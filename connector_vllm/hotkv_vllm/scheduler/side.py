@@ -7,9 +7,9 @@
 - `events` publishes the blocks of the shared cache as KV events of this engine.
 - `residents` manages requests that outgrow the device.
 
-Runs in the scheduler's thread. After the start three calls may block: a reset, a question for a hit
-(as long as `hits.Patience` allows), and a step after the engine's weights have changed. While the
-engine does not share, hooks return almost at once.
+Runs in the scheduler's thread. After the start three calls may block: a reset of the cache, vLLM's
+question for a request's hit (as long as `hits.Patience` allows), and the planning of a step after
+the engine's weights have changed. While the engine does not share KV, all calls return at once.
 """
 
 import time
@@ -85,8 +85,8 @@ class HotKVScheduler:
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats | None:
-        """Returns by how much the counters have grown since the last call; None if no counter has
-        grown."""
+        """Returns the growth of the counters since the last call, for vLLM's metrics; None if no
+        counter has grown."""
         if self.stats.is_empty():
             return None
         taken = HotKVStats(data=self.stats.data)
@@ -95,8 +95,8 @@ class HotKVScheduler:
         return taken
 
     def take_events(self) -> list[object]:
-        """Returns the events about blocks of the shared cache that vLLM is to publish as events of
-        this engine."""
+        """Returns events about blocks of the shared cache, which vLLM publishes as events of this
+        engine (`SharedEvents`)."""
         cache = self.sharing.cache
         if cache is None:
             return self.events.take(None, (), time.monotonic())
@@ -117,7 +117,8 @@ class HotKVScheduler:
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
-        """Closes the session. The engine runs without hotkv from here on."""
+        """Closes the session. From then on the engine runs without hotkv, until `connect` opens
+        another session."""
         self._leave()
         self.sharing.turn_off()
 
@@ -190,15 +191,15 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines. Also discards what the
-        scheduler side knows about the cache.
+        """Empties the shared cache of this key space, for all engines. Also discards everything
+        that the scheduler side knows about its contents.
 
         Returns False only if a connected server did not flush. Blocks for at most
         `hotkv.reset_timeout_s`.
 
         vLLM also calls this method when the engine pauses or sleeps. The shared cache then keeps
-        its contents. But vLLM may discard the KV memory, so no further blocks from before the pause
-        are stored; stores that have begun continue.
+        its contents. But vLLM may discard the KV memory, so blocks that were computed before the
+        pause and are not being stored yet are never stored.
         """
         cache = self.sharing.cache
         if cache is None:
@@ -221,9 +222,9 @@ class HotKVScheduler:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def update_broke(self, output: Any) -> None:
-        """Handles the results of a step if `update` raised: loads that `update` has not handled
-        count as failed, and stores that the report lists as ended. Shares no code with `update`,
-        because the same fault could raise again."""
+        """Handles the results of a step if `update` raised. Loads whose end `update` has not
+        handled count as failed. Stores that the workers' report lists count as ended. Shares as
+        little code as possible with `update`, because the same fault could raise again."""
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
@@ -241,8 +242,8 @@ class HotKVScheduler:
         """Handles a reset if `reset_cache` raised: stops all loads and stores until the server has
         confirmed a flush, and never stores the blocks of running requests.
 
-        Returns True if the engine pauses, because vLLM's pause would fail otherwise; False for a
-        reset.
+        Returns False, so that vLLM reports that the reset has failed. Returns True if the engine
+        pauses or sleeps, because with False vLLM's pause would fail.
         """
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()

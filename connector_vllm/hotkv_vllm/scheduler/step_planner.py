@@ -3,8 +3,8 @@ which stores must end before the step writes. The result is the message `HotKVMe
 
 Always true:
 - An order about a load is sent in one step only.
-- Each step lists the stores whose blocks it is about to write. If it is not known which blocks it
-  writes, all stores are revoked.
+- The message of each step lists the stores whose blocks the step is about to write. If it is not
+  known which blocks the step writes, all stores are revoked.
 
 Scheduler thread only. Never blocks, except for a moment after the engine's weights have changed.
 """
@@ -48,8 +48,12 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns this step's message for the workers: loads, stores, rows (requests) that attend
-        sparsely, and the arena slots of blocks that are not on the device."""
+        """Returns this step's message for the workers: the loads, the stores, the rows (requests)
+        that attend sparsely, and with residency the arena slots of blocks that are not on the
+        device.
+
+        scheduler_output: vLLM's `SchedulerOutput` of the step.
+        """
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
@@ -70,7 +74,7 @@ class StepPlanner:
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
         """Returns the step's message without the sparse rows, and without the orders that are sent
-        once."""
+        in one step only (loads, adapters)."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -101,14 +105,15 @@ class StepPlanner:
         meta.flush_stores = flush
         meta.settles_step = settles_step
         meta.wants_handshake = wants_handshake
-        # Skipped for decode steps: `begin_step` would not time them.
+        # `begin_step` times only steps of at least LEAST_STEP_TOKENS, so it is not called for
+        # smaller steps.
         if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
             rows = steps.scheduled_rows(scheduler_output)
             meta.timed_step = self.prefill.begin_step(rows, time.monotonic())
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """Advances everything that spans several steps: a check of the weights, reports about
+        """Advances the tasks that span several steps: a check of the weights, reports about
         requests, a reset. Runs before the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
@@ -122,9 +127,9 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Adopts the weights that the ranks have reported. If the weights differ, or a rank noticed
-        a write to them, also marks all KV on the device as inexact, and looks all requests up
-        anew.
+        """Adopts the weights that the ranks have reported. If they differ from the present weights,
+        or if a rank noticed a write to its weights, also marks all KV on the device as inexact, and
+        looks all requests up anew.
 
         identity: identifies the weights by their content.
         """
@@ -141,8 +146,8 @@ class StepPlanner:
     def _plan_stores(
         self, cache: Assembly, scheduler_output: Any
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns the stores of blocks that this step completes, and the ids of stores that must
-        end before the step writes blocks."""
+        """Returns the stores of blocks that this step completes, and the ids of the stores in
+        flight that must end before the step writes blocks."""
         block_state = scheduler_output.kv_connector_block_state
         handoffs = block_state.boundary_state_offloads if block_state is not None else {}
         scheduled = []
@@ -180,9 +185,9 @@ class StepPlanner:
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Reports the sequences of the step's sparse rows (requests) to the server. Also asks the
-        workers, in the step's message, for the last selections (blocks attended to) of ended
-        requests."""
+        """Reports the sequences (contexts) of the step's sparse rows (requests) to the server
+        (`SparseSequences`). Also sets `meta.last_reports_of`, by which the workers report the last
+        selections of ended requests."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()

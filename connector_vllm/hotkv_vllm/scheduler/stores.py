@@ -2,10 +2,10 @@
 Scheduler thread only; never blocks.
 
 Always true:
-- Before a block that a store reads is written, the store has ended or is revoked
-  (`stores_in_flight.StoreFence`). For this, each step lists the stores whose blocks it is about to
-  write.
-- Block tables are read from vLLM at each step and never kept.
+- Before a step writes a block that a store reads, the store has ended or is revoked
+  (`stores_in_flight.StoreFence`). For this, the message of each step lists the stores whose blocks
+  the step is about to write.
+- A request's block table (its block ids in vLLM) is read from vLLM at each step and never kept.
 - A block has at most one store in flight (`stores_in_flight`).
 
 `StorePlanner` plans a step. It uses the classes above it: `StorableBlocks` (which blocks a hit can
@@ -41,17 +41,19 @@ from hotkv_vllm.tracing.requests import RequestTrace
 class StorableBlocks:
     """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
 
-    A hit ends at a multiple of the alignment. It needs the group's blocks from some first block up
-    to its end; with a sliding window, for example, only the last blocks. The first block of a
-    longer hit is never earlier than the first block of a shorter hit. So of all hits that end at or
-    after a block, the shortest decides: if it does not need the block, no hit does. The answer
-    repeats along the prompt, so it is computed once, for one period.
+    A hit ends at a multiple of `alignment_tokens`. It needs the group's blocks from some first
+    block up to its end; with a sliding window, for example, only the last blocks. The first block
+    that a longer hit needs is never before the first block that a shorter hit needs. So of all hits
+    that end at or after a block, the shortest decides: if it does not need the block, no hit does.
+    The pattern of needed blocks repeats along the prompt, so it is computed for one period only.
 
-    alignment_tokens: alignment of hits, a multiple of the group's block size.
-    state_interval_tokens: for recurrent states only. States at multiples of this number, rounded up
-        to whole alignments, are stored; 0 stores all states.
+    alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
+        size.
+    state_interval_tokens: for groups of recurrent states only. This number is rounded up to a
+        multiple of `alignment_tokens`, and the states at multiples of the result are stored. 0: all
+        states are stored.
     is_draft: True if a hit also needs the block after its end (`hotkv_proto.groups.longest_hit`).
-    is_everything: True if a hit could use every block of the group.
+    is_everything: True if hits could use every block of the group.
     """
 
     def __init__(
@@ -94,10 +96,11 @@ class StorableBlocks:
         return self._spec.first_needed_block(boundary) <= block
 
     def mask(self, first: int, stop: int, kept_boundaries: tuple[int, ...] = ()) -> BoolMask:
-        """Returns a mask of the blocks from `first` to `stop` (exclusive) that are worth storing.
+        """Returns a mask of the blocks at positions `first` to `stop` (exclusive): True if a hit
+        could use the block.
 
-        kept_boundaries: positions in tokens at which a recurrent state is stored although it is not
-            at a multiple of the interval.
+        kept_boundaries: positions, in tokens, at which a recurrent state is stored even if the
+            position is not a multiple of the interval of stored states (`state_interval_tokens`).
         """
         mask = np.take(self._pattern, np.arange(first, stop) % len(self._pattern))
         if self._interval:
@@ -111,12 +114,12 @@ class StorableBlocks:
 def prompt_boundaries(
     prompt_tokens: int, alignment_tokens: int, drops_last_block: bool
 ) -> tuple[int, ...]:
-    """Returns the positions, in tokens, at which the hit of a later request can end if the request
-    repeats or extends this prompt.
+    """Returns the positions, in tokens, at which the hit of a later request ends, if the later
+    request repeats or extends a prompt of `prompt_tokens`.
 
     alignment_tokens: hits end at multiples of this.
-    drops_last_block: True if a drafter recomputes the last block of a hit. Then the result includes
-        the positions one alignment earlier.
+    drops_last_block: True if a drafter recomputes the last block of a hit. Then the result also
+        includes each position minus `alignment_tokens`.
     """
     ends = {(prompt_tokens - 1) // alignment_tokens, prompt_tokens // alignment_tokens}
     if drops_last_block:
@@ -127,8 +130,8 @@ def prompt_boundaries(
 # -------------------------------------------------------------------- which blocks the server lacks
 
 STORE_BLOCKS = 1 << 13
-"""Most blocks of one store. The server accepts at most 2^16 blocks in a call, and the blocks of a
-shorter store become visible sooner."""
+"""Most blocks of one store. The server accepts up to 2^16 blocks in a call, but the blocks of a
+shorter store become visible to other engines sooner."""
 Handoff = tuple[int, int, int]
 """A recurrent state that vLLM offers for storing in this step (Mamba "align" mode): number of its
 vLLM group, id of its block, and the number of tokens that the state covers."""
@@ -143,9 +146,11 @@ class MissingBlocks:
     """Finds which of a request's full blocks the server lacks, as runs (consecutive blocks of a
     group).
 
-    Always true: a returned block can be used by a hit (`StorableBlocks`), and no store in flight
-    reads it. The same holds for a block whose representation (a compact form of its keys, for
-    sparse attention) is to be stored.
+    Also finds the blocks whose representation (a compact form of the keys, for sparse attention)
+    the server lacks.
+
+    Always true: each block in the result, stored itself or by its representation only, can be used
+    by a hit (`StorableBlocks`), and no store in flight reads it.
     """
 
     def __init__(
@@ -187,8 +192,8 @@ class MissingBlocks:
         planned: set[int],
     ) -> list[BlockRun]:
         """Returns the blocks among `ids` that are to be stored, as runs (consecutive blocks). Also
-        returns runs for the representations (compact forms of keys) that the server lacks, even if
-        it has their blocks.
+        returns runs of representations (compact forms of keys): of all blocks among `ids` whose
+        representation the server lacks, even if it has the block itself.
 
         state: the request that holds the blocks.
         index: index of the group.
@@ -235,11 +240,12 @@ class MissingBlocks:
         exact_tokens: int,
         planned: set[int],
     ) -> list[BlockRun]:
-        """Returns the recurrent states among `entries` that are to be stored, as runs.
+        """Returns the recurrent states among `entries` that are to be stored, as runs of one block
+        each.
 
-        entries: the states of the request that vLLM offers for storing in this step.
-        exact_tokens: number of the request's leading tokens whose KV is exact. States after them
-            are skipped.
+        entries: the request's recurrent states that vLLM offers for storing in this step.
+        exact_tokens: number of the request's leading tokens whose KV is exact. A state that covers
+            more tokens is skipped.
         planned: ids of blocks that this step already stores; the method adds the blocks of the
             returned runs.
         """
@@ -257,8 +263,8 @@ class MissingBlocks:
         return found
 
     def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
-        """Returns a mask of the blocks in a group, from `begin` to `end` (exclusive), that a hit
-        could use."""
+        """Returns a mask of the blocks in the group `index` at positions `begin` to `end`
+        (exclusive): True if a hit could use the block."""
         ends = prompt_boundaries(
             state.request.num_prompt_tokens,
             self._groups.alignment_tokens,
@@ -276,8 +282,8 @@ class MissingBlocks:
         ids: Int32s,
         wanted: BoolMask,
     ) -> list[BlockRun]:
-        """Returns the blocks of `ids` that are `wanted` as runs of consecutive blocks, each of at
-        most STORE_BLOCKS blocks."""
+        """Returns the blocks in `ids` for which the mask `wanted` is True, as runs of consecutive
+        blocks. A run has at most STORE_BLOCKS blocks."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [
@@ -331,12 +337,13 @@ class Tails:
     """Holds the tails of ended requests until the next step stores them. A tail is the last blocks
     of a request: their hashes became known only after the request's last step.
 
-    Always true: no block of a tail is about to be written. If a step writes a block of a tail, the
-    tail is cut before this block, because a lookup finds no block after a missing block. A tail of
-    several runs is then dropped as a whole. Scheduler thread only.
+    Always true: a tail has no block that the step in planning writes. If the step writes a block of
+    a tail, `cut_before` removes this block and all later blocks of the tail, because no hit reaches
+    beyond a missing block. A tail of several runs is then dropped as a whole. Scheduler thread
+    only.
 
     waiting: the tails that wait to be stored.
-    blocks: ids of all blocks in waiting tails.
+    blocks: ids of the blocks that were added to `waiting`.
     """
 
     def __init__(self) -> None:
@@ -370,9 +377,9 @@ class Tails:
 
 
 def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[BlockRun, ...]:
-    """Returns the part of a tail (last blocks of an ended request) before its first block in
-    `written`. Returns the whole tail if it has no such block. Otherwise returns nothing if the tail
-    has several runs."""
+    """Returns the part of a tail (last blocks of an ended request) before its first block that is
+    in `written`. Returns the whole tail if none of its blocks is in `written`. Otherwise, if the
+    tail has several runs, returns an empty tuple."""
     kept = [
         next((n for n, block in enumerate(run.block_ids.tolist()) if block in written), None)
         for run in tail
@@ -399,7 +406,8 @@ def _before(tail: tuple[BlockRun, ...], written: Collection[int]) -> tuple[Block
 ANSWER_BLOCKS = 8
 """A decoding request stores this many blocks of its answer at a time, and the remaining blocks at
 its end, because few long stores cost the server less than many short stores. Blocks of the prompt
-are stored at once, and so are all blocks of models with sliding windows or recurrent states."""
+are stored as soon as they are computed. In models with sliding windows or recurrent states, so are
+all blocks of the answer."""
 
 Whose = tuple[Retention, str, RequestTrace | None]
 """Properties that all blocks of a store share: retention, id of the resident request (or empty),
@@ -434,8 +442,8 @@ class StorePlanner:
         self._representations = finder.representations
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
-        # In groups of sliding windows and recurrent states vLLM frees blocks of a request while it
-        # decodes. So the blocks of an answer can't wait to be stored.
+        # In groups of sliding windows and recurrent states vLLM frees blocks of a request while the
+        # request decodes. So the blocks of its answer can't wait until there are eight of them.
         keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
@@ -481,13 +489,12 @@ class StorePlanner:
             mine[index] = max(mine[index], num_blocks)
 
     def reset(self, state: RequestState) -> None:
-        """Handles a reset of the cache for a request. If the request has computed tokens already,
-        its blocks are not stored any more, because they depend on KV from before the reset. If it
-        has not, all its blocks are stored, as for a new request.
+        """Handles a reset of the cache for a request. If the engine has already computed tokens of
+        the request, its blocks are not stored any more, because they depend on KV from before the
+        reset. Otherwise all its blocks are stored, as for a new request.
 
-        A resident request (with old blocks in the server only) continues to store blocks. All
-        blocks that the server has not pinned yet are stored under hashes that no other request can
-        have.
+        A resident request (whose old blocks are in the server only) continues to store blocks, but
+        under hashes that no other request can have.
         """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
@@ -526,7 +533,7 @@ class StorePlanner:
         computed tokens after the step.
 
         num_scheduled_tokens: number of tokens that the step computes, by request id.
-        held: ids of requests whose blocks may not be stored now.
+        held: ids of requests whose blocks must not be stored now (`OtherLoads.held`).
         handoffs: the recurrent states that vLLM offers for storing in this step.
         """
         found = []
@@ -591,8 +598,9 @@ class StorePlanner:
         self.in_flight.plan_broke()
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores and drops the tails (last blocks of ended requests). Used if a step
-        may reallocate any block. Returns the ids of the revoked stores, for the step to list."""
+        """Revokes all stores and drops the tails (last blocks of ended requests). Used if it is not
+        known which blocks a step reallocates, and while no store may begin. Returns the ids of the
+        revoked stores, which the step's message must list."""
         taken_back = self.in_flight.take_all_back()
         self.tails.forget()
         return taken_back
@@ -602,8 +610,8 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes the stores whose blocks are about to be written, and cuts the tails (last blocks
-        of ended requests) before such blocks. Returns the ids of the revoked stores.
+        """Revokes the stores that read one of the blocks in `written_blocks()`. Cuts the tails
+        (last blocks of ended requests) before these blocks. Returns the ids of the revoked stores.
 
         written_blocks: returns the ids of the blocks that are about to be written.
         """
@@ -621,8 +629,8 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """Returns a request's full blocks that are not stored yet, as runs. Records in
-        `state.store` up to which block the request was considered.
+        """Returns the full blocks of a request that are to be stored now, as runs. Records in
+        `state.store` which blocks were considered, and when to consider the next.
 
         computed_tokens: number of the request's tokens that are computed after this step.
         tables_of: returns the block table of a request.
@@ -660,7 +668,7 @@ class StorePlanner:
                 runs += self._missing.runs(state, index, hashes, begin, ids, planned)
             store.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
-        # No block after an inexact token is ever stored.
+        # If a computed token is inexact, no later block of the request is ever stored.
         is_exact = known == min(computed_tokens, request.num_tokens)
         # Residency needs each block in the server as soon as it is full.
         if next_tokens > request.num_prompt_tokens and not is_resident:
@@ -675,9 +683,9 @@ class StorePlanner:
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
-        """Begins a store of these runs and returns its order for the workers. Returns None, and
-        counts the blocks as dropped, if all words of the fence are in use, so that the store could
-        not be revoked."""
+        """Begins a store of these runs and returns the order for the workers. Returns None, and
+        counts the blocks as dropped, if all words of the fence (shared page in which stores are
+        revoked) are in use: the store could then not be revoked."""
         (retention, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)

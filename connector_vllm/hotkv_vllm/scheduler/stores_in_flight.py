@@ -32,8 +32,8 @@ class StoreFence:
     There are two ways to revoke a store. The first is always used. The second is used in addition
     if the first would be too late.
 
-    - By the workers: each step lists the stores whose blocks it reallocates. Each worker ends these
-      stores before the step continues (`worker.rank_stores`).
+    - By the workers: the message of each step lists the stores whose blocks the step reallocates.
+      Each worker ends these stores before the step continues (`worker.rank_stores`).
     - By the scheduler: if vLLM's runner writes blocks before it notifies connectors
       (`checks.writes_before_it_tells`), each rank shares a memory page (fence) with the scheduler,
       in which each store has a word. The scheduler sets the word before any worker gets the step.
@@ -57,8 +57,8 @@ class StoreFence:
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Sets the word with this index. From here on the store of the word can't commit. Does
-        nothing if stores have no words."""
+        """Sets the word with this index in all ranks' fences. From then on the store to which the
+        word belongs can't commit. Does nothing if stores have no words."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
@@ -81,15 +81,16 @@ _store_ids = itertools.count(1)
 """Generates the ids of stores. All planners of this process share it, because workers may still
 report stores of an earlier planner."""
 UNREPORTED_S = 60.0
-"""If the ranks have not reported the end of a store for this long after it was planned, a message
-was lost. The store is then revoked and forgotten."""
+"""If a rank has not reported the end of a store this many seconds after the store was planned, a
+message was lost. The store is then revoked and forgotten."""
 
 
 @dataclass(slots=True)
 class StoreInFlight:
     """A store that ranks are working on.
 
-    read: ids of all blocks that the store reads.
+    runs: the stored blocks, as runs; without the runs of representations.
+    read: ids of all device blocks that the store reads, also to build representations.
     num_bytes: size of the store in all ranks together.
     ranks_left: number of ranks that have not reported the store's end.
     results: the results that ranks have reported: for each rank, a `BlockResult` byte per block.
@@ -124,8 +125,8 @@ class StoresInFlight:
     - `num_bytes` is the sum over `stores`.
     - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned.
 
-    stores: the stores in flight, by id.
-    reading: by block id, the store that reads the block. Revoked stores are left out.
+    stores: the stores in flight, by store id.
+    reading: by block id, the id of the store that reads the block. Revoked stores are left out.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """max_bytes: most bytes in flight (`is_full`).
+        """max_bytes: limit of `num_bytes` (`is_full`).
+        id_prefix: the ids of write leases begin with it.
         on_end: called with each store that is removed, whatever its result.
         """
         self.fence = fence
@@ -163,9 +165,9 @@ class StoresInFlight:
         """Records that vLLM plans a new step, so the stores of all earlier steps were sent to the
         workers.
 
-        Also removes and returns overdue stores: stores without a report for UNREPORTED_S, and
-        stores that have ended but were not removed. A worker may still hold them, so the step must
-        list them.
+        Also removes and returns lost stores: stores that were planned UNREPORTED_S ago or earlier,
+        and stores that all ranks have ended but that were not removed because of a fault. A worker
+        may still hold these stores, so the step's message must list them.
         """
         self._last_sent = self._last_planned
         until_s = time.monotonic() - UNREPORTED_S
@@ -179,8 +181,8 @@ class StoresInFlight:
         return lost
 
     def is_full(self, more_bytes: int) -> bool:
-        """Returns True if a store of `more_bytes` must wait for others to end. Without stores in
-        flight a store may have any size."""
+        """Returns True if a store of `more_bytes` must wait until other stores have ended. Without
+        stores in flight a store may have any size."""
         return bool(self.stores) and self.num_bytes + more_bytes >= self._max_bytes
 
     def begin(
@@ -235,7 +237,7 @@ class StoresInFlight:
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
         """Adds the results in the workers' report. Removes and returns the stores that all ranks
-        have ended. Repeated calls with the same report have no effect."""
+        have ended. A second call with the same report has no effect, and returns an empty list."""
         ended: list[StoreInFlight] = []
         if self._accounted is report:
             return ended
@@ -269,14 +271,14 @@ class StoresInFlight:
 
     def take_back_readers(self, blocks: Iterable[int]) -> set[int]:
         """Revokes the stores that read any of these blocks. Returns the ids of the revoked stores,
-        for the step to list."""
+        which the step's message must list."""
         found = {self.reading[block] for block in blocks if block in self.reading}
         for store_id in found:
             self._take_back(store_id)
         return found
 
     def take_all_back(self) -> tuple[int, ...]:
-        """Revokes all stores in flight. Returns their ids, for the step to list."""
+        """Revokes all stores in flight. Returns their ids, which the step's message must list."""
         for store_id in self.stores:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
@@ -307,8 +309,8 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Counts the results of an ended store. Also makes stored keys visible again that a failed load
-    had hidden from hits (`HiddenKeys`)."""
+    """Counts the results of an ended store. Also removes the keys of its stored blocks from
+    `HiddenKeys`, so that a failed load no longer hides these blocks from hits."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (
@@ -326,8 +328,8 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns a mask of the store's blocks of which the server has the shards of all ranks, and how
-    many of these blocks are new to the server."""
+    """Returns a mask of the store's blocks, True if the server has the shards of all ranks, and the
+    number of these blocks that the store has added to the server."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results):

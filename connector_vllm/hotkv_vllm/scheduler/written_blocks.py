@@ -1,6 +1,6 @@
 """Collects the device blocks that vLLM has reallocated and that the next step, or a load, is about
-to write. Before they are written, stores that read them must end, and everything recorded about
-their contents becomes void. Scheduler thread only.
+to write. Before such a block is written, the store that reads it must end, and everything recorded
+about the block's old contents becomes void. Scheduler thread only.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,13 +12,14 @@ from hotkv_vllm.compat import NULL_BLOCK, steps
 class WrittenBlocks:
     """Collects reallocated blocks from one step to the next.
 
-    `step` adds the blocks that a step's prefill and decode write. `allocated` adds the blocks that
-    loads write, of this connector and of other connectors in a MultiConnector.
+    `allocated` adds the blocks that vLLM allocates when it admits a request. Loads of this
+    connector, or of another connector in a MultiConnector, may write these blocks. `step` and
+    `of_step` add the reallocated blocks that a step's prefill and decode write.
     """
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
-        """tokens_per_block: tokens of a block, per vLLM group. 0: the group's blocks do not follow
-        token order, so all blocks of a request in this group count as written.
+        """tokens_per_block: number of tokens of a block, per vLLM group. 0: the group's blocks are
+        not in the order of the tokens, so all blocks of a request in this group count as written.
         """
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
@@ -54,8 +55,8 @@ class WrittenBlocks:
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:
-        """Records the schedule of a step (vLLM's `SchedulerOutput`). Its blocks are determined only
-        if `of_step` is called."""
+        """Records the schedule of a step (vLLM's `SchedulerOutput`). Which blocks the step writes
+        is determined only if `of_step` is called, because that takes time."""
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
@@ -68,8 +69,8 @@ class WrittenBlocks:
         return self._blocks
 
     def take(self) -> set[int]:
-        """Returns the ids of the collected blocks, for the step's message, and forgets them. Leaves
-        out the step's blocks unless `of_step` was called."""
+        """Returns the ids of the collected blocks, for the step's message, and forgets them.
+        Includes the blocks of the recorded step only if `of_step` was called."""
         taken, self._blocks, self._scheduler_output = self._blocks, set(), None
         taken.discard(NULL_BLOCK)
         return taken

@@ -2,9 +2,9 @@
 `CPU_ATTN`.
 
 This is the only module of the package that uses vLLM's attention classes. A layer attends sparsely
-only after the connector has attached a `SparseWorker` to it; until then the layer does exactly what
-vLLM's own does. If hotkv's code raises, the layer attends to everything in that step. Source:
-`vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
+only after the connector has attached a `SparseWorker` to it; until then its attention is exactly
+vLLM's own. If hotkv's code raises, all rows of the layer attend to their whole context in that
+step. Source: `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ from hotkv_vllm.sparse.worker import SparseWorker
 
 
 class HotAttentionBackend(CPUAttentionBackend):
-    """Replaces vLLM's CPU attention backend in vLLM's registry. Has the same name, page packing and
-    metadata."""
+    """Replaces vLLM's CPU attention backend in vLLM's registry. It has the same name, page packing
+    and metadata as vLLM's backend."""
 
     _resident: tuple[SparseConfig, Any] | None = None
 
@@ -47,7 +47,8 @@ class HotAttentionBackend(CPUAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Returns a layer's KV cache spec. With residency (old blocks only in host memory) this is
-        a `ResidentSpec`; the engine whose model was built last decides."""
+        a `ResidentSpec`. The settings of the model that this process has built last decide whether
+        the engine has residency."""
         spec = super().customize_spec(spec)
         if cls._resident is None:
             return spec
@@ -77,8 +78,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention with vLLM's kernel. Decode rows that the scheduler has chosen attend
-        only to their hot set (the blocks that the worker has selected)."""
+        """Computes attention with vLLM's kernel. Decode rows that the scheduler has listed as
+        sparse attend only to their hot set (blocks that the worker has chosen)."""
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
@@ -121,7 +122,7 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         metadata: CPUAttentionMetadata,
     ) -> None:
         """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the layer
-        from them."""
+        once it has seen enough of them."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (
@@ -139,8 +140,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         metadata: CPUAttentionMetadata,
     ) -> tuple[CPUAttentionMetadata, torch.Tensor | None] | None:
         """Returns vLLM's metadata with the worker's block tables, and the pages to which the tables
-        refer (None: the layer's own pages). Returns None if all rows attend to everything, so that
-        vLLM's own metadata is right."""
+        refer (None: the layer's own pages). Returns None if all rows attend to their whole context
+        in the layer's own pages, so that vLLM's own metadata is right."""
         if (
             not isinstance(metadata.causal, bool)
             or not metadata.causal
@@ -160,9 +161,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
     def _with(
         self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata
     ) -> CPUAttentionMetadata:
-        """Returns vLLM's metadata with the tables and lengths of `rewrite`, and with the schedule
-        that vLLM's kernel needs for these lengths. Consecutive layers with equal lengths and shapes
-        share the schedule.
+        """Returns vLLM's metadata with the tables and lengths of `rewrite`, and with vLLM's
+        schedule for its kernel, which depends on these lengths. Consecutive layers with equal
+        lengths and shapes share the schedule.
         """
         made = rewrite.made
         if not isinstance(made, _Made):

@@ -50,7 +50,8 @@ class SparseLayer:
 class Batch:
     """A step's batch from vLLM's metadata, as numpy views.
 
-    starts: index of each row's first token in the batch, [R + 1].
+    starts: index of each row's first token in the batch, and the number of tokens at the end,
+        [R + 1].
     seq_lens: length of each row's context, [R].
     tables: block table of each row, [R, ≥ C].
     written_slots: vLLM's slot (block id * T + place in the block) of each token that the step has
@@ -65,7 +66,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A row's context: its length, and the settings that limit the choice among its blocks."""
+    """The length of a row's context, and the settings that limit the choice among its blocks."""
 
     config: SparseConfig
     num_tokens: int
@@ -78,7 +79,8 @@ class SparseRow:
 
     row: index of the row in the batch.
     token: index of the row's only token in the batch.
-    blocks_C: for each block of the context, the row of its representation (compact form of keys).
+    blocks_C: for each block of the context, the index of its representation (compact form of keys)
+        in the arrays of representations. Without residency this is the block id.
     where: which blocks of the context can be chosen, and which are always attended.
     budget_blocks: the most blocks that a step may choose.
     always_blocks: ids of the blocks that are always attended (sinks, recent window, partial block),
@@ -108,10 +110,11 @@ class SparseRow:
     def of(
         row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
     ) -> "SparseRow":
-        """Returns the row of a request, with the limits that follow from the length of its context.
+        """Returns the `SparseRow` of a request, with the limits that follow from the length of its
+        context.
 
         table_C: the row's block table.
-        rows_C: for each block, the row of its representation (compact form of keys).
+        rows_C: for each block, the index of its representation (`SparseRow.blocks_C`).
         """
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)
@@ -145,17 +148,17 @@ class Rewrite:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What sparse decode knows about a step's batch. Computed once per step and KV cache group, and
+    """The plan of sparse decode for a step's batch. Computed once per step and KV cache group, and
     shared by the layers of the group.
 
     key: vLLM's metadata object of the step, from which the plan was made.
     rows: the rows that attend sparsely.
-    complete: for each row with a long context, its complete blocks. They need representations
-        (compact forms of keys, by which blocks are selected).
+    complete: for each row with a long context, the ids of its complete blocks. These blocks need
+        representations (compact forms of keys, by which blocks are selected).
     lacking: indices of the layers that lack representations of some of these blocks.
     num_forgets: the pool's `num_forgets` when `lacking` was computed. If the pool's number has
         changed since, `lacking` is computed again.
-    rewrite: the block tables that the last layer with sparse rows has used; None before such a
+    rewrite: the block tables that the last layer with rewritten rows has used; None before such a
         layer.
     written: by row, the block tables in `rewrite` that differ from vLLM's.
     """
@@ -170,11 +173,11 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the block tables of the whole batch, in which some rows have other tables than
-        vLLM's.
+        """Returns the block tables and lengths of the whole batch: for the rows in `tables` the
+        given tables, for all other rows vLLM's.
 
-        tables: by row, the tables that replace vLLM's. A table that is the same object as in the
-            layer before is not written again.
+        tables: by row, the table that replaces vLLM's. If it is the same object as in the layer
+            before, it is not copied again.
         """
         batch = self.batch
         if self.rewrite is None:

@@ -36,7 +36,8 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query is recorded per this many tokens. Biases are measured with these queries."""
+"""One query is recorded for every so many tokens. The biases of formats are measured with these
+queries."""
 
 
 @dataclass(slots=True)
@@ -94,8 +95,9 @@ class Recorder:
         self.num_tokens += num_tokens
 
     def take(self) -> tuple[F32, F32, list[int]]:
-        """Returns the recorded context, and clears it: its keys, float32 [S, H, D], the recorded
-        queries, float32 [N, Q, D], and the positions of the queries."""
+        """Returns the recorded context, and clears the record. The result has the context's keys,
+        float32 [S, H, D], the recorded queries, float32 [N, Q, D], and the queries' positions in
+        the context."""
         keys: F32 = torch.cat(self.keys).float().numpy()
         queries: F32 = torch.stack(self.queries).numpy()
         positions = self.positions
@@ -129,7 +131,10 @@ class ContextSums:
         self._moments: dict[int, AxesEstimate] = {}
 
     def add(self, layers: Mapping[int, Recorder]) -> None:
-        """Adds the context that the layers' recorders have recorded, and clears them."""
+        """Adds the context that the layers' recorders have recorded, and clears the recorders.
+
+        layers: the recorders, by layer index.
+        """
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
             self._moments[index] = recorder.moments
@@ -138,8 +143,9 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Returns the centre, axes and biases of every layer. A bias is the mean over the contexts.
-        Raises HotKVError (INVALID_FIELD) if there were too few tokens.
+        """Returns the centre, axes and biases of every layer. The bias of a format is the mean of
+        the biases measured in each context. Raises HotKVError (INVALID_FIELD) if there were too few
+        tokens.
 
         model: name of the model.
         """
@@ -178,8 +184,11 @@ def default_text() -> str:
 
 
 def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> list[list[int]]:
-    """Returns the first `num_tokens` tokens of each text; of a shorter text, all. Raises ValueError
-    if a text has too few tokens to calibrate."""
+    """Returns the first `num_tokens` tokens of each text, or all tokens of a shorter text. Raises
+    ValueError if a text has too few tokens for a calibration.
+
+    texts: the texts, by name.
+    """
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]

@@ -58,11 +58,11 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts a selection.
+        """Counts a selection: the choice of blocks for one row of a step in one layer.
 
         index: index of the layer.
         attended: the result of the selection.
-        context_blocks: number of blocks in the context.
+        context_blocks: number of blocks in the row's context.
         page_bytes: bytes of a block in the layer.
         """
         row = self._rows[index]
@@ -109,11 +109,11 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The quality of a selection of n blocks, measured with exact attention. Both figures count all
-    blocks that the row attends to.
+    """The quality of a selection of n blocks, compared with exact attention. Both figures count all
+    blocks that the row attends to, not only the n selected blocks.
 
     recall: of the n blocks with the most attention mass, the share that the row attends to.
-    mass: share of the attention mass in the blocks that the row attends to.
+    mass: the share of the row's attention mass in the blocks that the row attends to.
     """
 
     recall: float
@@ -128,11 +128,13 @@ def block_mass(
     block_tokens: int,
     scale: float,
 ) -> npt.NDArray[np.float64]:
-    """Returns each block's exact share of the attention mass, float64 [C]: the mean over the query
-    heads. The shares add up to 1.
+    """Returns each block's exact share of the attention mass, averaged over the query heads,
+    float64 [C]. The shares add up to 1.
 
-    keys_of: returns the unpacked keys of blocks, float32 [n, T, H, D].
+    keys_of: returns the unpacked keys, float32 [n, T, H, D], of the blocks with the given ids.
+    query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
+    scale: the factor of the layer's attention scores.
     """
     log_mass = np.empty((len(query_QD), len(blocks_C)))
     for place, block in enumerate(blocks_C):

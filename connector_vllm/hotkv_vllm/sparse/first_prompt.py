@@ -1,14 +1,14 @@
-"""Calibrates the layers of a rank from the first prompt that the engine computes.
+"""Calibrates the layers of a rank from the first prompts that the engine computes.
 
-Representations along principal axes (format `mix2`) need to know the distribution of a layer's keys
-and queries. A layer records this distribution from the first `ENOUGH_TOKENS` tokens that it
-computes. Until then it has no such representations, and its rows attend to everything. Afterwards
-its axes are fixed.
+Representations (compact forms of keys) along principal axes (format `mix2`) depend on the
+distribution of a layer's keys and queries. `FirstPrompt` records this distribution from the first
+`ENOUGH_TOKENS` tokens that the engine computes in the layer. Until then the layer has no such
+representations, and its rows attend to everything. Afterwards the layer's axes are fixed.
 
-Axes that fit only the positions of a short prompt would fail at later positions. So the tokens are
-treated as if they were spread over the longest context that the engine accepts
-(`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed, so they don't count.
-Engines don't share this calibration, because they see different prompts.
+RoPE rotates keys by their position, so axes that fit only the positions of a short prompt would not
+fit later positions. So the tokens are treated as if they were spread over the longest context that
+the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed, so
+they don't count. Engines don't share this calibration, because they see different prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
@@ -50,9 +50,9 @@ class FirstPrompt:
     """Records keys and queries of layers until a layer has seen enough tokens, and then calibrates
     it.
 
-    waiting: by layer index, the record of a layer that is not calibrated yet.
-    shapes: (H, D) by layer index, for the layers to calibrate.
-    turning: the model's RoPE.
+    waiting: by index of a layer that is not calibrated yet: its record.
+    shapes: by index of a layer to calibrate: (H, D).
+    turning: how the model's RoPE rotates keys.
     then: called with the calibration of each layer.
     """
 

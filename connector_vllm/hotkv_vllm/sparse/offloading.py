@@ -2,20 +2,19 @@
 every block of a context, and hot slots (blocks of device memory) hold the blocks to attend to.
 
 - `SparseOffloadingManager` is for the scheduler. It selects the relevant blocks of a prefix, pins
-  them while they are loaded, and allocates blocks of host memory.
-- `SparseOffloadingHandler` is for a worker. It chooses the blocks for each layer's step, and copies
-  them between host memory and hot slots.
+  them while they are loaded, and allocates blocks of host memory (host blocks).
+- `SparseOffloadingHandler` is for a worker. In each step it chooses the blocks to which each layer
+  attends, and copies them between host memory and hot slots.
 - `BlockReprManager` (module `pool`) holds the representations (compact forms of keys, by which
   blocks are selected) of host blocks.
 
 These classes contain little code: selection and hot sets are in `hotkv_sparse`. Host memory is an
-array of this process (`ArrayPages`) or a residency of hotkv-server (`ResidencyPages`).
+array of this process (`ArrayPages`) or memory of hotkv-server (`ResidencyPages`).
 
 Always true:
-- Attention reads a block only from a hot slot that holds its bytes.
-- A new block stays in its hot slot until its copy in host memory is complete. Only then is it
-  ready.
-- A pinned host block is not allocated again.
+- Attention reads a block only from a hot slot that holds the block's bytes.
+- A new block stays in its hot slot until its copy in host memory is complete.
+- A host block becomes ready only with `complete_store`. A pinned host block is never freed.
 
 Shapes: L layers, Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the
 context, n blocks of one call, S blocks of the staging memory.
@@ -52,7 +51,7 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """The host blocks of a load, which are pinned until the load ends.
+    """The host blocks (blocks of host memory) to load. They stay pinned until the load ends.
 
     blocks: ids of the blocks, int32.
     """
@@ -92,14 +91,16 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """Selects the relevant blocks of the longest ready prefix, for a query float32 [Q, D].
-        Returns (selected_blocks, scores).
+        """Selects the blocks of a context that are most relevant to a query. Only blocks of the
+        longest prefix whose host blocks are all ready can be selected. Returns (selected_blocks,
+        scores).
 
         `selected_blocks` are the ids of host blocks, int32, in the order of the context. `scores`
         are their shares of the attention mass, float32; inf for a block that is always attended.
         All shares are estimates, because the keys are not available here.
 
         block_hashes: the hashes of the context's blocks.
+        query: float32 [Q, D].
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -158,8 +159,8 @@ class SparseOffloadingManager:
         np.subtract.at(self._pins, selected_blocks, 1)
 
     def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
-        """Allocates host blocks for those hashes that have none yet. Returns the id of each hash's
-        host block, int32. New blocks become ready with `complete_store`. Raises HotKVError
+        """Allocates a host block for each hash that has no host block yet. Returns the id of each
+        hash's host block, int32. New blocks become ready with `complete_store`. Raises HotKVError
         (OVERLOADED) if too few blocks are free."""
         fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
         if len(fresh) > len(self._free):
@@ -176,8 +177,9 @@ class SparseOffloadingManager:
         return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks `new_blocks` as ready. If the store failed, frees those that are not ready yet.
-        Raises HotKVError (INVALID_FIELD) if a block was not allocated."""
+        """Marks the host blocks `new_blocks` as ready. If the store failed (`success` is False),
+        frees the blocks among them that are not ready yet. Raises HotKVError (INVALID_FIELD) if a
+        block was not allocated."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -199,7 +201,10 @@ class HostPages(Protocol):
     """Holds pages in host memory, by layer and host block. Used by one thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
-        """Returns a copy of the layer's pages of stored blocks, uint8 [n, page bytes]."""
+        """Returns a copy of the layer's pages of `blocks`, uint8 [n, page bytes].
+
+        blocks: ids of host blocks whose pages of the layer were stored before [n].
+        """
         ...
 
     def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
@@ -211,8 +216,8 @@ class HostPages(Protocol):
         ...
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        """Copies pages from hot slots to `blocks` [n] in host memory. Raises HotKVError if that is
-        not possible. For the other arguments see `load`."""
+        """Copies the layer's pages from hot slots to the host blocks `blocks` [n]. Raises
+        HotKVError if the pages can't be stored. For the other arguments see `load`."""
         ...
 
 
@@ -249,9 +254,9 @@ class ArrayPages:
         self._copy(hot, self._pages[layer_idx], slots, blocks)
 
     def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
-        """Copies the rows `sources` of `source` to the rows `destinations` of `destination`. Raises
-        HotKVError (INVALID_FIELD) unless both arrays are contiguous uint8 [blocks, page bytes] and
-        have these rows."""
+        """Copies pages: row `sources[i]` of the array `source` to row `destinations[i]` of the
+        array `destination`. Raises HotKVError (INVALID_FIELD) unless both arrays are contiguous
+        uint8 [blocks, page bytes] and have these rows."""
         size = self._pages.shape[2]
         for pages, rows in ((source, sources), (destination, destinations)):
             if (
@@ -287,8 +292,8 @@ class ArrayPages:
 class _Staged:
     """A block that waits in the staging memory to be stored in the server.
 
-    place: its index in the staging memory.
-    layers: the layers whose page of the block is already there.
+    place: the block's index in the staging memory.
+    layers: indices of the layers whose page of the block was copied to the staging memory already.
     """
 
     place: int
@@ -296,10 +301,10 @@ class _Staged:
 
 
 class ResidencyPages:
-    """Holds pages in hotkv-server, with a residency per sequence (the server's record of its
-    reserved room and pinned blocks). A block is stored in the server once all layers have provided
-    their page of it. Pages are read from the mapped arena, without a call. A read raises HotKVError
-    if the server no longer pins the block.
+    """Holds pages in hotkv-server. Each sequence has a residency: the server's record of the
+    sequence's reserved room and pinned blocks. A block is stored in the server once all layers have
+    provided their page of the block. Pages are read from the mapped arena, without a call. A read
+    raises HotKVError if the server no longer pins the block.
 
     memory: staging memory in which blocks wait for their store, uint8 [L, S, page bytes].
         `session` must have registered it.
@@ -335,8 +340,8 @@ class ResidencyPages:
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
         """Opens a sequence's residency: reserves room in the server for `num_blocks`, the most
-        blocks that the sequence may ever have. Blocks for the answer. Raises HotKVError if the
-        server has no room."""
+        blocks that the sequence may ever have. Waits for the server's answer, at most `timeout_s`.
+        Raises HotKVError if the server has no room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
@@ -370,7 +375,7 @@ class ResidencyPages:
         source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
         page_bytes = self._memory.shape[2]
         self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
-        # Pins must be tested after the copies: the copied bytes are valid only if they held.
+        # Tested after the copies: the copied bytes are valid only if the blocks are still pinned.
         for sequence_id in {self._names[block][0] for block in blocks.tolist()}:
             if not self._arena.holds(self._opened[sequence_id]):
                 raise HotKVError(
@@ -412,7 +417,8 @@ class ResidencyPages:
 
     def _send(self, blocks: list[int]) -> None:
         """Stores blocks that are neighbours in a sequence, and records where the server has pinned
-        them. Blocks for the answers. Raises HotKVError if the server has not stored them."""
+        them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
+        server has not stored the blocks."""
         sequence_id, first, _ = self._names[blocks[0]]
         names = [self._names[block][2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -474,8 +480,8 @@ class DecodeMetadata:
 class _LayerState:
     """The state of a sequence in a layer.
 
-    hot: its hot set (the blocks in hot slots).
-    has_begun: True after the first step.
+    hot: the sequence's hot set in the layer (its blocks that are in hot slots).
+    has_begun: True after the sequence's first step in the layer.
     pending: positions of complete blocks that must be copied to host memory and for which no copy
         was requested yet, int32.
     """
@@ -487,7 +493,7 @@ class _LayerState:
 
 class SparseOffloadingHandler:
     """Manages the hot slots (device blocks to attend to) of every layer, and the copies between
-    them and host memory. Each sequence has its own region of hot slots.
+    hot slots and host memory. Each sequence has its own region of hot slots.
 
     Decisions are made in the caller's thread. Copies run in a thread of the handler, in the order
     in which they were submitted.
@@ -496,7 +502,8 @@ class SparseOffloadingHandler:
         of a sequence that are in hot slots of a layer).
     host: the pages of all blocks, in host memory.
     hot: the hot slots, uint8 [layers, slots, page bytes].
-    keys_of: returns the unpacked keys, float32 [n, T, H, D], in pages, uint8 [n, page bytes].
+    keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in them, float32
+        [n, T, H, D].
     """
 
     def __init__(
@@ -549,15 +556,16 @@ class SparseOffloadingHandler:
         self._region_of[sequence_id] = self._regions.pop()
 
     def end(self, sequence_id: str) -> None:
-        """Ends a sequence and frees its region of hot slots. Its copies must have ended before."""
+        """Ends a sequence and frees its region of hot slots. All copies of the sequence must have
+        ended before (`wait`)."""
         self._regions.append(self._region_of.pop(sequence_id))
         for owner in [owner for owner in self._states if owner[0] == sequence_id]:
             del self._states[owner]
 
     def extend(self, sequence_id: str, layer_idx: int, seq_len: int) -> int:
         """Extends a sequence's context in a layer to `seq_len` tokens. Returns the index of the hot
-        slot of its last block, into which the step writes. Must be called before the step writes
-        its keys."""
+        slot of the context's last block, into which the step writes. Must be called before the step
+        writes its keys."""
         block_tokens = self._layers[layer_idx].block_tokens
         where = span(self._config, seq_len, block_tokens)
         state = self._states.get((sequence_id, layer_idx))
@@ -590,12 +598,15 @@ class SparseOffloadingHandler:
     def handle_layer(
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
     ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
-        """Chooses the blocks that a step attends to in a layer, with a query float32 [Q, D].
-        Returns (new_attn_metadata, swap_in_spec, swap_out_spec).
+        """Chooses the blocks that a sequence's step attends to in a layer. Returns
+        (new_attn_metadata, swap_in_spec, swap_out_spec).
 
         The caller must carry out the swap-in, then attend with the new metadata, then carry out the
-        swap-out. The first step of a sequence loads its whole selection, every later step at most
-        `max_correction_blocks`.
+        swap-out. The first step of a sequence loads all blocks that it selects; every later step
+        loads at most `max_correction_blocks` blocks.
+
+        attn_metadata: the host blocks and the length of the whole context.
+        query: the step's query, float32 [Q, D].
         """
         sequence_id, table, seq_len = (
             attn_metadata.sequence_id,
@@ -660,8 +671,8 @@ class SparseOffloadingHandler:
         return exact_log_mass(query, keys_RHD[: len(keys_RHD) - excess])
 
     def _host_keys(self, layer_idx: int, blocks: I32) -> F32:
-        """Returns the unpacked keys of host blocks in a layer, after waiting for copies that write
-        these blocks."""
+        """Returns the unpacked keys of host blocks in a layer, float32 [n, T, H, D]. First waits
+        for the copies that write these blocks."""
         wait_futures(
             [
                 job
@@ -687,8 +698,8 @@ class SparseOffloadingHandler:
         copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until the jobs have ended, and raises the error of a failed job. Afterwards blocks
-        that were copied to host memory may leave their hot slots.
+        """Waits until the jobs (`transfer_async`) have ended, and raises the error of a failed job.
+        Afterwards blocks that were copied to host memory may leave their hot slots.
         """
         jobs = [self._jobs.pop(job_id) for job_id in job_ids]
         wait_futures([job for _, job in jobs])

@@ -1,6 +1,6 @@
-"""Reads a layer's pages as vLLM's CPU kernels write them: returns keys, or the attention mass of
-tokens. Does not call vLLM's kernels, and never writes to the pages. A block id outside the layer
-raises IndexError.
+"""Reads a layer's pages as vLLM's CPU kernels write them. Returns the keys in the pages, or the
+attention mass of their tokens. Does not call vLLM's kernels, and never writes to the pages. A block
+id outside the layer raises IndexError.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, n blocks to read.
 """
@@ -25,8 +25,8 @@ _LANES = 16
 class KeyPages:
     """Reads the pages of a layer.
 
-    The pages are a tensor [B, H, T, 2 * D]. A page has, for each head, first the keys in the
-    arrangement `packing`, then the values.
+    `pages` is a tensor [B, H, T, 2 * D]. A page contains, for each head, first the keys, arranged
+    as `packing` says, then the values.
 
     page_bytes: bytes of a page: keys and values of all heads.
     """
@@ -60,11 +60,12 @@ class KeyPages:
         return keys
 
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
-        """Returns the log of the attention mass of tokens, float32 [Q]: the logsumexp of q · k *
-        scale over these tokens; -inf without tokens.
+        """Returns the log of the attention mass of some tokens, float32 [Q]: for each query head,
+        the logsumexp of q · k * scale over these tokens; -inf without tokens.
 
         blocks: ids of the blocks with the tokens, int32, in order.
         num_tokens: number of tokens, from the first token of the first block on.
+        scale: the factor of the layer's attention scores.
         """
         if not num_tokens or not self._is_plain:
             keys = self.keys_of(blocks)
@@ -83,8 +84,8 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """Returns the description of the tokens that are always attended, for the compiled decode
-        step.
+        """Returns the description of the tokens that are always attended (`Always`), which the
+        compiled decode step `hotkv_sparse.decode.decode` takes.
 
         blocks: ids of the blocks with these tokens, int32, in order.
         num_tokens: number of tokens, from the first token of the first block on.
@@ -102,8 +103,8 @@ class KeyPages:
         )
 
     def _view(self) -> U8:
-        """Returns a view of the pages as uint8 [B, H, bytes]. Makes the view anew if the tensor's
-        memory has moved."""
+        """Returns a view of the pages as uint8 [B, H, bytes]. Makes a new view if the tensor's
+        memory has moved since the last call."""
         if self._address != self._pages.data_ptr():
             self._address = self._pages.data_ptr()
             self._bytes = (
@@ -113,8 +114,8 @@ class KeyPages:
 
 
 def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
-    """Returns True if the compiled kernel can read pages of this arrangement and dtype: sixteen
-    tokens must lie side by side, by channel or by pairs of channels.
+    """Returns True if the compiled kernel can read pages of this arrangement and dtype. For each
+    channel, or each pair of channels, the values of sixteen consecutive tokens must be contiguous.
 
     kind: number of the dtype in `_KINDS`; None for another dtype.
     """

@@ -1,9 +1,10 @@
 """Holds the representations (compact forms of keys, by which sparse attention selects blocks) of
 the engine's device blocks, by layer and block id, in memory that the server can map.
 
-Each block has a row in the pool. For each layer, a mark says whether the row of a block is built.
-`update` builds missing representations from the keys in the pages. `mark_built` marks rows that a
-load has written. `forget` clears marks; it must be called before a block's page is written.
+In each layer and format, each block has a row in the pool: the bytes of its representation. A mark
+per layer and block says whether the block's rows are built. `update` builds missing representations
+from the keys in the pages. `mark_built` marks blocks whose rows a load has written. `forget` clears
+marks; it must be called before a block's page is written.
 
 Always true:
 - If a block is marked as built, its row holds the representation of the keys in the block's page,
@@ -38,8 +39,8 @@ KeysOf = Callable[[I32], F32]
 """A function that returns the unpacked keys, float32 [B, T, H, D], of blocks (ids, int32 [B])."""
 
 BUILD_BLOCKS = 64
-"""Number of blocks for which representations (compact forms of keys) are built at a time. This
-limits the memory for their unpacked keys."""
+"""Representations (compact forms of keys) are built for this many blocks at a time, to limit the
+memory for the blocks' unpacked keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ class LayerShape:
 
     formats: names of the formats in which each block is represented.
     mu: float32 [H, D], the mean key of each head (the centre). Formats that code each token
-        subtract it from the keys first. None means zero.
-    biases: by format name, how much the format overestimates the log of a block's attention mass
-        with this centre. A format that is not listed has its default bias.
+        subtract the centre from the keys first. None means a centre of zero.
+    biases: by format name, by how much the format overestimates the log of a block's attention mass
+        if this centre is used. A format that is not listed has its default bias.
     axes: the principal axes of keys that some formats (`mix2`) need; None until the engine has
         calibrated them.
     """
@@ -66,8 +67,8 @@ class LayerShape:
 
     @property
     def is_calibrated(self) -> bool:
-        """Returns True if representations (compact forms of keys) can be built in all formats, so
-        that no format lacks its axes."""
+        """Returns True if representations (compact forms of keys) can be built in all formats: the
+        axes are known, or no format needs axes."""
         return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
@@ -104,7 +105,8 @@ class BlockReprManager:
     fd: the pool's file, which another process can map; open as long as this object lives. None if
         the system provides no such file.
     num_bytes: size of the pool.
-    rows: the parts of the pool: layers ascending, and for each layer its formats in their order.
+    rows: the parts of the pool, one per layer and format: ordered by layer index, and within a
+        layer by the order of its formats.
     num_forgets: grows each time that marks of built representations are cleared.
     """
 
@@ -147,13 +149,13 @@ class BlockReprManager:
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
-        """Returns True if the layer's representations (compact forms of keys) can be built: no
-        format still lacks its axes."""
+        """Returns True if the layer's representations (compact forms of keys) can be built: the
+        layer's axes are known, or its formats need no axes."""
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Sets a layer's centre and axes. Marks its representations (compact forms of keys) as not
-        built, because they were built without these.
+        """Sets a layer's centre and axes. Marks all its representations (compact forms of keys) as
+        not built, so that they are built with this centre and these axes.
 
         mu: the mean key of each head, float32 [H, D].
         axes: the principal axes of the layer's keys.
@@ -167,8 +169,8 @@ class BlockReprManager:
         self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Returns, by block id, whether the block's representation (compact form of keys) is built
-        in the layer. The array is a copy."""
+        """Returns a mask over block ids: True if the block's representation (compact form of keys)
+        is built in the layer. The array is a copy."""
         return self._built[layer_idx].copy()
 
     def forget(self, blocks: I32, layers: Sequence[int] | None = None) -> None:
@@ -235,8 +237,9 @@ def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     """Allocates zeroed memory that another process can map. Returns the descriptor of its file and
     the memory. The descriptor is None if the system provides no such file.
 
-    The whole file is allocated here, for two reasons. Pages that the server touched first would be
-    charged to the server. And the server rejects a file with holes.
+    All memory of the file is allocated here, for two reasons. The kernel charges a page to the
+    process that touches it first, and this must not be the server. And the server rejects a file
+    with holes.
     """
     try:
         fd = os.memfd_create("hotkv-representations")

@@ -1,10 +1,10 @@
-"""Connects the connector's worker side to sparse decode in a rank: installs it in the engine's
-layers, and passes each step's messages to it.
+"""Connects the connector's worker side to sparse decode in a rank: installs sparse decode in the
+engine's layers, and passes the scheduler's message about each step to the sparse worker.
 
 Always true: attention never uses a representation (compact form of keys, by which blocks are
 selected) that is older than the block's keys. If it is not known which blocks a step writes, all
-representations are discarded. If that fails, sparse decode is turned off. If other code here
-raises, rows attend to everything, or blocks are stored without representations.
+representations are discarded. If discarding them raises, sparse decode is turned off. If other code
+of this module raises, rows attend to everything, or blocks are stored without representations.
 """
 
 import time
@@ -34,8 +34,8 @@ logger = link.logger
 
 
 class SparseRank:
-    """Passes the steps of a rank to its sparse worker, and collects its reports. Does nothing
-    without the setting `hotkv.sparse`, and until `install_sparse` has found layers.
+    """Passes the steps of a rank to its sparse worker, and collects the worker's reports. Does
+    nothing without the setting `hotkv.sparse`, and until `install_sparse` has found layers.
 
     centres: the model's mean keys; None without them.
     worker: the sparse worker of a CPU engine; None without sparse decode or before
@@ -105,8 +105,9 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Returns True if the settings ask for residency, but it could not be installed. The
-        scheduler must then not free blocks early."""
+        """Returns True if the settings ask for residency, but it could not be installed. Then the
+        rank must be turned off, because its layers can't attend to blocks that the scheduler has
+        freed."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
@@ -126,7 +127,7 @@ class SparseRank:
     @hook(nothing, is_part=True)
     def opened(self) -> None:
         """Called when the rank's session was opened. On CUDA, makes the server's arena readable for
-        the device, because that must happen before vLLM captures graphs."""
+        the device now, because CUDA may refuse to register memory once vLLM captures graphs."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
@@ -195,8 +196,8 @@ class SparseRank:
 
     def distrust(self) -> bool:
         """Discards all representations (compact forms of keys), because it is not known which
-        blocks a step overwrites. Returns False if that raised; sparse decode is then turned off for
-        good."""
+        blocks a step overwrites. Returns False if discarding them has raised; sparse decode is then
+        turned off for good."""
         if self.cuda is not None:
             self.cuda.start_over()
         if self.worker is None:
@@ -228,13 +229,13 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds the missing representations (compact forms of keys) that a store is to contain.
-        Returns `runs`, or None if building raised: the blocks are then stored without
-        representations.
+        """Builds the representations (compact forms of keys) that a store is to contain and that
+        are not built yet. Returns `runs`, or None if building has raised: the blocks are then
+        stored without representations.
 
         shared: the sparse worker whose representations are stored.
-        runs: the representations' runs in the store.
-        group_of: returns the number of the vLLM group for a run's group index.
+        runs: the store's runs of representations.
+        group_of: takes the group index of such a run, and returns the number of the vLLM group.
         """
         try:
             for run in runs:

@@ -1,12 +1,12 @@
-"""Collects a worker's reports about sparse decode. A report goes to the scheduler side, which sends
-it to the server.
+"""Collects a worker's reports about sparse decode: which blocks its selections have chosen, and
+counters. A report goes to the scheduler side, which sends it to the server.
 
-A report is made after a step, once in `REPORT_INTERVAL_S`. It is also made after each step for
-which the scheduler asks for the last selections (blocks attended to) of ended requests. So most
-steps only read the clock. The server counts a use of a block at most once a second, so more reports
-would add no information.
+A report is made after a step, at most once in `REPORT_INTERVAL_S`. It is also made after each step
+in whose message the scheduler asks for the last selections of ended requests. So in most steps this
+module only reads the clock. The server counts a use of a block at most once a second, so more
+reports would add no information.
 
-Always true: the reports together include every selection and count.
+Always true: the reports together include every selection and all growth of counters.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ Positions = dict[str, I32]
 class SparseReport:
     """A worker's report about sparse decode since the last report.
 
-    positions: by request, the positions of the blocks that any layer has selected.
+    positions: by request id, the positions of the blocks that any layer has selected.
     layers: growth of counters, by layer index and by names of `SPARSE_COUNTERS`.
-    ended: ended requests for which the scheduler has asked. This report or an earlier report has
-        their last selections (blocks attended to).
+    ended: ids of ended requests for whose last selections the scheduler has asked. This report or
+        an earlier report contains these selections.
     """
 
     positions: Positions = field(default_factory=dict)
@@ -68,11 +68,12 @@ class SparseReporter:
         return f"SparseReporter({len(self._report.ended)} ended)"
 
     def before_step(self, last_reports_of: Sequence[str]) -> None:
-        """Prepares a report if the scheduler asks for the last selections (blocks attended to) of
-        ended requests: takes all selections from the worker, and names these requests as ended.
-        Must be called before the worker's `begin_step`, which forgets ended requests.
+        """Prepares a report if the scheduler asks for the last selections (chosen blocks) of ended
+        requests: takes all selections from the worker, and lists these requests in
+        `SparseReport.ended`. Must be called before the worker's `begin_step`, which forgets ended
+        requests.
 
-        last_reports_of: the ended requests.
+        last_reports_of: ids of the ended requests.
         """
         if last_reports_of:
             last = SparseReport(self._worker.take_steps(), {}, frozenset(last_reports_of))

@@ -1,15 +1,16 @@
 """Decides which rows (requests) of a step attend sparsely, and lists them for the workers.
 
-Always true: the scheduler side alone decides, once per step (`RowNames.of_step`). Attention, the
-kernels on CUDA and `identity.exactness` read that decision. A row that is not listed attends to its
-whole context. A listed row may do so too, for instance after a fault; its KV counts as inexact
-nevertheless.
+Always true: the scheduler side alone decides, once per step (`RowNames.of_step`). The workers'
+attention and `identity.exactness` follow this decision. A row that is not listed attends to its
+whole context. A listed row may attend to its whole context too, for instance after a fault; its KV
+counts as inexact nevertheless.
 
-A row is listed by two ids: of the block that it writes in this step, and of its request. Attention
-in a worker gets the rows' block tables but not their requests, so it finds a row by the block. The
-block is unique: a decode step writes only to an incomplete block, and requests share only complete
-blocks. So the order of rows in vLLM's batch does not matter. The request id lets the worker keep a
-request's state after a preemption, which changes all its block ids.
+A row is listed by two ids: the id of the block that it writes in this step, and its request id.
+Attention in a worker gets the rows' block tables but not their requests, so it finds a listed row
+by the block id. No two rows write the same block: a decode step writes only to an incomplete block,
+and requests share only complete blocks. So the order of rows in vLLM's batch does not matter. By
+the request id the worker finds the request's state even after a preemption, which changes all block
+ids of the request.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +41,8 @@ class ResidentOnly:
     outgrows: returns True if a request is resident.
     has_away: returns True if some blocks of a request are only in host memory.
     replays_decode: True if vLLM may replay a CUDA graph for steps in which every row has one token.
-        A graph can't copy a context to a staging area. So in such a step a row with blocks only in
-        host memory must attend sparsely, even if it still computes its prompt.
+        A graph can't copy a context to a staging area. So in such a step every row that has blocks
+        only in host memory must attend sparsely, even a row that still computes its prompt.
     """
 
     outgrows: Callable[[str], bool]
@@ -59,8 +60,10 @@ class RowNames:
         groups: Sequence[tuple[int, int]],
         limits: ResidentOnly | None = None,
     ) -> None:
-        """groups: number in vLLM and tokens of a block, for each group of full attention.
-        limits: limits on CUDA; None in a CPU engine, where every row can attend sparsely.
+        """groups: for each KV cache group of full attention, its number in vLLM and the tokens of a
+            block.
+        limits: limits which rows may attend sparsely, on CUDA; None in a CPU engine, where all rows
+            may.
         """
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
@@ -122,8 +125,9 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a row with a single token attends sparsely: it decodes and has a long
-        context, or a replayed CUDA graph could not serve it otherwise (see `ResidentOnly`).
+        """Returns True if a row with a single token is to attend sparsely: the request decodes and
+        has a long context. On CUDA only resident requests are (`ResidentOnly`); in a step that may
+        be replayed from a CUDA graph, also each request with blocks only in host memory.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """
@@ -146,7 +150,8 @@ def announce(engine_id: str, names: RowNames) -> None:
 
 
 def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
-    """Returns the rows of a step that attend sparsely, whichever of the engine's connectors has
-    sparse decode configured; None if none has."""
+    """Returns the rows of a step that attend sparsely, as decided by the engine's hotkv connector
+    that has sparse decode configured (`announce`). Returns None if the engine has no such
+    connector."""
     names = _NAMES_OF.get(engine_id)
     return None if names is None else names.of_step(scheduler_output)

@@ -1,15 +1,15 @@
 """Decides, step by step, which blocks a sequence attends to in a layer: the layer's *hot set*.
 
-With residency the hot set's blocks are on the device and all others are in host memory. Adding a
-block to the hot set then costs a copy, so a step adds only a few. Without residency no block moves,
-but hot sets follow the same rules.
+With residency only the hot set's blocks must be on the device; other blocks may be only in host
+memory. Adding a block to the hot set then costs a copy, so a step adds only a few blocks. Without
+residency no block is copied, but hot sets follow the same rules.
 
-Always true: the hot set has the sinks, the recent window and the partial block. A step after the
-first adds at most `max_correction_blocks` other blocks. Further blocks that the step's query wants
-are copied into spare slots, and join the hot set in the next step.
+Always true: the hot set includes the sinks (first blocks), the recent window and the partial last
+block. Each step after the first adds at most `max_correction_blocks` other blocks. Further blocks
+that the step's query selects are copied into spare slots, and join the hot set in the next step.
 
-The first step fills the whole hot set, which is twice the budget, with the best blocks. It may do
-so, because prefill has just had all blocks on the device.
+The first step fills the whole hot set, which has room for twice the budget of a step, with the best
+blocks. It needs no limit, because prefill has just had all blocks on the device.
 """
 
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ class Attended:
     selection: the blocks that the step's query has selected.
     num_seeded: number of blocks that the first step added to the hot set.
     num_corrected: number of blocks that this step's query selected and that this step added to the
-        hot set.
-    num_prefetched: number of blocks that the previous step selected and that joined the hot set
-        now.
+        hot set; 0 in the first step.
+    num_prefetched: number of blocks that the previous step selected and that joined the hot set in
+        this step.
     num_wanted: number of blocks that this step's query selected, without the blocks that are always
         attended.
-    num_hits: number of these wanted blocks that were in the hot set before this step.
+    num_hits: of the blocks in `num_wanted`, the number that were in the hot set before.
     """
 
     blocks: I32
@@ -54,8 +54,8 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer share
-    it."""
+    """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer attend
+    to the same hot set."""
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -70,10 +70,10 @@ class LayerSequence:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
 
     def slots_of(self, positions: I32) -> I32:
-        """Returns the index of the hot slot of each block. All these blocks must be in the hot set
-        of the last step.
+        """Returns the index of the hot slot of each block at `positions`, int32. All these blocks
+        must be in the hot set of the last step.
 
-        positions: positions of the blocks in the context, int32.
+        positions: positions of blocks in the context, int32.
         """
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]
@@ -87,8 +87,9 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """Selects blocks with the step's query and updates the hot set, in numpy code that supports
-        all settings. For the arguments see `hotkv_sparse.selection.select_layer`."""
+        """Selects blocks with the step's query and updates the hot set. Supports all settings, in
+        numpy code, which is slower than `decode`. For the arguments see
+        `hotkv_sparse.selection.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)
@@ -190,8 +191,8 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """Adds to the hot set the blocks that the previous step selected but could not add within
-        its limit. Returns the number of added blocks."""
+        """Adds to the hot set the blocks that the previous step selected but did not add, because
+        of `max_correction_blocks`. Returns the number of added blocks."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving, True)
@@ -200,15 +201,15 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set can hold the whole context, so that nothing must be chosen."""
+    """Returns True if a hot set can hold the whole context, so that no blocks need to be chosen."""
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
     return sets * max(budget_blocks, where.num_always) >= where.count
 
 
 def _filling(config: SparseConfig) -> SparseConfig:
-    """Returns the configuration for a sequence's first step: its selection is as large as the hot
-    set."""
+    """Returns a copy of `config` for the first step of a sequence. With this configuration the step
+    selects as many blocks as the hot set can hold."""
     topk = config.sparse_topk
     return replace(
         config,

@@ -1,14 +1,16 @@
-"""Reports the requests that decode sparsely to the server, so that it knows which blocks they use.
+"""Reports the requests that decode sparsely to the server, so that the server knows which blocks
+they use.
 
-The server represents such a request as a *sequence* per group with sparse layers. A sequence begins
-when a request with a long prompt arrives, or when a request has grown long. It grows as blocks
-complete. It ends after the request's end, once the workers have reported the request's last
-selections (the blocks attended to). The selections that the workers report in a step are sent to
-the server in one message.
+In the server such a request is one *sequence* per KV cache group with sparse layers: the hashes of
+its blocks. A sequence is created when a request with a long prompt arrives, or when a request has
+grown long. It is extended as blocks become complete. It is deleted after the request's end, once
+the workers have reported the request's last selections (the blocks that its layers have chosen).
+The selections that the workers report in a step are sent to the server in one message.
 
-Always true: nothing here waits, and no request depends on it. After a reconnect the sequences of
-running requests are created again. At most `MAX_FOLLOWED` requests have sequences. If
-`MAX_UNANSWERED` calls are unanswered, nothing more is sent until the server answers.
+Always true: no call of this module waits, and no request depends on its results. After a reconnect
+the sequences of running requests are created again. At most `MAX_FOLLOWED` requests have sequences.
+While `MAX_UNANSWERED` calls are unanswered, no sequence of a running request is created or
+extended, and no selections are sent.
 """
 
 import itertools
@@ -29,8 +31,8 @@ MAX_FOLLOWED = 1024
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""How long after its request's end a sequence still waits for the request's last selections (blocks
-attended to)."""
+"""A sequence is deleted at the latest this many seconds after its request's end, even if the
+request's last selections have not been reported."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
 """A function that returns the hashes of a request's complete blocks in a group, given vLLM's object
@@ -38,13 +40,13 @@ of the request and the index of the group."""
 
 
 class StreamCount:
-    """Counts the connections (streams) of a session. Server state such as sequences lives only as
-    long as the stream in which it was created.
+    """Counts the connections (streams) of a session. The server keeps state such as sequences only
+    as long as the stream in which it was created.
 
     The session's thread calls this object when the session's state changes.
 
-    number: number of the present or last stream, from 1; 0 before the first.
-    then: also called with each state, for example to log it.
+    number: number of the present or last stream, from 1; 0 before the first stream.
+    then: a function that is also called with each state, for example to log it.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
@@ -70,13 +72,13 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request with sequences on the server.
+    """A request with sequences in the server.
 
     request: vLLM's object for the request.
-    ids: ids of its sequences, one per group; empty before they are created.
-    stream: number of the connection in which they were created.
+    ids: ids of the request's sequences, one per group; empty before the sequences are created.
+    stream: number of the connection in which the sequences were created.
     num_sent: number of blocks that were sent to the server, per group.
-    next_tokens: number of tokens at which the request has another complete block to send.
+    next_tokens: once the request has this many tokens, it has another complete block to send.
     answers: futures of the calls that create the sequences, until their answers are read.
     has_decoded: True once the request's first sparse step was planned.
     end_by_s: after the request's end: the time at which its sequences are deleted even if its last
@@ -94,8 +96,8 @@ class _Followed:
 
 
 class SparseSequences:
-    """Creates, extends and deletes the sequences of requests on the server, and sends the workers'
-    selections to it. Scheduler thread only."""
+    """Creates, extends and deletes the sequences of requests in the server, and sends the workers'
+    selections to the server. Scheduler thread only."""
 
     def __init__(
         self,
@@ -136,15 +138,16 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report a new request, if its first decode step will have a context of at least
-        `min_context_tokens`. Must be called only for a request whose KV may be shared."""
+        """Begins to report a new request, if the context of its first decode step will have at
+        least `min_context_tokens`. Must be called only for a request whose KV may be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
 
     def ended(self, request_id: str, now_s: float) -> None:
-        """Handles the end of a request. Its sequences are deleted at once if it has never decoded
-        sparsely. Otherwise they wait for its last selections (blocks attended to)."""
+        """Handles the end of a request. Deletes its sequences at once if the request has never
+        decoded sparsely. Otherwise the sequences are deleted once the workers have reported the
+        request's last selections (chosen blocks)."""
         self._to_create.pop(request_id, None)
         self._awaited.pop(request_id, None)
         one = self._followed.pop(request_id, None)
@@ -171,11 +174,11 @@ class SparseSequences:
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
         """Processes a planned step: creates sequences, and sends blocks that have become complete.
-        Returns the ended requests whose last selections (blocks attended to) the workers must
+        Returns the ids of the ended requests whose last selections (chosen blocks) the workers must
         report.
 
         rows: the step's sparse rows (requests).
-        requests: the running requests whose KV may be shared.
+        requests: by id, the requests that hotkv follows (`Admission.states`).
         """
         self._notice_stream()
         can_send = self._can_send()
@@ -197,8 +200,10 @@ class SparseSequences:
         return named
 
     def reported(self, report: SparseReport) -> None:
-        """Processes the workers' report about sparse decode, joined over all ranks: sends
-        selections and counters to the server, and deletes sequences of ended requests."""
+        """Processes the workers' report about sparse decode, joined over all ranks: sends its
+        selections and counters to the server, and deletes the sequences of requests in
+        `report.ended`. If no message can be sent now (`_can_send`), the counters wait for the next
+        report and the selections are dropped."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():
@@ -290,8 +295,8 @@ class SparseSequences:
                 one.ids = ()
 
     def _delete(self, one: _Followed) -> None:
-        """Deletes a request's sequences on the server, after sending its last blocks. Does nothing
-        if the stream in which they were created has ended."""
+        """Deletes a request's sequences in the server, after sending the request's last complete
+        blocks. Does nothing if the stream in which the sequences were created has ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)
@@ -299,8 +304,8 @@ class SparseSequences:
             self._unanswered.append(self._session.delete_sequence(sequence_id))
 
     def _end_overdue(self, now_s: float) -> None:
-        """Deletes the sequences of ended requests whose last selections (blocks attended to) have
-        not arrived within ENDING_S."""
+        """Deletes the sequences of requests that ended at least ENDING_S ago, although their last
+        selections (chosen blocks) have not been reported."""
         while self._ending:
             request_id, one = next(iter(self._ending.items()))
             if now_s < one.end_by_s:

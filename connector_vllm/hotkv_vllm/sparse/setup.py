@@ -38,9 +38,10 @@ def install(
     """Creates the sparse worker and attaches it to all layers that may attend sparsely. Raises
     Unsupported if there is no such layer, or if this CPU lacks the compiled kernels.
 
-    recall_steps: recall is measured every so many steps; 0 for never.
+    recall_steps: the quality of a selection is measured (`counters.measure`) once in this many
+        steps; 0: never.
     kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys; None without them.
+    centres: the model's mean keys, by which representations are computed; None without them.
     """
     if not native.available():
         raise Unsupported(native.why_unavailable())
@@ -91,8 +92,9 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """Returns how positions rotate the model's keys, which layers need to calibrate themselves from
-    a prompt. Raises Unsupported if layers need it but it is not known."""
+    """Returns how the model's RoPE rotates keys by their position. Layers that must be calibrated
+    from a prompt need this (`first_prompt`). Returns NO_TURNING if there are no such layers. Raises
+    Unsupported if there are such layers but the rotation can't be determined."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING
@@ -140,8 +142,9 @@ def _sparse_layer(
 def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """Returns a layer's centre (the mean key of each head) for a rank's heads, and the biases that
-    were measured with it, by format. Returns None and no biases if the layer has no centre.
+    """Returns a layer's centre (the mean key of each head) for a rank's heads, and by format the
+    bias that was measured with this centre (`LayerShape.biases`). Returns None and no biases if the
+    layer has no centre.
 
     names: the names of the layer's formats.
     first_head: the rank's first KV head in the model.

@@ -3,10 +3,10 @@ their kinds, and where their bytes are.
 
 There is one kind of representation for each KV cache group that has sparse layers. A slot in the
 server holds the representations of one block: for each rank, all sparse layers of the group in the
-model's order, and for each layer its formats in the order of the configuration. The kind's version
-is a hash of everything that determines the meaning of the bytes. So engines with different scorers,
-dense layers, centres or axes never share representations. Engines that calibrate themselves from
-their first prompt share none.
+model's order, and for each layer its formats in the order of the configuration. A kind has a
+version: a hash of everything that determines the meaning of the bytes. So engines with different
+scorers, dense layers, centres or axes never share representations. Engines that calibrate
+themselves from their first prompt share no representations.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class SharedPool:
 
     kinds: the kinds of representations, one per group with sparse layers, in the order of the
         groups.
-    tensors: where the bytes are in the pool. `group_index` of a tensor is the index of its kind in
-        `kinds`.
+    tensors: where the representations are in the pool. `group_index` of a tensor is the index of
+        its kind in `kinds`.
     num_bytes: size of the pool.
     fd: descriptor of the pool's file.
     """
@@ -46,10 +46,10 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """Returns a description of the engine's memory and the pool together. The result owns the
-        descriptors of `memory`.
+        """Returns a description of the engine's memory and the pool together. The result takes over
+        the descriptors of `memory`, so `memory` must not be closed.
 
-        num_groups: number of the key space's groups. The kinds are numbered after them.
+        num_groups: number of groups of the key space. Kind i has the group index `num_groups + i`.
         """
         tensors = tuple(
             replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors

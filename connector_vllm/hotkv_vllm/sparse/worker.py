@@ -2,14 +2,15 @@
 set of these blocks is the row's *hot set* in this layer.
 
 Always true:
-- Only rows that the scheduler lists (`rows`) may be sparse; all other rows retain their block table
-  and length.
+- Only rows that the scheduler lists (`sparse.rows`) may attend sparsely; all other rows retain
+  their block table and length.
 - The hot set of a sparse row is in the order of the context and includes its last block. So the
   row's length still tells how many tokens of the last block exist.
 - If the hot set is the whole context, the row is unchanged, so its attention is exact.
 
-Attention is dense in rows that are not listed, in layers to which no worker is attached, in layers
-whose representations can't be built yet, and for a while in layers that keep failing.
+Attention is dense (attends to everything) in rows that are not listed, in layers to which no worker
+is attached, in layers whose representations (compact forms of keys, by which blocks are selected)
+can't be built yet, and for a while in layers that keep failing.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -114,16 +115,17 @@ class LayerFaults:
 class _Sequence:
     """The state of a request that decodes sparsely.
 
-    layers: its hot set in each layer, by the layer's name.
-    selected: bool by position in the context: True if a layer has selected the block since the last
-        report.
+    layers: by name of a layer, the request's hot set in this layer.
+    selected: a mask over the blocks of the context, True if a layer has selected the block since
+        the last report.
     """
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def selected_of(self, num_blocks: int) -> npt.NDArray[np.bool_]:
-        """Returns `selected`, after enlarging it for a context of `num_blocks` if necessary."""
+        """Returns `selected`. First enlarges it if it is too short for a context of
+        `num_blocks`."""
         if num_blocks > len(self.selected):
             self.selected = np.concatenate([self.selected, np.zeros(max(num_blocks, 64), np.bool_)])
         return self.selected
@@ -180,8 +182,9 @@ class SparseWorker:
         self._num_steps += bool(rows.request_ids)
 
     def start_over(self) -> None:
-        """Handles a step whose rows and written blocks are not known. The step attends to
-        everything. All hot sets and representations (compact forms of keys) are discarded.
+        """Handles a step for which it is not known which rows are sparse and which blocks the step
+        writes. All rows of the step attend to everything. Discards all hot sets and representations
+        (compact forms of keys).
         """
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.representations.forget_all()
@@ -224,8 +227,8 @@ class SparseWorker:
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:
-        """Returns by request the positions of the blocks that any layer has selected since the last
-        call, ascending. Includes blocks that are always attended."""
+        """Returns, by request id, the positions of the blocks that any layer has selected since the
+        last call, ascending, int32. Includes blocks that are always attended."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -250,8 +253,9 @@ class SparseWorker:
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer that attends to everything in this step because its block tables were not
-        rewritten. If an exception is being handled, it counts as the layer's fault."""
+        """Handles a layer in which all rows attend to everything in this step, because its block
+        tables could not be rewritten. If an exception is being handled, the exception counts as a
+        fault of the layer (`fault`)."""
         if sys.exception() is not None:
             self.fault(layer_name)
 
@@ -264,9 +268,10 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Chooses the blocks that the rows attend to in `layer`, and returns their block tables.
-        Returns None if all rows attend to everything. The step's keys must be in the pages already.
-        The result is valid until the group's next layer.
+        """Chooses the blocks that the rows of the batch attend to in `layer`, and returns the
+        batch's block tables. Returns None if all rows attend to everything. The step's keys must be
+        in the pages already. The result is valid until `attend` is called for the next layer of the
+        group.
 
         key: vLLM's metadata object of the step. Layers of a group that pass the same object share
             the step's plan.
@@ -297,8 +302,11 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Returns True if `blocks` (positions) are not the row's whole context, so that the row's
-        block table must be rewritten."""
+        """Returns True if the blocks at these positions are not the row's whole context, so that
+        the row's block table must be rewritten.
+
+        blocks: positions of the blocks that the row attends to.
+        """
         return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
@@ -353,7 +361,8 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the budget covers the row's whole context, so that nothing is chosen."""
+        """Returns True if the budget covers the row's whole context, so that no blocks need to be
+        chosen."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
@@ -387,7 +396,8 @@ class SparseWorker:
         """Selects blocks with the row's query and updates its hot set in the layer.
 
         own: the row's hot set in the layer.
-        selected: bool by position; the method sets it for the selected blocks.
+        selected: a mask over the blocks of the context. The method sets it to True for the selected
+            blocks.
         """
         sources, about = self._sources(layer), (row.always_blocks, row.always_tokens, layer.scale)
         scorer = self._scorer(layer, sources, query_QD.shape)
@@ -425,15 +435,15 @@ class SparseWorker:
         return known
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """Returns the layer's representations by format. `SparseRow.blocks_C` has indices of their
-        rows."""
+        """Returns the layer's representations (compact forms of keys) by format.
+        `SparseRow.blocks_C` has the indices of a context's blocks in these arrays."""
         return self.representations.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns True if recall is to be measured in this layer and step: in one layer every
-        `recall_steps` steps, each time in the next layer."""
+        """Returns True if the quality of selections is to be measured in this layer and step. It is
+        measured once in `recall_steps` steps, in one layer, and the next time in the next layer."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

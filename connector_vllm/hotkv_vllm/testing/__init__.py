@@ -1,2 +1,2 @@
-"""Replaces code for GPUs, so that tests and benchmarks can run without a GPU. Not for
+"""Replaces code that needs a GPU, so that tests and benchmarks run without a GPU. Not for
 production."""

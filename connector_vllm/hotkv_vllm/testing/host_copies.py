@@ -3,8 +3,8 @@ host memory.
 
 `HostTieringSpec` is vLLM's TieringOffloadingSpec with one change: hotkv's compiled memcpy copies
 between the engine's KV memory and the primary tier (the CPU memory of vLLM's offloading). To use
-it, set in `kv_connector_extra_config` `spec_name` to HostTieringSpec and `spec_module_path` to this
-module.
+this class, set `spec_name` to HostTieringSpec and `spec_module_path` to this module, both in
+`kv_connector_extra_config`.
 """
 
 from typing import Any
@@ -26,8 +26,8 @@ from hotkv_proto import native
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Fragments = list[tuple[int, int, int]]
-"""The parts in which a page is copied, each as (offset in the engine's page, offset in the page of
-the row, bytes)."""
+"""The parts in which a page is copied, each as (offset in the engine's page, offset in the page
+inside a row, number of bytes)."""
 
 
 class HostTieringSpec(TieringOffloadingSpec):
@@ -53,8 +53,9 @@ class HostTieringSpec(TieringOffloadingSpec):
 
 
 class HostCopies(OffloadingWorker):
-    """Copies blocks between the engine's KV memory and rows of the primary tier, during the call
-    that submits them. Places each page in a row as vLLM's CPUOffloadingWorker does."""
+    """Copies blocks between the engine's KV memory and rows of the primary tier. The copies have
+    ended when `submit_store` or `submit_load` returns. Places each page in a row as vLLM's
+    CPUOffloadingWorker does."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class HostCopies(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def _row_bytes(self, tensor: int) -> int:
-        """Returns the bytes of a tensor's page in vLLM's canonical layout.
+        """Returns the size of a tensor's page in vLLM's canonical layout, bytes.
 
         tensor: index of the tensor.
         """
@@ -139,7 +140,7 @@ class HostCopies(OffloadingWorker):
         page, row = self._pages[ref.tensor_idx], self._rows[ref.tensor_idx]
         mapping = ref.mapping
         if self._is_canonical and to_row and mapping is not None and mapping.num_writers > 1:
-            # Ranks that hold the same bytes share the pages among them.
+            # If several ranks hold the same bytes, each of them copies a part of the pages.
             pages = rows * self._per_chunk + inside
             mine = pages % mapping.num_writers == mapping.writer_index
             ids, rows, inside = ids[mine], rows[mine], inside[mine]

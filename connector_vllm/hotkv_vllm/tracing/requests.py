@@ -4,9 +4,9 @@ The span `hotkv.request` covers a request. Its parent is the span that the clien
 is also the parent of vLLM's own span `llm_request`. Calls, loads and stores are children of
 `hotkv.request`, and the server's spans are children of these.
 
-Always true: without tracing these objects are not created, and OpenTelemetry is not imported. The
-methods do not wait, because a thread exports the spans. Scheduler thread only, except for the ends
-of calls.
+Always true: without the setting `tracing` these objects are not created, and OpenTelemetry is not
+imported. Methods that record spans do not wait, because a thread exports the spans. Scheduler
+thread only, except that the span of a call may be ended by any thread.
 """
 
 import atexit
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SERVICE = "hotkv-connector"
 TRACEPARENT = "traceparent"
 VLLM_PROTOCOL = "grpc"
-"""The protocol with which spans are exported unless the environment names another. vLLM exports its
-own spans with it."""
+"""The protocol by which spans are exported, unless the environment names another protocol. It is
+also vLLM's default for its own spans."""
 
 
 @final
@@ -134,11 +134,11 @@ class RequestTraces:
         return None if root is None else RequestTrace(root)
 
     def flush(self) -> None:
-        """Exports the spans that wait. Blocks for a bounded time."""
+        """Exports the spans that wait for their export. Blocks for a bounded time."""
         self._traces.flush()
 
     def close(self) -> None:
-        """Exports the spans that wait, and stops recording."""
+        """Exports the spans that wait for their export, and stops recording."""
         atexit.unregister(self.close)
         self._traces.close()
 
@@ -170,7 +170,7 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
 
 
 def end_store(span: "Span", results: Sequence[bytes]) -> None:
-    """Ends the span of a store, and records in it how many blocks had which result.
+    """Ends the span of a store, and records in the span how many blocks had each `BlockResult`.
 
     results: for each rank, a `BlockResult` byte per block; empty for a rank whose transfer failed.
     """

@@ -3,21 +3,21 @@ passes the mark when it has done all work that was queued before. Each transfer 
 begins only after the device has passed it (`hotkv_proto.order`).
 
 The server can test two kinds of marks: an interprocess CUDA event, and a value that the device
-writes to a word in its memory. If the device or the server supports neither kind, or if all events
-and words are in use, only this process can test the mark. The worker then sends the transfer after
-the device has passed the mark.
+writes to a word in device memory. If the device or the server supports neither kind, or if all
+events and words are in use, only this process can test the mark. The worker then sends the transfer
+after the device has passed the mark.
 
 Always true:
 
 - A mark is made on the stream that is current in the hook. So the device passes it after all work
   that vLLM queued before, whether that work writes the blocks or reads them.
 - An interprocess event is recorded again only after every transfer that names it has ended.
-- The values of a word only increase, and a word belongs to one stream.
+- Each mark increases the value of its word by 1 (modulo 2^32), and a word belongs to one stream.
 - No method that runs in a step waits for the device.
 
 Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both run after all
-earlier work on the stream, and the server reads the word before it copies. The kernel needs no
-binding to the driver, and takes a few microseconds on the device.
+earlier work on the stream, and the server reads the word before it copies, so both are correct. The
+kernel needs no binding to the driver, and takes a few microseconds on the device.
 """
 
 from collections import deque
@@ -37,11 +37,11 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Number of interprocess events, so the most marks of that kind in use at a time. A step makes at
-most two marks: one if it loads, one if it stores."""
+"""Number of interprocess events. Each mark of this kind in use needs its own event. A step makes at
+most two marks: one for its loads, one for its stores."""
 NUM_WORDS = 4
-"""Number of words, so the most streams for which marks of that kind can be made. vLLM 0.32 runs the
-hooks on one stream."""
+"""Number of words. Each stream on which marks of this kind are made needs its own word. vLLM 0.32
+runs the hooks on one stream."""
 WORDS_HANDLE = "hotkv-order"
 
 
@@ -90,12 +90,13 @@ class Mark:
     """A point in the device's queue. The device passes the mark when it has done all work that was
     queued before.
 
-    event: by which this process tests the mark; None if the device has always passed it (on a CPU).
+    event: the CUDA event by which this process tests the mark; None on a CPU, where every mark
+        counts as passed.
     after: names the event or word by which the server tests the mark; None if only this process can
-        test it.
+        test the mark.
     uses: number of transfers that name the mark, plus 1 until the caller of `Marks.make` has called
         `Marks.done`.
-    has_passed: True once the device was seen to have passed the mark.
+    has_passed: True once `passed` has seen that the device has passed the mark.
     """
 
     event: MarkEvent | None = None
@@ -104,8 +105,8 @@ class Mark:
     has_passed: bool = False
 
     def passed(self) -> bool:
-        """Tests whether the device has passed the mark (has done all work queued before it),
-        without waiting. Returns True if it has."""
+        """Returns True if the device has passed the mark (has done all work that was queued before
+        the mark). Does not wait."""
         if not self.has_passed:
             self.has_passed = self.event is None or self.event.query()
         return self.has_passed
@@ -166,16 +167,16 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """Returns `memory` with the memory of the words added, because the server must map it
-        too."""
+        """Returns a copy of `memory` to which the memory of the words is added, because the server
+        must map the words too."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Makes a mark at the end of the current stream. The caller must end its use of the mark
-        with `done`.
+        """Makes a mark at the end of the current stream. The caller must call `done` when it does
+        not use the mark any more.
 
         kind: the kind of mark that the session has chosen. If no event or word of that kind is
             free, only this process can test the mark.
@@ -206,7 +207,8 @@ class Marks:
         return mark
 
     def done(self, mark: Mark) -> None:
-        """Ends one use of the mark. After the last use, its event is free for another mark."""
+        """Ends one use of the mark. After the last use, the mark's event is free for another
+        mark."""
         mark.uses -= 1
         if mark.uses or mark.event is None:
             return

@@ -1,10 +1,11 @@
 """Finds the engine's KV pages in the tensors that vLLM registered, and exports their memory to the
 server.
 
-In a slot of the server the pages of a block are in a fixed order: layers in the order in which
-their group lists them. Inside a page the engine's axes stay in their physical order, which is part
-of the key space. All strides are read from the tensors. So the same code serves all layouts of vLLM
-(LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) and packed groups over one buffer.
+A slot of the server holds the pages of a block in a fixed order: the order in which the block's
+group lists its layers. Inside a page the axes (heads, tokens, channels) stay in their physical
+order in the engine, which is part of the key space. All strides are read from the tensors. So the
+same code serves all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), and groups that are
+packed into one buffer.
 """
 
 import contextlib
@@ -31,11 +32,11 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 
 @dataclass(slots=True)
 class ExportedMemory:
-    """The description of the engine's memory for the server. The owner of this object must close
-    it.
+    """The description of the engine's memory for the server. The owner of this object must call
+    `close`.
 
     layout: where the pages of each block are.
-    fds: the open file descriptors of shared files in the layout, by handle id.
+    fds: the open file descriptors of the shared files in the layout, by handle id.
     """
 
     layout: Layout
@@ -51,8 +52,8 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
     """Returns the CUDA IPC handle of the allocation that contains the storage, and the storage's
     offset in it. Raises Unsupported, with the reason, if CUDA does not share the memory.
 
-    Source: `_share_cuda_` of torch 2.x gives (device, handle, bytes, offset, counter file, counter
-    offset, event, event is needed).
+    Source: `_share_cuda_` of torch 2.x returns the tuple (device, handle, bytes, offset, counter
+    file, counter offset, event, event is needed).
     """
     try:
         device, handle, num_bytes, offset, *counter = storage._share_cuda_()
@@ -75,9 +76,9 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 
 
 def _plain_handle(handle: bytes) -> bytes:
-    """Extracts CUDA's 64 bytes from torch's handle. Since torch 2.5 two bytes precede them: a
-    version and the kind of memory (`c`: cudaMalloc, `e`: a segment that can grow). Raises
-    Unsupported for memory of another kind than `c`."""
+    """Extracts CUDA's handle of 64 bytes from torch's handle. Since torch 2.5 torch's handle begins
+    with two further bytes: a version and the kind of memory (`c`: cudaMalloc, `e`: a segment that
+    can grow). Raises Unsupported for memory of another kind than `c`."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
@@ -94,8 +95,9 @@ def _plain_handle(handle: bytes) -> bytes:
 
 
 def cuda_device_uuid(device: torch.device) -> bytes:
-    """Returns the device's UUID, 16 bytes, whatever number CUDA_VISIBLE_DEVICES gives the device.
-    torch gives the UUID as bytes or as a list of numbers."""
+    """Returns the device's UUID, 16 bytes. It does not depend on the number that
+    CUDA_VISIBLE_DEVICES gives the device. torch provides the UUID as bytes or as a list of
+    numbers."""
     return bytes(torch.cuda.get_device_properties(device).uuid.bytes)
 
 
@@ -130,8 +132,8 @@ class LayerPages:
     The page of block b starts at byte `base` + b * `block_stride` of the storage `handle_id`.
 
     run: a page consists of pieces of this many contiguous bytes.
-    dims: how the piece repeats, as (count, stride in bytes) per axis, outermost first (see
-        `PageTensor`).
+    dims: how the pieces of a page are repeated: for each axis, outermost first, the number of
+        repetitions and their distance in bytes (see `PageTensor`).
     """
 
     name: str
@@ -153,10 +155,10 @@ class LayerPages:
 class EngineMemoryMap:
     """The result of `describe`: where the engine's KV pages are.
 
-    tensors: the pages of all groups, in the order of their pages in a slot.
+    tensors: where the pages of all groups are; for each group in the order of the pages in a slot.
     shard_bytes: bytes of this rank's part (shard) of a block, per group.
     storages: the storages of torch that hold the pages, by handle id.
-    page_format: the inner axes of the pages in physical order, for the key space.
+    page_format: text for the key space: the axes of the pages in physical order (`_page_format`).
     """
 
     tensors: list[PageTensor] = field(default_factory=list)
@@ -233,8 +235,9 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Returns the inner axes of a layer's pages in physical order with their sizes, and the size of
-    an element. Example: `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two bytes."""
+    """Returns a text with the axes inside a layer's pages, in physical order with their sizes, and
+    the bytes of an element. Example: `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two
+    bytes."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
     axes = sorted(
@@ -247,8 +250,8 @@ def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
 
 
 def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
-    """Raises Unsupported if a layer's pages are not where vLLM's `kv_cache_tensors` places them,
-    because this module then misunderstands the tensor or the placement."""
+    """Raises Unsupported if a layer's pages are not where vLLM's `kv_cache_tensors` places them:
+    this module then does not understand the tensor or the placement."""
     for placed in kv_cache_config.kv_cache_tensors:
         if layer.name in placed.layers:
             base = placed.offset + placed.layers.index(layer.name) * placed.layer_stride
@@ -263,8 +266,8 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Groups consecutive layers whose pages have the same form and are at equal distances, so that
-    one `PageTensor` can describe each group."""
+    """Returns the layers in groups of consecutive layers. The pages of a group's layers have the
+    same form and are at equal distances in memory, so that one `PageTensor` can describe them."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         last = runs[-1] if runs else []
@@ -305,8 +308,8 @@ def _page_tensor(group_index: int, run: Sequence[LayerPages], shard_offset: int)
 
 
 def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str) -> ExportedMemory:
-    """Makes the engine's memory readable and writable for the server. Raises Unsupported if that is
-    impossible; the engine's tensors stay usable.
+    """Exports the engine's memory, so that the server can map it for reading and writing. Raises
+    Unsupported if that is impossible; the engine's tensors stay usable.
 
     shard_index: the position of this rank's shard in a slot.
     name: vLLM's name of the layout, for the server's log.
@@ -333,9 +336,9 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
 
 
 def _share_cpu(storage: torch.UntypedStorage) -> int:
-    """Moves a CPU storage into an unlinked shared file. Tensors that view the storage see the file
-    afterwards. Returns a descriptor of the file; the caller must close it. Raises Unsupported if
-    the file is too small or has no room."""
+    """Moves a CPU storage into an unlinked shared file. All tensors over the storage use the file's
+    memory afterwards. Returns a descriptor of the file; the caller must close it. Raises
+    Unsupported if /dev/shm has too little room, or if torch's file is too small."""
     share = getattr(storage, "_share_fd_cpu_", None)
     if share is None:
         raise Unsupported("this torch can't move a CPU tensor to shared memory")
@@ -357,10 +360,12 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 class KeyPacking:
     """How vLLM's CPU kernels arrange the keys of one head in a block.
 
-    Usually the keys are in runs of `run` tokens, and a run is an array
-    [head_size / pair][run][pair]. For any other arrangement `order` is set instead.
+    Usually the keys are arranged in runs of `run` tokens. A run is an array
+    [head_size / pair][run][pair]: for each group of `pair` channels, these channels of all tokens
+    of the run. For any other arrangement `order` is set instead.
 
-    order: the position of each channel of each key, int64 [tokens * head_size]; None for runs.
+    order: for each channel of each token, in this order, its position among the head's keys in the
+        block, int64 [tokens * head_size]; None if the keys are arranged in runs.
     """
 
     run: int
@@ -369,9 +374,9 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Finds out how vLLM's CPU kernel arranges keys: lets the kernel write keys with known numbers
-    and looks where they are. This finds any permutation. Raises Unsupported if the kernel does more
-    than permute.
+    """Finds out how vLLM's CPU kernel arranges keys: lets the kernel write keys with known numbers,
+    and looks where these numbers are in the pages. This finds any permutation. Raises Unsupported
+    if the kernel does more than permute.
 
     isa: vLLM's name of the instruction set that the kernel uses.
     """
@@ -406,8 +411,8 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
 def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking) -> torch.Tensor:
     """Returns the keys of some blocks in token order, float32 [blocks, tokens, heads, head_size].
 
-    pages: all pages of a CPU layer [B, heads, tokens, 2 * head_size].
-    blocks: ids of the wanted blocks.
+    pages: all pages of a layer on a CPU, [number of blocks, heads, tokens, 2 * head_size].
+    blocks: ids of the blocks whose keys are wanted.
     packing: how the pages arrange the keys.
     """
     num_blocks, heads, tokens, width = pages.shape
@@ -455,10 +460,12 @@ def find_own(
     earlier: tuple[str, ...],
 ) -> OwnMemory:
     """Reads the layout of this rank's KV memory from the tensors and exports the memory. Never
-    raises, because the other ranks wait for the note: a rank that fails says why in its note.
+    raises, because the other ranks wait for this rank's note: if an error occurs, the note says
+    why the rank can't take part.
 
     known_space: this rank's key space from before a sleep; None to compute it.
-    earlier: the connectors that have registered the tensors before.
+    earlier: names of the connectors that have registered the tensors before this connector
+        (`checks.earlier_connectors`).
     """
     host = this_host()
     try:
@@ -471,8 +478,8 @@ def find_own(
         checks.check_earlier(earlier, device.type)
         packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
         page_format = f"{found.page_format};{packing}"
-        # Sizes of 0 are not allowed in a key space. The ranks' agreement replaces these sizes by
-        # the sizes of whole slots.
+        # Sizes of 0 are not allowed in a key space, so they become 1. When the ranks agree, the
+        # true sizes of all shards replace these sizes (`ranks.decide`).
         sizes = tuple(size or 1 for size in found.shard_bytes)
         space = known_space or key_space.key_space(
             vllm_config, kv_cache_config, config, groups, sizes, 1, page_format

@@ -1,12 +1,12 @@
 """Follows the loads of one rank, from the order to begin to the report of their end.
 
 Always true: each load is reported to vLLM exactly once, as loaded or as failed. It is reported only
-after its future is resolved, or after the scheduler holds its blocks back from vLLM's pool
-(`give_up`). So vLLM never reallocates blocks that the server may still write.
+after its future is resolved, or after the scheduler has begun to hold its blocks back from vLLM's
+pool (`give_up`). So vLLM never reallocates blocks that the server may still write.
 
-A load is cancelled if its deadline passes or its request is aborted. If the server does not answer
-the cancel within `CANCEL_GRACE_S`, the load is overdue. Each report to the scheduler then names the
-load until the scheduler holds its blocks back.
+A load is cancelled if its deadline passes or its request is aborted. If the server has not ended
+the load CANCEL_GRACE_S after the cancel, the load is overdue. Each report to the scheduler then
+lists the load, until the scheduler holds the load's blocks back.
 """
 
 import time
@@ -23,20 +23,20 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""Time that a server may take to answer a cancel. It first finishes the pieces of the transfer that
-its threads are copying."""
+"""Time that a server may take to end a cancelled load, seconds. Its threads first finish the pieces
+of the load that they are copying."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
     """A load of this rank.
 
-    after: the mark (point in the device's queue) for which the load waits.
-    deadline_s: the load is cancelled at this time; None until the device was seen to have passed
-        `after`.
+    after: the mark (point in the device's queue) after which the load may begin to copy.
+    deadline_s: the load is cancelled at this time; None until the worker has seen that the device
+        has passed `after`.
     answer: the future of the transfer; None until the load is sent.
-    time: measures the server's time for the load, from the moment at which the device was seen to
-        have passed `after`; None until then.
+    time: measures the server's time for the load; None until the worker has seen that the device
+        has passed `after`. The time begins at this moment.
     cancelled_s: time of the cancel; None if the load was not cancelled.
     is_late: True if the load was cancelled at its deadline.
     is_void: True if the load counts as failed however it ends, because the engine has discarded the
@@ -59,8 +59,8 @@ class ActiveLoad:
 
     @property
     def is_over(self) -> bool:
-        """Returns True if the server does not write the load's blocks: its future is resolved, or
-        the load was not sent so far."""
+        """Returns True if the server can't write the load's blocks: the load's future is resolved,
+        or the load was not sent so far."""
         return self.answer is None or self.answer.done()
 
 
@@ -90,8 +90,9 @@ class RankLoads:
 
     send: begins the transfer of a load and returns its future. Does not raise.
     cancel: asks the server to end the transfer with this id.
-    given_up: by request, the negative of the seconds that a late load had taken when it was given
-        up. Cleared when reported.
+    given_up: for each load that `give_up` has given up after its deadline: by request id, the
+        negative of the seconds that the load had taken until then. `RankReport` reports these times
+        and clears them.
     """
 
     def __init__(
@@ -131,10 +132,10 @@ class RankLoads:
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Queues loads to be reported as failed after the hook that begins loads has raised.
+        """Queues loads to be reported as failed, because the hook that begins loads has raised.
 
-        jobs: the loads of the step; only loads that were not begun have failed.
-        abandoned: further requests whose load has failed.
+        jobs: the loads of the step. Only those that were not begun are queued.
+        abandoned: ids of further requests whose load must be reported as failed.
         """
         self._failed |= set(abandoned)
         for job in jobs:
@@ -180,8 +181,9 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Returns the ends to report to vLLM, and forgets them: the requests whose load has ended
-        (failed or not), the requests whose load failed, and the ended loads."""
+        """Returns the ends of loads that were not reported to vLLM before, and forgets them. The
+        result has the ids of the requests whose load has ended (failed or not), the ids of the
+        requests whose load failed, and the ended loads."""
         if not self._active:
             failed, self._failed = self._failed, set()
             return set(failed), failed, []
@@ -205,8 +207,9 @@ class RankLoads:
         return finished, failed
 
     def take_failed(self) -> tuple[set[str], list[ActiveLoad]]:
-        """Removes all loads that have ended or were never sent. Returns the requests whose load to
-        report as failed, and the removed loads. Used if `take` has raised."""
+        """Removes all loads that have ended or were never sent. Returns the ids of the requests
+        whose load must be reported as failed, and the removed loads. Used if `take_results` of
+        `HotKVWorker` has raised."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
         self._active = {
@@ -218,7 +221,7 @@ class RankLoads:
         return failed, over
 
     def _end_of(self, load: ActiveLoad) -> Ended:
-        """Returns how a load has ended whose future is resolved. A load whose result can't be read
+        """Returns the end of a load whose future is resolved. If the result can't be read, the load
         counts as failed."""
         assert load.answer is not None
         try:
@@ -246,8 +249,8 @@ class RankLoads:
     # ----------------------------------------------------------------------------------- hung loads
 
     def overdue(self, now_s: float) -> tuple[str, ...]:
-        """Returns the ids of transfers that were cancelled at least CANCEL_GRACE_S ago and have not
-        ended."""
+        """Returns the transfer ids of the loads that were cancelled at least CANCEL_GRACE_S ago and
+        have not ended."""
         return tuple(
             load.job.transfer_id
             for load in self._active.values()
@@ -258,8 +261,11 @@ class RankLoads:
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
         """Queues loads to be reported as failed although the server has not ended them. Called for
-        transfers whose blocks the scheduler holds back from vLLM's pool, so that their requests
-        need not wait for the server."""
+        the loads whose blocks the scheduler holds back from vLLM's pool, so that their requests
+        need not wait for the server.
+
+        transfer_ids: ids of these loads' transfers.
+        """
         wanted = set(transfer_ids)
         for load in [
             load
@@ -274,14 +280,14 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns which of the transfers can't write to this rank's memory any more, and the hung
-        loads that have ended since the last call.
+        """Returns the ids of the transfers that can't write to this rank's memory any more (out of
+        `transfer_ids`), and the hung loads that have ended since the last call.
 
-        transfer_ids: transfers whose blocks the scheduler holds back from vLLM's pool.
+        transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
         """
         for load in self._active.values():
-            # A load that was not sent, and whose blocks are held back, fails here. `take` reports
-            # it.
+            # The blocks of this load are held back, but the load was not sent. It fails here, and
+            # `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]

@@ -5,9 +5,10 @@ Always true:
   is closed.
 - If it is not known which blocks a step overwrites, `take_everything_back` revokes all stores in
   one call.
-- No step waits for the device. A store begins to read only after the device has passed its mark
-  (point in the device's queue). If a step overwrites its blocks before that, it is revoked at once.
-- Each store is reported once.
+- No step waits for the device. A store begins to read only after the device has passed the store's
+  mark (point in the device's queue). If a step overwrites the store's blocks before that, the store
+  is revoked at once.
+- Each store is reported to the scheduler once.
 """
 
 import time
@@ -30,15 +31,16 @@ from hotkv_vllm.worker.session import RankSession
 logger = link.logger
 
 FENCE_GRACE_S = 0.5
-"""How long a step still waits for the end of a revoked store after the store's deadline."""
+"""A step waits for the end of a revoked store at most until this many seconds after the store's
+deadline."""
 
 
 @dataclass(slots=True)
 class ActiveStore:
     """A store of this rank.
 
-    after: the mark (point in the device's queue) for which the store waits.
-    began_s: time of the order to begin, monotonic clock.
+    after: the mark (point in the device's queue) after which the store may begin to copy.
+    began_s: time at which the worker was ordered to begin the store, monotonic clock.
     representations: runs of the representations (compact forms of keys, for sparse attention) to
         store with the blocks.
     answer: the future of the transfer; None until the store is sent.
@@ -55,7 +57,7 @@ class RankStores:
     """Sends the stores of a rank, collects their results, and revokes stores before a step
     overwrites their blocks.
 
-    active: the stores whose end was not reported yet, by id.
+    active: the stores whose end was not reported yet, by store id.
     """
 
     def __init__(
@@ -81,11 +83,12 @@ class RankStores:
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
-        """Begins a store. Sends it at once if the server can test the mark or the device has passed
-        it; otherwise `send_waiting` sends it later.
+        """Begins a store. Sends it at once if the server can test the mark, or if the device has
+        passed the mark; otherwise `send_waiting` sends it later.
 
-        representations: runs of the representations (compact forms of keys) to store with it.
-        after: the mark (point in the device's queue) for which the store waits.
+        representations: runs of the representations (compact forms of keys) to store with the
+            blocks.
+        after: the mark (point in the device's queue) after which the store may begin to copy.
         """
         store = ActiveStore(job, self._rank.marks.use(after), time.monotonic(), representations)
         self.active[job.store_id] = store
@@ -97,8 +100,8 @@ class RankStores:
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Queues stores to be reported as written, without beginning them: another rank holds the
-        same bytes and stores them."""
+        """Queues stores to be reported as written, without beginning them, because another rank
+        holds the same bytes and stores them."""
         self._reports.update({job.store_id: nothing_to_write(job) for job in jobs})
 
     def send_waiting(self) -> None:
@@ -118,8 +121,8 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Makes the stores fail that were not sent because their hook raised. They are never
-        sent."""
+        """Handles the stores in `jobs` after the hook that begins stores has raised: stores that
+        were not sent fail, and are never sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -130,11 +133,13 @@ class RankStores:
     # ---------------------------------------------------------------------------------- taking back
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
-        """Ends the stores whose blocks the step overwrites. Waits for stores that are copying, at
-        most `flush_timeout_s`, and then revokes them. Revokes a store at once if its copy has not
-        begun, or if the scheduler has revoked it already by its fence.
+        """Ends the stores whose blocks the step overwrites. Waits for stores that may be copying
+        (the device has passed their mark) at most `flush_timeout_s`, and then revokes them. Revokes
+        a store at once if the device has not passed its mark, or if the scheduler has already
+        revoked it by the fence page.
 
-        store_ids: the stores that the step lists; stores that have ended are ignored.
+        store_ids: ids of the stores that the step's message lists; stores that have ended are
+            ignored.
         """
         waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
         if not waiting:
@@ -154,8 +159,8 @@ class RankStores:
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await(self, waiting: list[ActiveStore]) -> None:
-        """Waits for the stores up to `flush_timeout_s`, then revokes them. After such a timeout it
-        revokes at once, until a store succeeds again."""
+        """Waits for the stores up to `flush_timeout_s`, and then revokes them. After a timeout,
+        later calls revoke stores without waiting first, until a store has succeeded again."""
         if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
             return
         self._is_server_slow = True
@@ -163,7 +168,8 @@ class RankStores:
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
         """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        If the server does not end a store by its deadline, replaces the session and returns False.
+        If the server does not end a store by the store's deadline (and FENCE_GRACE_S), replaces the
+        session and returns False.
         """
         if self._rank.session is None:
             return True
@@ -186,7 +192,7 @@ class RankStores:
 
     def take_everything_back(self) -> None:
         """Revokes all stores of this rank at once, sent or not, so that any block may be
-        overwritten. They count as failed.
+        overwritten. The stores count as failed.
 
         If revoking raises, closes the session, so that the server aborts the stores, and opens
         another session.
@@ -209,13 +215,14 @@ class RankStores:
 
     def begin_anew(self) -> None:
         """Replaces the session, because the server hangs or the key space has changed. The stores
-        of the old session count as failed. Its loads are still awaited."""
+        of the old session count as failed. The loads of the old session are still awaited."""
         if self._rank.leave():
             self.fail_all()
             self._rank.begin()
 
     def fail_all(self) -> None:
-        """Removes all stores and queues them to be reported as failed, ended or not."""
+        """Removes all stores, and queues them to be reported as failed, even stores that have
+        ended."""
         for store_id, store in self.active.items():
             self._reports[store_id] = StoreReport([b""])
             self._rank.marks.done(store.after)
@@ -285,8 +292,8 @@ def report_of(result_arrays: Sequence[Any]) -> StoreReport:
 
 
 def nothing_to_write(job: StoreJob) -> StoreReport:
-    """Returns the report of a rank about a store that it leaves to another rank, because both hold
-    the same bytes: WRITTEN for each block."""
+    """Returns a rank's report about a store that the rank leaves to another rank, because both hold
+    the same bytes. The report has the result WRITTEN for each block."""
     return report_of(
         [np.full(sum(len(run.hashes) for run in job.runs), BlockResult.WRITTEN, np.uint8)]
     )

@@ -1,9 +1,9 @@
 """Collects a rank's report to the scheduler for each step (`HotKVWorkerMetadata`).
 
 Always true:
-- Growth of counters, and ends of transfers, are reported once.
+- Growth of counters, and ends of transfers (loads and stores), are reported once.
 - States (hung loads, session, weights) are reported as they are when the report is taken.
-- If reading one part raises, the report is sent without that part.
+- If code that collects one part of the report raises, the report is sent without that part.
 """
 
 import time
@@ -21,8 +21,8 @@ class RankReport:
     """Collects the rank's next report.
 
     rank_number: vLLM's number of the rank.
-    asked: the last step's message from the scheduler. It names the held loads to report on, and
-        says whether to report the session.
+    asked: the last message from the scheduler whose loads were begun. The report answers its fields
+        `held_loads` and `asks_links`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class RankReport:
         )
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
-        """Records loads that have ended, so that the next `take` ends their use of their marks
-        (points in the device's queue)."""
+        """Records loads that have ended. The next `take` ends their use of marks (points in the
+        device's queue), so that the marks can be reused."""
         self._over += loads
 
     def take(
@@ -89,7 +89,8 @@ class RankReport:
 
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
-        """Sets the report's states: overdue and settled loads, the session, and the weights."""
+        """Sets the states in the report: overdue and settled loads (see `HotKVWorkerMetadata`), the
+        session, and the weights."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}
@@ -111,8 +112,8 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds what the scheduler has asked for in the step's message: the step's numbers and the
-        handshake."""
+        """Adds the answers to the step's message: the step's numbers, and the rank's handshake if
+        the scheduler wants it."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

@@ -4,11 +4,11 @@ registers, opens a session with this memory, and sends the rank's transfers.
 Always true:
 - A session exists only with memory that the server can map, and for a key space on which all ranks
   have agreed. The session is closed before the engine unmaps the memory.
-- No transfer is sent without a server, or while this rank's weights or adapters may differ from the
-  weights and adapters for which the scheduler has planned.
+- No transfer (load or store) is sent without a server, or while this rank's weights or adapters may
+  differ from the weights and adapters for which the scheduler has planned.
 - A transfer that could not be begun counts as failed.
-- `handshake` always holds this rank's present handshake for the scheduler. If the rank is off, the
-  handshake says why.
+- `RankSession.handshake` is this rank's present handshake for the scheduler. If the rank runs
+  without hotkv, the handshake says why.
 """
 
 import logging
@@ -52,8 +52,8 @@ class RankSession:
     weights: watches this rank's weights; None before the first export.
     adapters: watches this rank's LoRA adapters.
     shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
-        are stored and loaded with blocks; None if blocks are stored without them.
-    session: None if no session was opened or it is closed.
+        are stored and loaded with blocks; None if blocks are stored without representations.
+    session: the session with the server; None if no session was opened or the session is closed.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
@@ -90,9 +90,10 @@ class RankSession:
     # --------------------------------------------------------------------------------------- memory
 
     def export(self, kv_caches: Mapping[str, Any]) -> bool:
-        """Exports the engine's KV memory, so that a server can map it. Returns False if that is
-        impossible: the engine then runs without hotkv, and the log says why. CPU memory is moved
-        into a shared file; the tensors and their views stay valid.
+        """Exports the engine's KV memory, so that a server can map it. Returns False if the memory
+        can't be exported or the ranks do not agree on a key space. The engine then runs without
+        hotkv, and the log says why. CPU memory is moved into a shared file; the tensors and their
+        views stay valid.
 
         kv_caches: the tensor of each layer, by layer name.
         """
@@ -107,9 +108,9 @@ class RankSession:
         return True
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports the memory, after the ranks have agreed on the key space. After a sleep, only the
-        memory's description and the export are made anew; this rank's key space and the marks stay.
-        Raises Unsupported, OSError or ValueError."""
+        """Exports this rank's memory, and lets the ranks agree on the key space. After a sleep,
+        only the memory's description and the export are made anew; this rank's own key space and
+        the marks (points in the device's queue) stay. Raises Unsupported, OSError or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -170,10 +171,10 @@ class RankSession:
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns the number of the vLLM group to which representations (compact forms of keys)
-        belong.
+        """Returns the number of the vLLM group whose blocks a kind of representation (compact form
+        of keys) belongs to.
 
-        group_index: the index by which the session addresses these representations.
+        group_index: the group index by which the session addresses this kind.
         """
         assert self._session_config is not None
         config = self._session_config
@@ -183,12 +184,14 @@ class RankSession:
     # -------------------------------------------------------------------------------------- session
 
     def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
-        """Opens a session for the exported memory, and waits for the server up to `startup_wait_s`
-        (OPENING_S longer for a server that has answered). Does nothing if no memory was exported.
+        """Opens a session for the exported memory. Waits for the server up to `startup_wait_s`, and
+        up to OPENING_S longer if the server has answered but has not opened the session yet. Does
+        nothing if no memory was exported.
 
         sparse: the worker whose representations (compact forms of keys) are stored with blocks. If
-            they can't be exported, blocks are stored and loaded without them, and the log says why.
-        centres: the mean keys by which the representations are computed; None without them.
+            they can't be exported, blocks are stored and loaded without representations, and the
+            log says why.
+        centres: the mean keys by which the representations are computed; None without mean keys.
         """
         if self.memory is None or self._space is None:
             return
@@ -214,7 +217,8 @@ class RankSession:
             rank=self.place.rank,
             weights_in_doubt=self.weights is not None and self.weights.held,
         )
-        # Otherwise stores of the first steps would fail, until the server has mapped the memory.
+        # Without this wait, stores of the first steps would fail until the server has mapped the
+        # memory.
         if self.session is not None and not link.await_server(
             self.session, self._config.startup_wait_s, link.OPENING_S
         ):
@@ -279,18 +283,18 @@ class RankSession:
         return True
 
     def turn_off(self, why: str) -> None:
-        """Turns this rank off, so that the whole engine runs without hotkv. Closes session and
-        memory.
+        """Turns this rank off, so that the whole engine runs without hotkv. Closes the session and
+        the exported memory.
 
-        why: the reason, which the handshake tells the scheduler.
+        why: the reason, which the handshake passes to the scheduler.
         """
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
         self.shutdown()
 
     def shutdown(self, keeps_fence: bool = False) -> None:
         """Closes the session, the exported memory and the fence. Waits for the server for at most 5
-        seconds. A load that has not ended by then writes only to memory that the engine no longer
-        uses.
+        seconds. A load that has not ended by then writes only to memory that the engine does not
+        use any more.
 
         keeps_fence: True keeps the fence (the shared page in which the scheduler revokes stores)
             for the next session.
@@ -310,13 +314,13 @@ class RankSession:
 
     @property
     def is_trusted(self) -> bool:
-        """Returns True if this rank surely has the weights and adapters for which the scheduler has
-        planned and the session was opened."""
+        """Returns True if this rank surely has the weights and adapters for which the session was
+        opened and the scheduler has planned."""
         return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
 
     def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
-        """Begins a load. The server copies after the device has passed the mark (a point in its
-        queue). Returns the future of the transfer. Never raises."""
+        """Begins a load. The server copies after the device has passed the mark (a point in the
+        device's queue). Returns the future of the transfer. Never raises."""
         runs = job.runs if self.shared is None else (*job.runs, *job.representations)
         return self._begun(
             lambda session: session.load(
@@ -332,10 +336,10 @@ class RankSession:
     def store(
         self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
     ) -> "Future[TransferResult]":
-        """Begins a store. The server copies after the device has passed the mark (a point in its
-        queue). Returns the future of the transfer. Never raises.
+        """Begins a store. The server copies after the device has passed the mark (a point in the
+        device's queue). Returns the future of the transfer. Never raises.
 
-        runs: the runs to store: blocks and representations.
+        runs: the runs of blocks and of representations (compact forms of keys) to store.
         """
         return self._begun(
             lambda session: session.store(
@@ -356,8 +360,8 @@ class RankSession:
             self.session.cancel(self._name(transfer_id))
 
     def _name(self, transfer_id: str) -> str:
-        """Returns the server's id for this rank's part of a transfer: all ranks share
-        `transfer_id`."""
+        """Returns the id of this rank's part of a transfer in the server, made from `transfer_id`,
+        which is the same in all ranks."""
         return f"{transfer_id}-k{self.place.rank}"
 
     def _begun(
@@ -366,7 +370,7 @@ class RankSession:
         """Begins a transfer and returns its future. Returns a failed future if the transfer can't
         be begun.
 
-        begin: begins the transfer with the session that it is given.
+        begin: a function that gets the session, begins the transfer and returns its future.
         """
         if self.session is None or not self.session.connected:
             return never_begun("no server")
@@ -381,7 +385,7 @@ class RankSession:
 
     def mark(self) -> Mark:
         """Makes a mark (a point in the device's queue) for the transfers that the present hook
-        begins. Logs how the server tests marks when that has changed."""
+        begins. Logs the way in which the server tests marks, each time it has changed."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:
@@ -397,11 +401,11 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns this rank's entry for the report about sessions: {rank: why it has no session},
-        with an empty reason if it has a session. Returns an empty dict if the state has not changed
-        since the last report and the scheduler does not ask.
+        """Returns this rank's entry for the report about sessions: {rank: why it has no session}.
+        The reason is an empty text if the rank has a session. Returns an empty dict if the rank has
+        neither got nor lost its session since the last report, and the scheduler does not ask.
 
-        is_asked: True if the scheduler asks for the state.
+        is_asked: True if the scheduler asks whether the rank has a session.
         """
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked

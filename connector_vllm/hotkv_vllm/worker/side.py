@@ -1,21 +1,22 @@
 """The connector's worker side: carries out the loads and stores of each step in one rank.
 
 `HotKVWorker` holds the rank's memory and session (`session`), its loads (`rank_loads`) and its
-stores (`rank_stores`). Its calls wait only for stores whose blocks the step overwrites, for the
+stores (`rank_stores`). Its methods wait only for stores whose blocks the step overwrites, for the
 server when the engine's memory is registered or discarded, and for a moment after the engine's
 weights have changed.
 
-The memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
+The KV memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
 sleep), and exported again when vLLM has mapped it again.
 
-Every transfer has a mark, which is a point in the device's queue (`device_order`). The copy begins
-after the device has passed the mark. If the server can test the mark, the transfer is sent at once.
-Otherwise the first hook that finds the mark passed sends it. The time limit of a transfer begins at
+Every transfer (load or store) has a mark, which is a point in the device's queue (`device_order`).
+The server begins to copy after the device has passed the mark. If the server can test the mark, the
+transfer is sent at once. Otherwise the worker sends the transfer in the first hook in which it sees
+that the device has passed the mark. The time limit of a transfer begins when the device has passed
 its mark.
 
-With sparse decode, representations (compact forms of keys) are stored and loaded with blocks. They
-are built before the store of their block begins, and marked as built when their load has succeeded.
-If building or loading them fails, their blocks only lack representations.
+With sparse decode, representations (compact forms of keys) are stored and loaded with blocks. The
+representation of a block is built before the store of the block begins, and marked as built when
+its load has succeeded. If it can't be built or loaded, the block is stored or loaded without it.
 """
 
 import time
@@ -106,8 +107,8 @@ class HotKVWorker:
         self.rank.shutdown()
 
     def restore(self) -> None:
-        """Exports the KV memory again after a sleep, and opens a session. The memory no longer has
-        its old contents."""
+        """Exports the KV memory again after a sleep, and opens a session. The memory has lost its
+        old contents."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -133,11 +134,11 @@ class HotKVWorker:
 
     def _let_go(self) -> None:
         """Ends all transfers, closes the session and withdraws the memory, because the engine is
-        about to unmap it.
+        about to unmap the memory.
 
-        Waits for the server at most as long as a store may take. If the server hangs, it later
-        writes to its own mapping, which is not the memory that the engine gets next. A load that
-        the server has not ended is not reported, so vLLM retains its blocks.
+        Waits for the server at most as long as a store may take. A server that hangs may write
+        later, but only through its own mapping of the old memory. A load that the server has not
+        ended is not reported to vLLM, so vLLM retains the load's blocks.
         """
         if self.rank.session is not None:
             self.loads.make_void()
@@ -204,8 +205,8 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Makes the loads fail that were not begun because `start_loads` raised. The stores of the
-        step are still handled."""
+        """Queues the step's loads that were not begun to be reported as failed, because
+        `start_loads` has raised. The stores of the step are still handled."""
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
@@ -222,8 +223,8 @@ class HotKVWorker:
             return
         jobs = meta.stores
         if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
-            # These requests have read blocks that the server no longer held. So their KV is wrong,
-            # and must not be stored under the hashes of the right KV.
+            # These requests have read blocks that the server no longer held. So the KV that they
+            # have computed is wrong, and must not be stored under its hashes.
             self.stores.refuse([job for job in jobs if job.request_id in lost])
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
@@ -232,17 +233,17 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Makes the stores fail that were not sent because `save` raised."""
+        """Makes the step's stores fail that were not sent, because `save` has raised."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         """Builds the representations (compact forms of keys) that a store is to contain, and
         returns `runs`.
 
-        Returns an empty tuple, so that the blocks are stored without representations, if building
-        fails, if this worker is not connected, or if its representations can't be exported.
+        Returns an empty tuple if building fails, if this worker is not connected, or if its
+        representations are not exported. The blocks are then stored without representations.
 
-        runs: the runs of representations in the store's order.
+        runs: the store's runs of representations (`StoreJob.representations`).
         """
         if not runs or self.rank.shared is None or not self.rank.is_connected:
             return ()
@@ -255,8 +256,9 @@ class HotKVWorker:
     # -------------------------------------------------------------------------------------- results
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Returns the requests whose load has ended since the last call (failed or not), and the
-        requests whose load failed. Each load is returned once, even if something raises."""
+        """Returns the ids of the requests whose load has ended since the last call (failed or not),
+        and the ids of the requests whose load failed. The end of each load is returned once, even
+        if code of this method raises."""
         if self.loads:
             if self.rank.weights is not None and self.rank.weights.held:
                 self.loads.make_void()
@@ -272,8 +274,8 @@ class HotKVWorker:
         return finished, failed
 
     def take_failed_results(self) -> set[str]:
-        """Returns the requests whose load has ended, if `take_results` raised. All these loads
-        count as failed."""
+        """Returns the ids of the requests whose load has ended or was never sent, if `take_results`
+        has raised. All these loads count as failed."""
         failed, over = self.loads.take_failed()
         self.report.give_marks_back(over)
         return failed
