@@ -253,7 +253,7 @@ class DoorScheduler:
         many leading tokens of each request it may store. Must be called before vLLM's offloading
         plans the stores of the step. A request's tokens may be stored up to the first block with
         KV from before a reset, with KV that another connector of a MultiConnector has decoded
-        sparsely, or with KV that another connector has loaded."""
+        sparsely, or (in an engine with such blocks) with KV that another connector has loaded."""
         self._written.step(scheduler_output)
         written = self._written.of_step()
         steps.tell_written(offloading, written)
