@@ -468,9 +468,9 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Starts requests over whose blocks in the server were lost, because vLLM computes them
-        anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without a new token
-        in between."""
+        """Handles requests whose blocks in the server were lost: starts them over, because vLLM
+        computes them anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without
+        a new token in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:

@@ -111,7 +111,7 @@ class KeptRows:
         """Copies a layer's representations (compact forms of keys) from `pool` into rows.
 
         rows: the rows to copy to [n].
-        blocks: ids of the device blocks whose representations to copy [n].
+        blocks: ids of the device blocks whose representations are copied [n].
         """
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]

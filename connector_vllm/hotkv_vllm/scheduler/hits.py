@@ -314,7 +314,8 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """Allows waits of ANSWER_PATIENCE_S again, because the engine plans its next step."""
+        """Called when the engine plans its next step: allows waits of up to ANSWER_PATIENCE_S
+        again."""
         self._left_s = ANSWER_PATIENCE_S
         self._has_rested = False
 

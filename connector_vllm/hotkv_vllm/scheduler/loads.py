@@ -90,8 +90,9 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """Returns the orders for the next step, and forgets them: loads to begin, requests whose
-        load to cancel, requests whose load to report as failed."""
+        """Returns the orders for the next step, and forgets them: the loads to begin, the ids of
+        the requests whose load is to be cancelled, and the ids of the requests whose load is to be
+        reported as failed."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []

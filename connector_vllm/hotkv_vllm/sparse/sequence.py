@@ -41,7 +41,8 @@ class Attended:
         this step.
     num_wanted: number of blocks that this step's query selected, without the blocks that are always
         attended.
-    num_hits: of the blocks in `num_wanted`, the number that were in the hot set before.
+    num_hits: number of these selected blocks (`num_wanted`) that were in the hot set before this
+        step.
     """
 
     blocks: I32
