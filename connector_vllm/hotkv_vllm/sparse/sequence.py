@@ -136,7 +136,7 @@ class LayerSequence:
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
         """Selects blocks with the step's query and updates the hot set, in one compiled call. Does
-        not support fusion and `adaptive_p`.
+        not support the settings `fusion` and `adaptive_p`.
 
         where: which blocks of the context can be chosen, and which are always attended.
         budget_blocks: the most blocks that the step may select.
