@@ -158,8 +158,8 @@ FALLBACKS: dict[str, str] = {
     "build_kv_connector_stats": "Nothing is counted.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
-"""By name of a hook: what happens if the hook raises. This is the reason why no request is lost and
-no wrong KV is served.
+"""By name of a hook: what happens if the hook raises, and so why no request is lost and no wrong KV
+is served.
 
 Some names are methods that a hook calls (`is_part`): if such a method raises, the rest of the hook
 still runs. `hook` refuses a method whose name is missing here.

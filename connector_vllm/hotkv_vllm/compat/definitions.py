@@ -282,8 +282,8 @@ class Names:
         return self._modules[name]
 
     def find(self, name: str) -> Found | None:
-        """Returns the definition of a full name such as `vllm.config.VllmConfig`. Returns None if
-        there is no such definition in vLLM."""
+        """Returns the definition that has a full name, such as `vllm.config.VllmConfig`. Returns
+        None if there is no such definition in vLLM."""
         module, _, last = name.rpartition(".")
         return self.lookup(module, last) or (
             Found(name, Module.node) if self.module(name) is not None else None

@@ -224,7 +224,8 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
 def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"vllm={versions.VERSION}",
-        # Its processors make the pixels of images, and its models may compute the text.
+        # The processors of transformers compute the pixels of images, and vLLM may also run the
+        # models of transformers.
         f"transformers={transformers.__version__}",
         *(f"{name}={digest(value)}" for name, value in sorted(parts.items())),
     )

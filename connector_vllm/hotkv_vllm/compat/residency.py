@@ -180,8 +180,8 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """Returns no hit in vLLM's own prefix cache: if a block is on the device, the server need
-        not have the blocks before it. So all hits come from the connector."""
+        """Returns no hit in vLLM's own prefix cache, so that all hits come from the connector. The
+        reason: vLLM's cache may hold a block although the server lacks the blocks before it."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:

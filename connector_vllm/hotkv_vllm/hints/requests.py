@@ -170,9 +170,9 @@ class HintReader:
 
 
 def _message_id(request_id: str) -> str:
-    """Returns the id for a request's hints if the client has given none. It is made from the
-    request's id. Characters that are not printable are removed, because clients can choose a part
-    of the request's id."""
+    """Returns an id for the hints of a request, for a client that has given no id. It is made from
+    the request's id. Characters that are not printable are removed, because clients can choose a
+    part of the request's id."""
     printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
     return f"request {printable}"[:MAX_ID_CHARS]
 

@@ -32,7 +32,7 @@ ASK_AGAIN_S = 5.0
 """If ranks have not answered a question after this time, seconds, it is asked again, because the
 question or an answer was lost."""
 MAX_ADAPTERS = 4096
-"""Most adapters that are remembered. Requests of further adapters have no keys."""
+"""Most adapters that are remembered. Requests of further adapters do not use the shared cache."""
 UNKNOWN = ""
 """A rank's answer if it can't identify the bytes that it holds."""
 LATER = "later"
@@ -297,8 +297,8 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """Makes the questions, releases and acknowledgements due again that the last `take_work`
-        has returned, because its step was not sent to the workers."""
+        """Undoes the last `take_work`, because the message of its step was not sent to the workers:
+        the returned questions, releases and acknowledgements are due again."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None

@@ -44,8 +44,8 @@ SPEC = "TieringOffloadingSpec"
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
-    """Extends vLLM's OffloadingConnector: each hook calls vLLM's method, and hotkv's side of this
-    process (`DoorScheduler` or `DoorWorker`). The constructor raises ConfigError if the
+    """Extends vLLM's OffloadingConnector: each hook calls vLLM's method and also hotkv's object in
+    this process (`DoorScheduler` or `DoorWorker`). The constructor raises ConfigError if the
     configuration is wrong."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

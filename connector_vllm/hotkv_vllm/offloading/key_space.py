@@ -32,7 +32,7 @@ change."""
 
 def is_portable(config: Any) -> bool:
     """Returns True if the rows of this engine have the same bytes for all tensor-parallel sizes.
-    That is so only with vLLM's canonical layout. In other layouts a row contains the pages of each
+    This holds only with vLLM's canonical layout. In other layouts a row contains the pages of each
     rank side by side, and so depends on the number of ranks.
 
     Source: `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker refuses

@@ -77,7 +77,7 @@ def _mapped_file(begin: int, end: int) -> tuple[int, int]:
 
 def _descriptor_of(inode: int) -> int:
     """Returns a duplicate of the descriptor by which this process has a file in /dev/shm open.
-    Raises NoRegion if it has none.
+    Raises NoRegion if the process does not have the file open.
 
     inode: the inode of the file.
     """

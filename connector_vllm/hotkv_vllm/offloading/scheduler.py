@@ -295,7 +295,7 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
-        """Makes stores fail whose blocks the step may overwrite before vLLM has copied them. vLLM
+        """Makes a store fail if the step may overwrite its blocks before vLLM has copied them. vLLM
         waits for such stores only when the workers receive the step, and with model runner V2 this
         may be too late (`checks.writes_before_it_tells`)."""
         if meta.jobs_to_flush and checks.writes_before_it_tells(

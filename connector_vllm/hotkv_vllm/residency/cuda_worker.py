@@ -225,7 +225,7 @@ class CudaSequences:
         self._lost |= found
 
     def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
-        """Marks those requests in `among` as lost that have blocks only in host memory.
+        """Marks a request in `among` as lost if it has blocks only in host memory.
 
         why: the reason, for the log.
         """

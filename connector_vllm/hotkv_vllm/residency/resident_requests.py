@@ -130,10 +130,11 @@ class ResidentRequests:
         return "" if one is None or one.opened is None else one.residency_id
 
     def is_admitted(self, state: RequestState, now_s: float) -> bool:
-        """Returns True if the request may begin: the server has reserved room for it, or all its
-        blocks may be on the device. Retries a reservation that the server has refused.
+        """Returns True if the request may begin: the server has reserved room for all its present
+        blocks, or the device may hold all its blocks (`DevicePool.stays_whole`). Retries a
+        reservation that the server has refused.
 
-        Also registers the request if this object does not know it, because it arrived when the
+        Also registers a request that this object does not know. Such a request arrived when the
         engine had other weights.
         """
         request_id = state.request.request_id
@@ -468,9 +469,9 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Starts requests over whose blocks in the server were lost, because vLLM computes them
-        anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without a new token
-        in between."""
+        """Handles requests whose blocks in the server were lost: starts them over, because vLLM
+        computes them anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without
+        a new token in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:

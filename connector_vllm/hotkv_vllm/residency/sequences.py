@@ -111,7 +111,7 @@ class KeptRows:
         """Copies a layer's representations (compact forms of keys) from `pool` into rows.
 
         rows: the rows to copy to [n].
-        blocks: ids of the device blocks whose representations to copy [n].
+        blocks: ids of the device blocks whose representations are copied [n].
         """
         for name, source in self._pool.sources(layer_idx).items():
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
@@ -297,14 +297,14 @@ class ResidentSequences:
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Marks the requests as lost that the scheduler's message names: after a reconnect the
-        server did not pin their blocks at the old offsets."""
+        """Marks `request_ids` as lost. The scheduler's message names these requests, because after
+        a reconnect the server did not pin their blocks at the old offsets."""
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")
 
     def lose_all_away(self, why: str) -> None:
-        """Marks all requests as lost that have blocks only in host memory.
+        """Marks each request that has blocks only in host memory as lost.
 
         why: the reason, for the log.
         """
@@ -328,7 +328,7 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks requests as lost whose blocks were read from the arena in this step but are no
+        """Marks a request as lost if its blocks were read from the arena in this step but are no
         longer pinned. Called after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():

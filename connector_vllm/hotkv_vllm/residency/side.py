@@ -1,7 +1,7 @@
 """Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
 `ResidentRequests`. Tells the manager how many tokens of a request the server has pinned, and which
-requests may begin. Before each step, leaves out requests that must wait for room in the server, and
-moves requests off the device if the device's pool lacks blocks.
+requests may begin. Before each step, takes requests that must wait for room in the server out of
+the step, and moves requests off the device if the device's pool lacks blocks.
 
 In an engine without residency these methods do nothing.
 """
@@ -49,8 +49,8 @@ class ResidentSide:
 
     @hook(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
-        """Prepares the step that vLLM is about to plan: leaves out requests whose next block has no
-        room in the server, and moves requests off the device if the pool lacks blocks."""
+        """Prepares the step that vLLM is about to plan. Takes requests whose next block has no room
+        in the server out of the step. Moves requests off the device if the pool lacks blocks."""
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
         if residencies is not None:

@@ -115,8 +115,8 @@ class SharedEvents:
             yield events.stored(self._groups[event.group_index], _part(event, first, end))
 
     def _take_back(self, blocks: dict[Place, set[bytes]]) -> Iterator[Any]:
-        """Yields vLLM's removal events for those of `blocks` that were published as stored, and
-        forgets that they were published."""
+        """Yields vLLM's removal events for the hashes in `blocks` that were published as stored,
+        and forgets that they were published."""
         for place, hashes in list(blocks.items()):
             told = self._told.get(place, set())
             gone = [block_hash for block_hash in hashes if block_hash in told]

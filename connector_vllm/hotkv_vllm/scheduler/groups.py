@@ -37,8 +37,8 @@ class CachedGroups:
     hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
         of a request, over all tokens up to the block's end.
     alignment_tokens: every hit ends at a multiple of this.
-    draft_groups: indices of the groups of a drafter (speculative decoding). In these groups the
-        block after a hit's end must be ready too.
+    draft_groups: indices of the groups in which the block after a hit's end must be ready too,
+        because of a drafter (speculative decoding).
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
     """

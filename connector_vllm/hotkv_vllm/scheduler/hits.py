@@ -158,9 +158,9 @@ class TableProbe:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the request's hit may be longer than the blocks in `masks` make it. The
-        masks come from the block table, which lists only blocks in host memory; the server's lower
-        tiers may have further blocks."""
+        """Returns True if the request's hit may be longer than `masks` shows. The masks come from
+        the block table, which lists only blocks in host memory; the server's lower tiers may have
+        further blocks."""
         limit = request.num_tokens - 1
         return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
 
@@ -314,7 +314,8 @@ class Patience:
         return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
 
     def begin_step(self) -> None:
-        """Allows waits of ANSWER_PATIENCE_S again, because the engine plans its next step."""
+        """Called when the engine plans its next step: allows waits of up to ANSWER_PATIENCE_S
+        again."""
         self._left_s = ANSWER_PATIENCE_S
         self._has_rested = False
 
@@ -358,7 +359,8 @@ class Patience:
 MISS_MEMORY_S = 0.05
 """After a miss, a request is not looked up again for this time, seconds."""
 HINT_MEMORY_S = 0.02
-"""The hint that was taken at a request's arrival may be used for this time, seconds."""
+"""The hint (which blocks are ready, according to the block table) that was read at a request's
+arrival may be used for this time, seconds."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """A load may begin only during this first share of its lease's lifetime, so that the lease does not
 expire before the load ends."""

@@ -90,8 +90,9 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """Returns the orders for the next step, and forgets them: loads to begin, requests whose
-        load to cancel, requests whose load to report as failed."""
+        """Returns the orders for the next step, and forgets them: the loads to begin, the ids of
+        the requests whose load is to be cancelled, and the ids of the requests whose load is to be
+        reported as failed."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []
@@ -473,8 +474,9 @@ class OtherLoads:
         return self._last_step
 
     def lost(self) -> None:
-        """Excludes all requests from storing that were admitted and are not known to have run.
-        Called if the planning of a step raised: it is not known which requests that step runs."""
+        """Marks the requests that were admitted and are not known to have run: their blocks are
+        never stored. Called if the planning of a step raised, because it is not known which
+        requests that step runs."""
         self._distrusted |= self._admitted
         self.held |= self._admitted
 

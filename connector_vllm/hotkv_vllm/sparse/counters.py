@@ -156,8 +156,8 @@ def measure(
     scale: float,
     attended: Attended,
 ) -> Recall:
-    """Returns how good a row's selection is, compared with exact attention over its whole context.
-    For the other arguments see `block_mass`.
+    """Returns the quality of a row's selection (`Recall`), compared with exact attention over the
+    row's whole context. For the other arguments see `block_mass`.
 
     attended: the selection, and the blocks that the row attends to.
     """

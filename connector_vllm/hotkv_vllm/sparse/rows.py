@@ -125,9 +125,10 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a row with a single token is to attend sparsely: the request decodes and
-        has a long context. On CUDA only resident requests are (`ResidentOnly`); in a step that may
-        be replayed from a CUDA graph, also each request with blocks only in host memory.
+        """Returns True if a row with a single token is to attend sparsely. In a CPU engine it does
+        if the request decodes and has a long context. On CUDA the request must also be resident
+        (`ResidentOnly`). In a step that vLLM may replay from a CUDA graph, a resident request with
+        blocks only in host memory attends sparsely even if it does not decode.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """

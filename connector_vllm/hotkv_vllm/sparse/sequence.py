@@ -41,7 +41,8 @@ class Attended:
         this step.
     num_wanted: number of blocks that this step's query selected, without the blocks that are always
         attended.
-    num_hits: of the blocks in `num_wanted`, the number that were in the hot set before.
+    num_hits: number of these selected blocks (`num_wanted`) that were in the hot set before this
+        step.
     """
 
     blocks: I32
@@ -135,7 +136,7 @@ class LayerSequence:
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
         """Selects blocks with the step's query and updates the hot set, in one compiled call. Does
-        not support fusion and `adaptive_p`.
+        not support the settings `fusion` and `adaptive_p`.
 
         where: which blocks of the context can be chosen, and which are always attended.
         budget_blocks: the most blocks that the step may select.

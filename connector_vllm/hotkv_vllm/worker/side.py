@@ -233,7 +233,7 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Makes the step's stores fail that were not sent, because `save` has raised."""
+        """Handles an exception in `save`: the step's stores that were not sent fail."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
