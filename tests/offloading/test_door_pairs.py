@@ -168,6 +168,7 @@ def test_blocks_that_host_memory_lost_come_from_the_disk(rigs: Any, tmp_path: Pa
         engine = rigs(daemon.start(), **LONG_WAIT)
         engine.store(keys)
         wait_for(lambda: daemon.counter("tier_demoted_blocks_total") >= 40, "the copy to the disk")
+        wait_for(lambda: not daemon.counter("tier_unsaved_blocks"), "the records of the blocks")
         daemon.lose_arena()
         wait_for(lambda: not engine.tier.session.connected, "the end of the session")
         daemon.start()
