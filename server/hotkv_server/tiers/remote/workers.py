@@ -243,9 +243,12 @@ class Workers:
         return client
 
     def _do(self, number: int, part: Part, client: Client | None) -> Client | None:
-        """Executes a part in thread `number`; skips it if its deadline has passed or the server has
-        a known problem. Returns the client for the next part; None if the thread must connect
-        again."""
+        """Executes a part in thread `number`. Skips the part if its deadline has passed, or if the
+        server has a known problem. Returns the client with which the thread executes its next part;
+        None if the thread must first connect again.
+
+        `client`: the thread's connection; None if the thread has none.
+        """
         begun_s = time.monotonic()
         if begun_s > part.deadline_s or self._health.problem:
             return client

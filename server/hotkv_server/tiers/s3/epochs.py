@@ -96,6 +96,7 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
     returns it. If the store has no room for the new epoch, deletes the old epoch and returns
     NO_EPOCH; blocks are then refused until an epoch begins. Raises StoreError.
 
+    `floor`: the highest epoch of the key space that the caller knows.
     `now_us`: the time of the wall clock in microseconds.
     """
     for _ in range(TRIES):

@@ -142,8 +142,9 @@ class Lister:
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
         """Forgets the state of a key space in all epochs but one.
 
-        `fingerprint`: names the key space.
-        `space`: the key space in the epoch to keep; None: keeps none.
+        `fingerprint`: name of the key space.
+        `space`: the key space in the epoch whose state stays; None: forgets the state in all
+            epochs.
         """
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:

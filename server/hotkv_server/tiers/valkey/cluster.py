@@ -129,7 +129,7 @@ class ClusterPipe:
         ASK). Returns an error with the code INCOMPLETE if no server has the command's hash slot, or
         if the last reply is an error with one of INCOMPLETE_CODES.
 
-        `read`: reads the next reply from a connection.
+        `read`: reads and returns the next reply of the connection that it is given.
         """
         sent, connection = self._sent.popleft()
         if connection is None:
