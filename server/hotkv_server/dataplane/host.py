@@ -167,8 +167,8 @@ class HostCopyEngine:
             del piece, job, plan
 
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
-        """Copies a piece: share number `at` of a plan that is divided into `whole` equal shares.
-        `streaming`: True bypasses the processor's caches."""
+        """Copies a piece of a plan: the share with the number `at`, counted from 0, if the plan is
+        divided into `whole` equal shares. `streaming`: True bypasses the processor's caches."""
         if isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(

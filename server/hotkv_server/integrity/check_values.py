@@ -25,10 +25,12 @@ _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 
 
 def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
-    """Computes the check values of n blocks, uint64 [n]. Returns zeros if `stride` is 0.
+    """Returns the check values of n blocks, uint64 [n].
 
     `sums`: sums over the sampled lines of all shards of each block, uint64 [n].
     `keys`: the blocks' keys, as `BlockIndex.mixed` returns them, uint64 [n].
+    `stride`: the stride with which the sums were computed; see the module. 0: the server computes
+        no check values, so the result is zeros.
     """
     if not stride:
         return np.zeros(len(sums), np.uint64)

@@ -122,6 +122,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     """Opens the disk tier, and allocates its disk space. Returns None if the settings have no disk.
     Blocks the calling thread. Raises StartError.
 
+    `arena`: host memory with the slots of blocks.
     `reset`: True drops the blocks that an earlier server left on the disk.
     """
     tiers, disk = settings.tiers, settings.tiers.disk
@@ -246,6 +247,7 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
     the shared tiers; returns None if the settings have no tier. Blocks while disk space is
     allocated. Raises StartError.
 
+    `arena`: host memory with the slots of blocks.
     `reset`: True drops the blocks that an earlier server left on the disk.
     """
     lower = open_lower(settings, arena, reset=reset)

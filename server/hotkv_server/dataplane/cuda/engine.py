@@ -72,7 +72,10 @@ class _Work:
 class _Given:
     """A piece in the device's queue.
 
+    `slot`: the event to wait for, and memory that the copy uses.
+    `begun_s`: when the piece was submitted, a time of time.monotonic.
     `is_recorded`: False if there is no event to wait for, because the device is lost.
+    `error`: why the submission failed; empty if it did not fail.
     """
 
     work: _Work
@@ -87,6 +90,7 @@ class Lane:
     """Executes the copies of a device in one direction, loads or stores. Jobs take turns, a piece
     each. The pieces are submitted to a stream of the device, at most `settings.depth` at a time.
 
+    `arena`: the arena, and how much of it is pinned.
     `choose`: returns the method for a piece.
     `on_lost`: called with the reason if the device is lost, from a thread of the lane.
     `num_failed`: number of jobs that have failed.
@@ -312,8 +316,8 @@ class Lane:
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
         """Makes a call, and repeats it if it fails, up to MAX_TRIES times. If all tries fail,
-        reports the device as lost. Returns True if a try has succeeded, and the text of the first
-        failure."""
+        reports the device as lost. Returns two values: True if a try has succeeded, and the text
+        of the first failure, empty if no try has failed."""
         first = ""
         for _ in range(MAX_TRIES):
             try:

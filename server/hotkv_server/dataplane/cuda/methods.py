@@ -100,7 +100,8 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.KERNEL: kernel,
     Method.STAGED: staged,
 }
-"""The function for each method; None is the key for host memory that is not pinned."""
+"""Maps each copy method to the function that submits a piece by it. The key None has the function
+for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
@@ -116,7 +117,7 @@ class Slots:
     """The slots of a lane (the copies in one direction). A slot is needed for each piece in the
     device's queue.
 
-    `all`: as many slots as `settings.depth`.
+    `all`: the slots, used or not: `settings.depth` of them.
     `can_stage`: True if the slots have staging memory.
     """
 

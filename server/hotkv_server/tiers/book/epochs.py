@@ -158,7 +158,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to a store: raise the epoch of a key space to a number above `floor`."""
+    """A request to a store: raise the epoch of a key space to a number above `floor`, which is the
+    highest epoch of the key space in this store that this node knows."""
 
     fingerprint: str
     floor: int
@@ -324,6 +325,8 @@ class EpochBook:
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
         """Returns the key spaces for whose epochs the caller must ask the store now, and counts
         the question as sent.
+
+        `idle`: the idle key spaces (not in use) for which the caller would ask too.
 
         A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
         after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first those for which

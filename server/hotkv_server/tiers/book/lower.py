@@ -78,9 +78,9 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space from the disk's books, in steps: each step searches
-        `portion` entries of the books, and yields the number of blocks that the step has removed.
-        The caller must have stopped new moves of the key space (`Moves.stopped`)."""
+        """Removes the blocks of a key space from the disk's books. Works in steps: each step
+        searches `portion` entries of the books, and then yields the number of blocks that it has
+        removed. The caller must have stopped new moves of the key space (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

@@ -138,8 +138,8 @@ class Moves:
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
-        """Returns, for each entry of host memory, the number of pins that moves hold on it, int64
-        [capacity + 1]."""
+        """Returns, for each entry of host memory, the number of pins that moves hold on it: int64
+        [capacity + 1], indexed by the entry's number."""
         counts = np.zeros(self.host.index.capacity + 1, np.int64)
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)

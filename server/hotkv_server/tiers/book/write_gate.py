@@ -143,8 +143,8 @@ class WriteGate:
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
-        """Decides which of the offered blocks to write. Returns a mask [n] of these blocks, and
-        counts their bytes as written."""
+        """Decides which of the n offered blocks to write. Returns a mask [n] of the blocks to
+        write, and counts their bytes as written."""
         if math.isinf(self._budget):
             self._written.add(int(offered.num_bytes.sum()), now_s)
             return np.ones(len(offered.keys), np.bool_)

@@ -297,8 +297,12 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """Decodes a block, given the arguments of `_encode` in another order. Returns 1; 0 if the room
-    does not hold the encoded form of `num_values` values."""
+    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of `num_values`
+    values.
+
+    `rooms`, `place`, `room`: the block's room is the `room` bytes at offset `place` of `rooms`.
+    `values`, `first`, `num_values`: the values are written to `values`, from index `first` on.
+    """
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2

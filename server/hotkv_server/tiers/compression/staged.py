@@ -60,8 +60,8 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Decodes n blocks; the arguments are those of `encode`. Returns, for each block, 1 if it
-        was decoded, or 0 if its room does not hold the encoded form of a block of this size, int64
+        """Decodes n blocks; for the arguments see `encode`. Returns, for each block, 1 if it was
+        decoded, or 0 if its room does not hold the encoded form of a block of this size, int64
         [n]."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
@@ -213,8 +213,11 @@ class Staged:
 
 
 def packed(rooms: Int64s, place: int) -> Int64s:
-    """Returns the offsets of ranges that follow each other without gaps. `rooms`: sizes of the
-    ranges. `place`: offset of the first range."""
+    """Returns the offsets of byte ranges that follow each other without gaps, int64 [n].
+
+    `rooms`: sizes of the n ranges in bytes.
+    `place`: offset of the first range.
+    """
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 

@@ -43,6 +43,10 @@ class TierSource(Protocol):
 
     Methods take `groups`: for each KV cache group, a list of block hashes in the order of the
     sequence.
+
+    `breaker`: tells whether lookups skip the tier, because it is broken or hangs.
+    `reads`: counts and times of the tier's reads.
+    `name`: name of the tier.
     """
 
     breaker: Breaker
@@ -210,7 +214,8 @@ class TierLookups:
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:
-        """Returns, for each source, True if loading its blocks is faster than computing them.
+        """Returns, for each tier in `sources`, True if loading its blocks is faster than computing
+        them.
 
         `at_hand`: for each list, a mask of the blocks in host memory or being moved there.
         `found`: for each source, and each list, a mask of the blocks to load from the source.
