@@ -217,7 +217,7 @@ def block_copies(
     `recipes`: the byte ranges of a block, one recipe for each memory of the engine.
     `block_ids`, `slot_offsets`, `to_engine`: see `BlockCopies`.
     `arena`: the arena.
-    `engine`: the memories of the engine, by handle id (the name that a recipe has for a memory).
+    `engine`: the memories of the engine, by their handle id (`Recipe.handle_id`).
     """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [

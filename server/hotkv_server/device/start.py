@@ -196,8 +196,13 @@ def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
     """Makes the copy engine of a device. Its threads run on processors near the device. Reads the
-    calibration of the device from `folder`; if there is none, the copy engine measures the device
-    in the background, and the calibration is saved in `folder`."""
+    calibration of the device (the measured speeds of its copy methods) from `folder`. If there is
+    none, the copy engine measures the device in the background, and saves the calibration there.
+
+    `info`: the device.
+    `pinner`: pins the arena for devices; tells how much of it is pinned.
+    `copy`: the settings of copies.
+    """
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",

@@ -136,7 +136,8 @@ class TimedEvent:
 
 class EventPublisher(Protocol):
     """Publishes the events of a node to routers, under topics; `ZmqPublisher` implements it. Its
-    methods are called on the event loop, and do not block, except `close`."""
+    methods are called on the event loop, and do not block, except `close`. In its methods, `number`
+    is the number of a key space on this node."""
 
     published_events: int
     """Number of events sent since the start."""
@@ -196,8 +197,9 @@ class EventPublisher(Protocol):
 
 class EventHub:
     """Sends events to all readers: to the feeds (readers over gRPC), and to the publisher if there
-    is one.
+    is one. In its methods, `number` is the number of a key space on this node.
 
+    `publisher`: publishes the events to routers; None: events are sent to feeds only.
     `of_pool`: True if several nodes share a store and publish its events under a topic of the pool.
         The publisher then sends only events about that store, and a clear if a key space is
         flushed, but no clear if a node starts.

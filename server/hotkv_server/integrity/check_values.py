@@ -1,6 +1,7 @@
 """Check values: 64 bits in the record of a block, which must match the block's bytes.
 
-A check value covers one line of 64 bytes in each `stride` lines, and the last line of each shard.
+A check value covers one line of 64 bytes in each `stride` lines, and the last line of each shard
+(the part of a block that one rank stores).
 The position of the covered line shifts from one group of `stride` lines to the next. With a stride
 of 1 a check value covers all bytes. Its low 4 bits encode the stride, so the blocks of a block
 table may have different strides. The value 0 means that there is no check value.

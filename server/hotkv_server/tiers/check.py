@@ -128,7 +128,11 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
     """Checks the disk tier: writes and reads blocks in a new folder inside `path`, and removes that
     folder at the end. If `path` is missing, creates it and removes it too. Raises StartError or
-    OSError if the disk does not work."""
+    OSError if the disk does not work.
+
+    `path`: the folder of the disk tier.
+    `disk`: the settings of the disk tier.
+    """
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 

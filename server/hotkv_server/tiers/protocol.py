@@ -189,6 +189,7 @@ class TierFacts:
     """Properties of a tier that never change.
 
     `name`: the tier's name in metrics and messages, such as "valkey".
+    `medium`: the kind of storage that events report for the tier's blocks: DISK or REMOTE.
     `places`: True for the disk tier: the cache core chooses the place of each block and evicts
         blocks. False if the tier itself places and evicts blocks.
     `capacity_bytes`: size of the store; 0 if unknown.

@@ -199,8 +199,9 @@ def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Splits a piece that may be too large. Yields pieces that have at most as many bytes and runs
-    as a piece may have (`settings.piece_bytes`, MAX_PIECE_RUNS)."""
+    """Splits a piece that may be too large. Yields pieces of at most MAX_PIECE_RUNS runs and
+    `settings.piece_bytes` bytes. If the method is STAGED, the pieces must instead fit into the
+    staging memory of a slot (`settings.slot_staging_bytes`)."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)

@@ -32,6 +32,7 @@ MAX_TRIES = 4
 class Copies:
     """Queues blocks for a shared tier, and begins and ends their copies.
 
+    `moves`: the moves under way, of all tiers.
     `on_stored`: called each time `add_stored` has queued blocks.
     """
 

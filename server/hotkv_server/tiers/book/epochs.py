@@ -282,9 +282,9 @@ class EpochBook:
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns None while the caller that requested the flush must wait. Afterwards returns the
+        """Returns None while the caller that requested a flush must wait. Afterwards returns the
         names of the stores that did not raise the epoch in time (they must raise it later), or did
-        not confirm the raised epoch in time.
+        not confirm the raised epoch in time. `ticket`: the result of `flush`.
 
         If the list is empty, no node that can reach the stores serves blocks that are older than
         the request for the flush.

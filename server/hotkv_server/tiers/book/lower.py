@@ -29,6 +29,8 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 class LowerTier:
     """The books of the disk tier; see the module.
 
+    `moves`: the moves under way, of all tiers.
+    `arrivals`: reserves slots in host memory for moves up.
     `space`: the blocks on the disk and their places.
     `down`: begins and ends moves to the disk.
     `up`: begins and ends moves from the disk to host memory.

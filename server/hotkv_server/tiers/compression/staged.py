@@ -116,6 +116,7 @@ class Staged:
         slice by itself.
 
         `rooms`: for each block, the bytes of staging memory that it needs.
+        `is_write`: True if the request writes blocks to the store.
         """
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
@@ -127,8 +128,9 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns True if a part of `num_bytes` is small enough for the share of the memory that
-        reads or writes may use. Even then the memory may be occupied by other parts."""
+        """Returns True if a part of `num_bytes` is no larger than the share of the memory that
+        writes may use (half), or that reads may use (all). Even then the memory may be occupied by
+        other parts. `is_write`: True for a write."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
@@ -138,6 +140,8 @@ class Staged:
         Returns None if not enough memory has become free, if the part is larger than the whole
         memory, or after `stop`. Raises OSError if the staging memory itself can't be allocated at
         its first use.
+
+        `is_write`: True if the part is for a write, so that it counts in the half that writes use.
         """
         if num_bytes > self.num_bytes:
             return None

@@ -48,7 +48,9 @@ class TierBelow:
     `tier`: reads and writes the bytes of blocks.
     `lower`: the books of the disk tier, which record the blocks on the disk and the moves.
     `epochs`: tells whether blocks on the disk may be older than a flush.
-    `moving_bytes`: most bytes that may be moved down at a time.
+    `verifier`: compares blocks with their check values.
+    `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
+        effect.
     `memory`: the disk's records, which a thread writes to files; None if the tier's blocks need not
         outlive the process.
     """
@@ -137,8 +139,9 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Makes the thread of `LowerMemory` save how many bytes the write gate has admitted, and
-        when, in the last 24 hours. So the next server counts these bytes in its budget."""
+        """Makes the thread of `LowerMemory` save how many bytes were admitted for writing to the
+        disk, and when, in the last 24 hours. So the next server counts these bytes in its budget of
+        disk writes."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]

@@ -67,7 +67,10 @@ server."""
 class TierCopies:
     """Copies blocks to a shared tier; see the module.
 
-    `moving_bytes`: most bytes that may be copied at a time.
+    `breaker`: tells whether the tier is known to be broken.
+    `epochs`: tells whether the store has confirmed the epoch of a key space.
+    `verifier`: compares blocks with their check values.
+    `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.
     `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
         all tries failed, a flush removed them, or their bytes did not match their check values.

@@ -106,6 +106,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
     """Returns the record of a key space, merged from all copies of the file.
 
     `name`: fingerprint of the key space.
+    `contents`: the contents of the usable copies; at least one.
     `is_complete`: False if a folder has blocks but no usable file. The node's blocks then belong to
         no known epoch.
     """

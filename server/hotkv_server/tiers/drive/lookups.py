@@ -130,7 +130,9 @@ class TierLookups:
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
     `shared`: the shared tiers among the sources. They must be asked which blocks they have, because
         this node does not know it.
+    `epochs`: tells which epochs the stores of shared tiers have confirmed.
     `waiting`: counts the calls that wait for tiers.
+    `tasks`: tells whether the node is closing, so that no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     """
 

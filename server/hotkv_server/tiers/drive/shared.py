@@ -125,8 +125,9 @@ class TierShared:
     """Drives a shared tier; see the module. In its methods, `groups` has a list of block hashes for
     each KV cache group.
 
+    `verifier`: compares blocks with their check values.
     `epochs`: tells which epochs the stores of shared tiers have confirmed.
-    `moving_bytes`: most bytes that may be copied to the tier at a time.
+    `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
     `out`: copies blocks to the tier.
     `below`: the breaker of the disk tier, which tells whether lookups skip the disk; None without a
         disk.
