@@ -265,9 +265,9 @@ class CopyEngines:
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest stall of a copy engine, or the time for which the present poll of the
-        gates has lasted if that is longer. A job that waits for its gate does not count as a
-        stall."""
+        """Returns the longest time, in seconds, for which a thread or device of any copy engine has
+        already worked on its present piece, or for which the present poll of the gates has already
+        lasted. The time that a job waits for its gate does not count."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 

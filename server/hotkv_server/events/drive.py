@@ -180,8 +180,8 @@ class EventPublisher(Protocol):
 
     def settle(self) -> None:
         """Queues a clear for each topic of which a removal or a clear was lost, because the queue
-        was full. Leaves out topics for which a clear was queued since. Called in each tick of the
-        node."""
+        was full. Leaves out topics for which a clear was queued since. The node calls this method
+        regularly."""
 
     def is_alive(self) -> bool:
         """Returns False if the publisher's thread has died."""

@@ -317,8 +317,8 @@ class ZmqPublisher:
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the seconds since the thread last began work or an idle turn. `now_s`: a time of
-        time.monotonic."""
+        """Returns the seconds since the thread last made progress. A thread that has no work makes
+        progress in each turn of its loop. `now_s`: a time of time.monotonic."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:

@@ -236,8 +236,8 @@ class OpenedTiers:
     def discard(self) -> None:
         """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
         disk, because its blocks outlive the server and need the record, and if a store must still
-        raise an epoch. Called if the server leaves no blocks in the arena. Blocks the calling
-        thread."""
+        raise an epoch. Called at the end of a server that leaves no blocks in the arena to the next
+        server. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

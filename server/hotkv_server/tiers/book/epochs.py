@@ -395,7 +395,8 @@ class EpochBook:
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
         """Requires a flush of the key space on this node. When this flush has ended, `epoch`
-        becomes the epoch of the record."""
+        becomes the epoch of the record. `standing`: the state of the key space in the store that
+        has shown `epoch`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1

@@ -162,10 +162,11 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many blocks of a part of a chain to admit, counted from the part's first
-        block. The result is all blocks, or only the leading blocks that were refused before.
+        """Returns how many of the offered blocks of a chain to admit, counted from the first of
+        them: all of them if the chain is admitted, else the leading blocks that were refused before
+        (0 if such blocks would spend the budget too fast).
 
-        `rows`: the part's rows in `offered`.
+        `rows`: the rows of these blocks in `offered`.
         `is_again`: for each row, True if the gate has refused the block before.
         """
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]

@@ -80,7 +80,8 @@ class EpochNotes:
 
     def discard(self, book: EpochBook) -> None:
         """Removes the files, unless a store must still raise an epoch for a flush in `book`. Called
-        if the server leaves no blocks. Blocks the calling thread."""
+        at the end of a server that leaves no blocks to the next server. Blocks the calling
+        thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)

@@ -168,7 +168,8 @@ class Epochs:
 
     def discard(self) -> None:
         """Removes the files of the book, unless a store must still raise an epoch for a flush.
-        Called if the server leaves no blocks. Blocks the calling thread."""
+        Called at the end of a server that leaves no blocks to the next server. Blocks the calling
+        thread."""
         self._notes.discard(self.book)
 
     # Flushes

@@ -74,8 +74,8 @@ class TierSource(Protocol):
         have."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move the `wanted` blocks up to host memory: reserves slots, for as many blocks
-        as there is room for. Returns None if no block gets a slot."""
+        """Begins to move up to host memory the blocks that `wanted` returns: reserves slots, for as
+        many blocks as there is room for. Returns None if no block gets a slot."""
 
     def blocks(self, move: Move) -> Blocks:
         """Returns the blocks of a move as the argument of `Tier.read`."""

@@ -69,10 +69,11 @@ class Client(Protocol):
     All methods may block until their time limit, and may raise StoreError. `Workers` logs any other
     exception as a defect. The arguments of several methods:
 
-    `keys`: may contain any bytes.
+    `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot.
     `expected`: the epochs that the keys contain, by fingerprint.
     `codes`: gets the `Read` or `Write` of each block, uint8 [n].
+    `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
     """
 

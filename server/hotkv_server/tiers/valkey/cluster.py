@@ -227,8 +227,9 @@ def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
 
 
 def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
-    """Parses a member of the reply to CLUSTER SLOTS. Returns the first and the last hash slot of a
-    range, and the server that has the range."""
+    """Parses a member of the reply to CLUSTER SLOTS, which describes a range of hash slots. Returns
+    the first and the last hash slot of the range, and the server that has the range. `teller`:
+    connection to the server that has sent the reply."""
     first, last, primary, *_ = [*_list(part), None, None, None]
     host, port, *_ = [*_list(primary), None, None]
     numbers = [one for one in (first, last, port) if isinstance(one, int)]
