@@ -250,8 +250,7 @@ class EventHub:
     def flushed(self, number: int) -> None:
         """Makes the publisher send a clear for a flushed key space if the nodes publish as a pool
         (`of_pool`). The removal events of the flush are not enough then: they name only blocks of
-        this node, and the server does not know which blocks the shared store has. `number`: number
-        of the key space on this node."""
+        this node, and the server does not know which blocks the shared store has."""
         if self._of_pool and self.publisher is not None and number in self._key_spaces:
             self.publisher.clear(number)
 

@@ -42,8 +42,9 @@ not read every second."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Blocks of the same shape to compare.
+    """Blocks of the same shape (number and sizes of shards) to compare.
 
+    `evidence`: describes the n blocks, with their check values.
     `generations` [n]: the generation of each entry when the case was made. A generation counts how
         often an entry number was used, so it shows whether the entry still belongs to the same
         block.
@@ -78,8 +79,9 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """Returns the cases for comparing these entries, one for each group of blocks of the same
-        shape. `entries`: ready entries, or detached entries (removed, but still pinned)."""
+        """Describes entries so that `judge` can compare them. Returns a `Case` for each group of
+        blocks of the same shape (number and sizes of shards). `entries`: ready entries, or detached
+        entries (removed, but still pinned)."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -87,8 +89,8 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that must be compared before a load copies its blocks: the blocks of
-        the load that were not compared with their check values yet. Usually the list is empty.
+        """Returns the cases that `judge` must compare before a load copies its blocks: the blocks
+        of the load that were not compared with their check values yet. Usually the list is empty.
 
         `slots`: the blocks of the load.
         """

@@ -270,7 +270,8 @@ def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
 
 def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
     """Restores the blocks on the disk from the records that an earlier server left. Returns the
-    number of restored blocks that are encoded (compressed)."""
+    number of restored blocks that are encoded (compressed). `began_s`: when the restoring began, a
+    time of time.monotonic."""
     memory = part.memory
     if memory.old is None or memory.state is None:
         return 0

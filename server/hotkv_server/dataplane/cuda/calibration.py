@@ -226,8 +226,11 @@ def measure(
     """Measures the speeds of all methods on a device, and returns the calibration. Blocks for about
     a second. Raises DeviceError if memory is short or the device is lost.
 
+    `info`: the device.
+    `driver`: version of the driver, for the calibration.
     `num_bytes`: size of the scratch memory on the device and in host memory.
-    `should_stop`: asked between measurements. If it returns True, the function returns None.
+    `should_stop`: called between measurements. If it returns True, the measuring stops, and the
+        result is None.
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     with _bench(runtime, info.number, num_bytes) as bench:

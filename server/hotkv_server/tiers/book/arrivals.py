@@ -57,7 +57,7 @@ class Arrivals:
         make room, as for a store.
 
         `positions`: for each list in `groups`, the positions of the blocks to move.
-        `slot_bytes`: returns the size of the slots of a KV cache group.
+        `slot_bytes`: returns the size of the slots of a KV cache group, given its number.
         """
         if not self._moves.may_begin(key_space_id):
             return None

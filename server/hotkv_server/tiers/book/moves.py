@@ -157,8 +157,9 @@ def joined(parts: list[Entries]) -> Entries:
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space and KV cache group. Yields, for each pair of them, the number of
-    the key space, the group, and the positions of the pair's blocks in `entries`."""
+    """Splits blocks by key space and KV cache group. Yields, for each group that has some of the
+    blocks: the number of its key space, the number of the group, and the positions of its blocks in
+    `entries`."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

@@ -374,9 +374,11 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes n blocks from their rooms. The arguments are the same as for `encode_many`, in
-    another order. Reads only the rooms and writes only the blocks, even if a room has arbitrary
-    bytes.
+    """Decodes n blocks. The room of block i is the `room_sizes[i]` bytes at offset `places[i]` of
+    `rooms`. The block is written to the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Reads
+    only the rooms and writes only the blocks, even if a room has arbitrary bytes.
+
+    `rooms`, `blocks`: uint8. All other arguments: int64 [n].
 
     Sets `results[i]` to 1 if the room holds the encoded form of a block of `sizes[i]` bytes.
     Otherwise sets it to 0, and the block's bytes are undefined.

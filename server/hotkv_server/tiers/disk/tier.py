@@ -83,10 +83,12 @@ class DiskTier:
         first time.
 
         `arena`: memory with the slots; must outlive the tier.
+        `num_threads`: number of threads that move blocks.
         `io`: moves the blocks; None: reads and writes `file`.
         `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
             closes `staged`.
         `close_wait_s`: longest time that `close` waits for a disk that hangs.
+        `name`: the tier's name in metrics and messages.
         """
         self._file = file
         self._staged = Staged(arena) if staged is None else staged

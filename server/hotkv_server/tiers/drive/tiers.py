@@ -196,8 +196,9 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tiers, in the order in which lookups ask them. In `Space.origins`, the tier
-        at index i has the number i + 1."""
+        """Names of the tiers, in the order in which lookups ask them. The core's records of the
+        tiers from which blocks came (`Space.origins`) have the number i + 1 for the tier at index
+        i."""
         return [one.name for one in self._sources]
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:

@@ -48,8 +48,8 @@ class PackIndex:
         return len(self._where)
 
     def add(self, pack: Pack) -> bool:
-        """Adds a pack; if there is no room, drops older packs. Returns False, without adding the
-        pack, if the index is full and has no older packs."""
+        """Adds a pack. If there is no room, first drops older packs. Returns False, without adding
+        the pack, if there is no room and no pack in the index is older."""
         with self._lock:
             if pack.path in self._numbers:
                 return True

@@ -125,9 +125,10 @@ class ClusterPipe:
             one.close()
 
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
-        """Reads the reply to the oldest command without a reply, and follows redirects (MOVED,
-        ASK). Returns an error with the code INCOMPLETE if no server has the command's hash slot, or
-        if the last reply is an error with one of INCOMPLETE_CODES.
+        """Returns the reply to the oldest command whose reply was not read yet. If the reply is a
+        redirect (MOVED, ASK), sends the command to the server that the redirect names, and reads
+        the reply of that server. Returns an error with the code INCOMPLETE if no server has the
+        command's hash slot, or if the last reply is an error with one of INCOMPLETE_CODES.
 
         `read`: reads and returns the next reply of the connection that it is given.
         """
