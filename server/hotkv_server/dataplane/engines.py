@@ -301,7 +301,7 @@ class CopyEngines:
         try:
             if not job.cancelled and not gate.passed():
                 return False
-        except Exception as failure:  # noqa: BLE001 The edge of the effect executor: what can't be waited for is a failed transfer.
+        except Exception as failure:  # noqa: BLE001 If a gate raises, only its job fails; the thread goes on.
             error = (
                 str(failure)
                 if isinstance(failure, DeviceError)

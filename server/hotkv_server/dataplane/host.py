@@ -158,7 +158,7 @@ class HostCopyEngine:
                 job.piece_begun()
                 try:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
-                except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
+                except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
                     error = f"{type(failure).__name__}: {failure}"
             # Add the time before the job ends: code that is notified of the end may read the sum.
             self._busy_s[number] += time.monotonic() - begun_s

@@ -396,7 +396,7 @@ class ZmqPublisher:
     def _translated(self, item: _Item) -> list[Any]:
         try:
             events: list[Any] = self._translator.translate(item.events, is_alone=item.is_alone)
-        except Exception:  # The effect executor's edge: one bad event must not end all others.
+        except Exception:  # One bad event must not end the thread, which sends all others.
             log.exception("events of topic %s could not be sent", item.topic.name.decode())
             events = []
         return [AllBlocksCleared(), *events] if item.clears_first else events

@@ -232,7 +232,7 @@ class Lane:
                     if self._problem or work.error or work.job.cancelled
                     else next(work.pieces, None)
                 )
-            except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
+            except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
                 piece, work.error = None, f"{type(failure).__name__}: {failure}"
             if piece is None:
                 self._end(work, self._problem)
@@ -262,7 +262,7 @@ class Lane:
         work.job.piece_begun()
         try:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
-        except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
+        except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
             given.error = work.error = self._judge(failure)
         # Record the event even if the call has failed: parts of the piece may be in the queue.
         given.is_recorded, error = self._insist(
@@ -323,7 +323,7 @@ class Lane:
         for _ in range(MAX_TRIES):
             try:
                 call()
-            except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
+            except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
                 first = first or self._judge(failure)
                 if self._problem:
                     return False, first

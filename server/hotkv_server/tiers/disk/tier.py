@@ -209,7 +209,7 @@ class DiskTier:
             try:
                 if not piece.is_late:
                     self._mover.move(piece)
-            except Exception:  # The edge of the effect executor: blocks not moved are FAILED.
+            except Exception:  # Blocks that were not moved stay FAILED; the thread goes on.
                 log.exception("%s: a piece of %d blocks", self._file.path, piece.end - piece.begin)
             self._begun_s[number] = 0.0
             if self._queue.done(piece):
@@ -243,5 +243,5 @@ class DiskTier:
                 self._num_failed_calls, self._code = self._num_failed_calls + 1, call.code
         try:
             call.answer(call.codes, call.seals)
-        except Exception:  # The edge of the effect executor: the thread serves other calls too.
+        except Exception:  # The thread must go on, because it serves other calls too.
             log.exception("%s: the end of a call", self._file.path)

@@ -269,9 +269,7 @@ class Workers:
             # to a slot.
             client.close()
             self._judge(error, part)
-        except (
-            Exception
-        ) as error:  # The edge of the effect executor: a failed part is a failed call.
+        except Exception as error:  # If a part fails, only its call fails; the thread goes on.
             client.close()
             log.exception("%s: %s", self._name, type(error).__name__)
         return None
@@ -300,7 +298,7 @@ class Workers:
         except StoreError as error:
             self._health.fail(str(error))
         except Exception as error:
-            # The edge of the effect executor, as above: the thread goes on.
+            # Catch any exception, so that the thread goes on.
             log.exception("%s: %s", self._name, type(error).__name__)
             self._health.fail(f"can't be asked: {type(error).__name__}")
         return None

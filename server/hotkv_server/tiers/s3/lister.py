@@ -192,7 +192,7 @@ class Lister:
             except StoreError as error:
                 bucket, failed = None, error
                 log.debug("packs of %s are not known: s3 %s", space, error)
-            except Exception as error:  # The edge of the effect executor: the thread goes on.
+            except Exception as error:  # Catch any exception, so that the thread goes on.
                 bucket, failed = None, LostError(f"can't be listed: {type(error).__name__}")
                 log.exception("packs of %s are not known: %s", space, type(error).__name__)
             with self._changed:
