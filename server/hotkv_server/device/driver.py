@@ -177,6 +177,7 @@ class Driver:
 
         `name`: the name of the call.
         `where`: names the device or the action, for the error message.
+        `arguments`: the arguments of the call, as ctypes takes them.
         """
         if name in self._missing:
             raise DeviceError(

@@ -55,7 +55,7 @@ class FoundBlocks:
     parts, by which the methods name the block. `head` is the key without the block's hash; it is
     the same for all blocks of a group of a key space. `hashes` are the hashes of blocks.
 
-    Remembers at most MAX_FOUND blocks. If there are more, forgets first the blocks of the head to
+    Remembers at most MAX_FOUND blocks. If there are more, first forgets blocks under the `head` to
     which blocks were added longest ago.
 
     Always true: `among` makes Python objects only for blocks that are probably remembered, because

@@ -6,7 +6,8 @@ offsets, as if the memories followed each other.
 
 Always true: the child ends when the server ends. It writes to the memories only to execute a `read`
 request, and only to the slots of that request. Blocks move between a memory and the network without
-a copy. A value in Mooncake is a head (`tiers.remote.values`), followed by the block.
+a copy. A value in Mooncake begins with a head, which describes the block (`tiers.remote.values`);
+the block's bytes follow.
 """
 
 import ctypes
