@@ -90,9 +90,12 @@ class CopyJob:
         self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
-        """Splits the job into smaller jobs, its parts, one for each group of plans. If the job is
-        cancelled, its parts are cancelled. When all parts have ended, the job ends. Calls `expect`
-        for the job, so the caller must not call `expect`."""
+        """Splits the job into smaller jobs, its parts, so that several copy engines can execute it.
+        If the job is cancelled, its parts are cancelled. When all parts have ended, the job ends.
+        Calls `expect` for the job, so the caller must not call it.
+
+        `groups`: for each part, its plans. Each plan of the job is in one group.
+        """
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
@@ -187,9 +190,9 @@ MAX_POLL_S = 1e-3
 POLL_SHARE = 0.05
 """Length of the pause between two polls of the gates, as a share of the time since a gate has last
 passed or a job was last added. The pause is at least POLL_S and at most MAX_POLL_S. So the pauses
-make a wait at most a twentieth longer, and during long waits the GIL is free for other threads. (A
-wait gets a tenth longer if its gate needs two polls: the first starts to read a word from the
-device, the second gets the word.)"""
+make a wait at most a twentieth longer, and during long waits the GIL is free for other threads.
+(Some gates need two polls: the first starts to read a number from the device's memory, the second
+gets the number. The pauses then make a wait at most a tenth longer.)"""
 
 
 class CopyEngines:
@@ -262,9 +265,9 @@ class CopyEngines:
         )
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest stall of a copy engine, or the time for which the present poll of the
-        gates has lasted if that is longer. A job that waits for its gate does not count as a
-        stall."""
+        """Returns the longest time, in seconds, for which a thread or device of any copy engine has
+        already worked on its present piece, or for which the present poll of the gates has already
+        lasted. The time that a job waits for its gate does not count."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 
@@ -298,7 +301,7 @@ class CopyEngines:
         try:
             if not job.cancelled and not gate.passed():
                 return False
-        except Exception as failure:  # noqa: BLE001 The edge of the effect executor: what can't be waited for is a failed transfer.
+        except Exception as failure:  # noqa: BLE001 If a gate raises, only its job fails; the thread goes on.
             error = (
                 str(failure)
                 if isinstance(failure, DeviceError)
@@ -335,6 +338,7 @@ def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
 
 
 def fail(job: CopyJob, error: str) -> None:
-    """Ends a job that has not begun, with the outcome FAILED."""
+    """Ends a job that has not begun, with the outcome FAILED. `error`: the message for the job's
+    `on_done`."""
     job.expect(1)
     job.piece_done(error)

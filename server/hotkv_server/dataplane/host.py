@@ -158,7 +158,7 @@ class HostCopyEngine:
                 job.piece_begun()
                 try:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
-                except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
+                except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
                     error = f"{type(failure).__name__}: {failure}"
             # Add the time before the job ends: code that is notified of the end may read the sum.
             self._busy_s[number] += time.monotonic() - begun_s
@@ -167,8 +167,8 @@ class HostCopyEngine:
             del piece, job, plan
 
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
-        """Copies a piece: share number `at` of a plan that is divided into `whole` equal shares.
-        `streaming`: True bypasses the processor's caches."""
+        """Copies a piece of a plan: the share with the number `at`, counted from 0, if the plan is
+        divided into `whole` equal shares. `streaming`: True bypasses the processor's caches."""
         if isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(

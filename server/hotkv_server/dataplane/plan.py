@@ -48,7 +48,8 @@ class Region:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def offset_of(self, part: memoryview) -> int:
-        """Returns the offset, in bytes, of a view `part` into this memory."""
+        """Returns the offset of `part`, a view into this memory, in bytes from the beginning of the
+        memory."""
         return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
 
 
@@ -215,7 +216,8 @@ def block_copies(
 
     `recipes`: the byte ranges of a block, one recipe for each memory of the engine.
     `block_ids`, `slot_offsets`, `to_engine`: see `BlockCopies`.
-    `engine`: the memories of the engine, by handle id.
+    `arena`: the arena.
+    `engine`: the memories of the engine, by their handle id (`Recipe.handle_id`).
     """
     ids, offsets = np.ascontiguousarray(block_ids), np.ascontiguousarray(slot_offsets)
     return [
@@ -226,5 +228,5 @@ def block_copies(
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
     """Returns the number of shares into which to divide a plan, at least 1, so that each share has
-    at most about `piece_bytes` and about PIECE_RUNS runs (contiguous byte ranges)."""
+    at most about `piece_bytes` bytes and about PIECE_RUNS runs (contiguous byte ranges)."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

@@ -280,9 +280,10 @@ def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
     """Compiles and loads a kernel on a device. Returns the kernel's module and the handle of its
-    function. The caller must keep the module. Raises DeviceError. Makes `device` the current device
-    of the calling thread.
+    function. The caller must keep the module, because the kernel is unloaded with it. Raises
+    DeviceError. Makes `device` the current device of the calling thread.
 
+    `cupy`: the Python module CuPy.
     `source`: file with the source text.
     `name`: name of the kernel's function.
     """

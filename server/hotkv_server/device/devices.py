@@ -165,6 +165,7 @@ class Devices:
         already. The allocation stays open until each user has called `close_memory`. Blocks the
         calling thread.
 
+        `device`: number of the device that has the memory.
         `handle`: CUDA's interprocess handle of the allocation.
         `tenant`: the tenant of the session that opens the allocation.
 
@@ -213,8 +214,9 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Ends one use of an open allocation, and closes the allocation after its last use. Logs
-        failures. Blocks the calling thread."""
+        """Ends one use of an open allocation: counts a user less, and closes the allocation after
+        its last user. For the arguments see `open_memory`. Logs failures. Blocks the calling
+        thread."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

@@ -177,6 +177,7 @@ class Driver:
 
         `name`: the name of the call.
         `where`: names the device or the action, for the error message.
+        `arguments`: the arguments of the call, as ctypes takes them.
         """
         if name in self._missing:
             raise DeviceError(
@@ -187,7 +188,12 @@ class Driver:
             raise self.error(name, where, status)
 
     def error(self, name: str, where: str, status: int) -> DeviceError:
-        """Returns the error for the status of a call that has failed."""
+        """Returns the error to raise for a call that has failed.
+
+        `name`: name of the call.
+        `where`: names the device or the action, for the error message.
+        `status`: the status that the call has returned.
+        """
         texts = [c_char_p(), c_char_p()]
         self._library.cuGetErrorName(status, byref(texts[0]))
         self._library.cuGetErrorString(status, byref(texts[1]))
@@ -251,6 +257,8 @@ class Driver:
         """Starts several copies in a stream with a single call. Returns False, without copying, if
         the driver lacks this call, which is new in CUDA 12.8.
 
+        `where`: names the device, for the error message.
+        `stream`: handle of the stream.
         `dst`, `src`: addresses, int64 [copies], contiguous.
         `num_bytes`: sizes, int64 [copies], contiguous; no size may be 0.
         """
@@ -296,8 +304,10 @@ class Driver:
         """Launches a kernel in a stream. Its parameters must all have 8 bytes, and it must need no
         dynamic shared memory.
 
+        `where`: names the device, for the error message.
         `function`: handle of the kernel.
         `num_blocks`, `num_threads`: number of thread blocks, and of threads in each.
+        `stream`: handle of the stream.
         `arguments`: values of the parameters.
         """
         values = [c_uint64(argument) for argument in arguments]

@@ -168,7 +168,7 @@ class DeviceRuntime(Protocol):
     def open_memory(self, device: int, handle: bytes) -> int:
         """Opens an allocation of another process and returns its address in this process. If an
         allocation is opened twice, it has the same address and must be closed twice. `handle`:
-        CUDA's interprocess handle, 64 bytes."""
+        CUDA's interprocess handle of the allocation, 64 bytes."""
 
     def extent(self, device: int, address: int) -> Extent:
         """Returns the extent of the opened allocation that contains `address`. The extent may begin
@@ -179,7 +179,8 @@ class DeviceRuntime(Protocol):
         owning process has freed it or has died."""
 
     def open_event(self, device: int, handle: bytes) -> Event:
-        """Opens an event of another process. `handle`: CUDA's interprocess handle, 64 bytes."""
+        """Opens an event of another process, so that this process can wait for it. `handle`: CUDA's
+        interprocess handle of the event, 64 bytes."""
 
     def close_event(self, event: Event) -> None:
         """Closes an event that `open_event` has returned."""

@@ -65,8 +65,8 @@ def new_runtime() -> DeviceRuntime:
 
 
 def look(copy: CopySettings) -> Found:
-    """Finds the devices. Loads CUDA, which takes seconds, if the settings require CUDA (`copy.cuda`
-    is "on"), or if they allow it ("auto") and there is the device file of a GPU."""
+    """Finds the devices. Loads CUDA, which takes seconds, if the setting `copy.cuda` is "on", or if
+    it is "auto" and this machine has the device file of a GPU. `copy`: the settings of copies."""
     if copy.cuda == "off":
         return Found(None, why_none="it is switched off (copy.cuda = off)")
     if copy.cuda == "auto" and not has_device_node():
@@ -143,7 +143,9 @@ def open_part(settings: Settings, memory: NodeMemory, host: CopyEngine, found: F
     """Makes the copy engines and the pinner for the devices that `look` has found. The caller must
     then call `CudaPart.start`. Blocks the calling thread. Raises CudaError.
 
+    `memory`: has the arena, which is pinned for the devices.
     `host`: the copy engine for host memory.
+    `found`: the result of `look`.
     """
     copy, arena = settings.copy_, memory.arena
     if found.runtime is None:
@@ -194,8 +196,13 @@ def _new_engine(
     runtime: DeviceRuntime, info: DeviceInfo, pinner: ArenaPinner, copy: CopySettings, folder: Path
 ) -> CudaCopyEngine:
     """Makes the copy engine of a device. Its threads run on processors near the device. Reads the
-    calibration of the device from `folder`; if there is none, the copy engine measures the device
-    in the background, and the calibration is saved in `folder`."""
+    calibration of the device (the measured speeds of its copy methods) from `folder`. If there is
+    none, the copy engine measures the device in the background, and saves the calibration there.
+
+    `info`: the device.
+    `pinner`: pins the arena for devices; tells how much of it is pinned.
+    `copy`: the settings of copies.
+    """
     method, file = (
         None if copy.method == "auto" else Method(copy.method),
         folder / f"calibration-{info.uuid.hex()}.json",

@@ -102,7 +102,8 @@ def _publisher(
 ) -> "ZmqPublisher | None":
     """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
 
-    `state`: yields the present state, see `ZmqPublisher`.
+    `state`: yields the present state (events for the cached blocks); see `ZmqPublisher`. None: the
+        publisher then sends no present state.
     """
     if not settings.endpoint:
         return None
@@ -136,9 +137,9 @@ def _publisher(
 
 
 def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:
-    """Returns the index of the KV cache group for which a router asks: the first group that attends
-    to all tokens and has blocks of `block_tokens` tokens. 0 means blocks of any size. Returns None
-    if there is no such group."""
+    """Returns the index of the KV cache group whose blocks a router asks for: the first group that
+    attends to all tokens and has blocks of `block_tokens` tokens. Returns None if the key space has
+    no such group. `block_tokens`: 0 means blocks of any size."""
     kinds = (GroupKind.FULL_ATTENTION, GroupKind.MLA)
     for at, group in enumerate(key_space.groups):
         if group.kind in kinds and block_tokens in (0, group.block_tokens):
@@ -272,23 +273,29 @@ class EventsCapability(Capability):
         return self._contents.find(self._fingerprints[key_space_id], group_index, block_hash)
 
     def _present(self, fingerprint: bytes, group_index: int, hashes: Words) -> BoolMask:
-        """Returns a mask [n] of the blocks that are ready in host memory or on this node's disk."""
+        """Returns a mask [n] of the blocks that are ready in host memory or on this node's disk.
+
+        `fingerprint`: fingerprint of the key space.
+        `hashes`: the hashes of n blocks, uint32 words [n, 8].
+        """
         masks = self._lying(fingerprint, group_index, hashes)
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Looks blocks up. Returns a mask [n] of the blocks that are ready in host memory and, if
+        """Looks up n blocks. Returns a mask [n] of the blocks that are ready in host memory and, if
         there is a disk, a second mask of the blocks that are ready on the disk. Returns an empty
-        list if this node does not know the key space. Callable on any thread."""
+        list if this node does not know the key space. Callable on any thread. For the arguments see
+        `_present`."""
         number = self._numbers.get(fingerprint)
         if number is None:
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
 
     def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
-        """Yields the present state: events for the cached blocks whose token ids are known. Yields
-        None for a stored run that has no cached block any more, so that each step is short. In a
-        sequence, earlier blocks come first. Callable on any thread.
+        """Yields the present state: events for the blocks in host memory and on the disk whose
+        token ids are known. Yields None for a run (consecutive blocks that were stored together)
+        that has no cached block any more, so that each step is short. In a sequence, earlier blocks
+        come first. Callable on any thread.
 
         `fingerprint`: the key space whose blocks are yielded; None: all key spaces.
 

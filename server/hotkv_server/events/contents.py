@@ -136,7 +136,8 @@ class Contents:
 
     `path`: file of the ring; None: the ring is in private memory of the process.
     `max_bytes`: most bytes of the ring. The index takes about 200 further bytes for each block.
-    `present`: returns which blocks are still cached. The contents of cached blocks are kept longer.
+    `present`: tells which blocks are still cached (see `Present`). If the ring is full, the
+        contents of cached blocks are kept longer than other contents.
     """
 
     def __init__(self, path: Path | None, max_bytes: int, present: Present) -> None:
@@ -319,8 +320,9 @@ class Contents:
     # The ring
 
     def _add(self, packed: bytes) -> None:
-        """Appends a record. If the ring is full, first drops old records, and appends their blocks
-        that are still cached again. Ignores a record larger than a quarter of `max_bytes`."""
+        """Appends a record to the ring. If the ring is full, first drops old records. The blocks of
+        dropped records that are still cached are appended again, before the new record. Ignores a
+        record larger than a quarter of `max_bytes`. `packed`: the bytes of the record."""
         if len(packed) > self._max_bytes // 4:
             return
         moved: list[bytes] = []
@@ -337,7 +339,7 @@ class Contents:
 
     def _fit(self, packed: list[bytes]) -> bool:
         """Returns True if new records fit into the ring without dropping old records. Grows the
-        ring first, if this is necessary and possible."""
+        ring first, if this is necessary and possible. `packed`: the bytes of each new record."""
         head = self._head
         for one in packed:
             if head <= self._size < head + len(one):
@@ -349,8 +351,8 @@ class Contents:
         return head - self._tail <= self._size
 
     def _grow(self, end: int) -> None:
-        """Grows the ring to at least `end` bytes, or to its largest size. Must not be called after
-        the ring has wrapped for the first time."""
+        """Grows the ring to at least `end` bytes, or to its largest size. Must not be called once
+        records have been written from the beginning of the ring again."""
         size = min(-(-end // GROWTH_BYTES) * GROWTH_BYTES, self._max_bytes)
         if size <= self._size:
             return
@@ -389,7 +391,11 @@ class Contents:
 
     def _list(self, position: int, packed: bytes) -> None:
         """Adds a record in the ring to the tables in memory: the index, the list of records, the
-        names. Does nothing for a filler."""
+        names. Does nothing for a record of kind FILLER.
+
+        `position`: position of the record in the ring; see the module.
+        `packed`: the bytes of the record.
+        """
         kind = PREFIX.unpack_from(packed)[2]
         if kind == BLOCKS:
             fingerprint, group_index, depth, *_ = RUN.unpack_from(packed, PREFIX.size)
@@ -490,7 +496,7 @@ class Contents:
 
     def _checked_at(self, position: int, end: int) -> bytes | None:
         """Returns the bytes of the record at a position; None if the record is damaged. `end`:
-        position at which the records end."""
+        position behind the newest record."""
         start = START + position % self._size
         crc, length, kind = PREFIX.unpack_from(self._map, start)
         left = self._size - position % self._size
@@ -508,6 +514,7 @@ class Contents:
 def _packed(kind: int, body: bytes, length: int = 0) -> bytes:
     """Returns the bytes of a record.
 
+    `kind`: FILLER, BLOCKS or NAME.
     `body`: the bytes after PREFIX.
     `length`: length of the record; 0: the least multiple of ALIGN that has room for the body.
     """
@@ -549,7 +556,7 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
     """Parses the record of a run and returns the run. Its `key_space_id` is 0, because a record has
-    only the fingerprint of the key space."""
+    only the fingerprint of the key space. `packed`: the bytes of the record."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )
@@ -573,14 +580,16 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
 
 
 def _hashes(packed: bytes) -> Words:
-    """Returns the hashes of the blocks in the record of a run, uint32 words [n, 8]."""
+    """Returns the hashes of the blocks in the record of a run, uint32 words [n, 8]. `packed`: the
+    bytes of the record."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     start = PREFIX.size + RUN.size + 32
     return np.frombuffer(packed, np.uint32, count * 8, start).reshape(-1, 8)
 
 
 def _keys(packed: bytes) -> list[bytes]:
-    """Returns the hashes of the blocks in the record of a run, as bytes, 32 each."""
+    """Returns the hashes of the blocks in the record of a run, as bytes, 32 each. `packed`: the
+    bytes of the record."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     keys: list[bytes] = np.frombuffer(packed, "V32", count, PREFIX.size + RUN.size + 32).tolist()
     return keys

@@ -119,8 +119,11 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time, in seconds since 1970, and its key space. The key space is included,
-    because the server may forget the key space before a reader reads the event."""
+    """An event with its time and its key space. The key space is included, because the server may
+    forget the key space before a reader reads the event.
+
+    `unix_time_s`: time of the event, in seconds since 1970.
+    """
 
     unix_time_s: float
     event: Event
@@ -133,7 +136,8 @@ class TimedEvent:
 
 class EventPublisher(Protocol):
     """Publishes the events of a node to routers, under topics; `ZmqPublisher` implements it. Its
-    methods are called on the event loop, and do not block, except `close`."""
+    methods are called on the event loop, and do not block, except `close`. In its methods, `number`
+    is the number of a key space on this node."""
 
     published_events: int
     """Number of events sent since the start."""
@@ -165,16 +169,19 @@ class EventPublisher(Protocol):
         """Queues the present state: events for all cached blocks, behind all queued events."""
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. The same key space may be registered again later,
-        with another number."""
+        """Removes a key space from the publisher's tables, after its last event. Called when the
+        server has forgotten the key space, because it has no blocks. Readers are not notified:
+        events have reported the removal of its blocks already. The same key space may be registered
+        again later, with another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
         of the events, in seconds since 1970."""
 
     def settle(self) -> None:
-        """Queues a clear for each topic of which a removal was lost, unless a clear was already
-        queued after the loss. Called in each tick of the node."""
+        """Queues a clear for each topic of which a removal or a clear was lost, because the queue
+        was full. Leaves out topics for which a clear was queued since. The node calls this method
+        regularly."""
 
     def is_alive(self) -> bool:
         """Returns False if the publisher's thread has died."""
@@ -190,8 +197,9 @@ class EventPublisher(Protocol):
 
 class EventHub:
     """Sends events to all readers: to the feeds (readers over gRPC), and to the publisher if there
-    is one.
+    is one. In its methods, `number` is the number of a key space on this node.
 
+    `publisher`: publishes the events to routers; None: events are sent to feeds only.
     `of_pool`: True if several nodes share a store and publish its events under a topic of the pool.
         The publisher then sends only events about that store, and a clear if a key space is
         flushed, but no clear if a node starts.
@@ -212,22 +220,24 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space that is new to this server. Sends a clear: readers may remember
-        blocks of the key space from an earlier server, and then drop them. For the arguments see
-        `EventPublisher.add_key_space`."""
+        """Registers a key space that is new to this server. Sends a clear (`KeySpaceCleared`), so
+        that readers drop blocks of the key space that they remember from an earlier server. For the
+        arguments see `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space, names)
         self.publish([KeySpaceCleared(number)])
 
     def add_name(self, number: int, name: str) -> None:
-        """Adds a name by which requests address the model of a key space."""
+        """Adds a name by which requests address the model of a key space. The publisher then also
+        publishes the key space's events under the topic for this name."""
         if self.publisher is not None:
             self.publisher.add_name(number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space that the server has forgotten, because it has no blocks. Does nothing if
-        the key space was never registered."""
+        """Removes a key space from the tables of the hub and the publisher. Called when the server
+        has forgotten the key space, because it has no blocks. Sends no event, because the removal
+        of its blocks was reported before. Does nothing if the key space was never registered."""
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
@@ -238,9 +248,9 @@ class EventHub:
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def flushed(self, number: int) -> None:
-        """Sends a clear for a flushed key space if the nodes publish as a pool. The removal events
-        of the flush are not enough then: they name only blocks of this node, and the server does
-        not know which blocks the shared store has."""
+        """Makes the publisher send a clear for a flushed key space if the nodes publish as a pool
+        (`of_pool`). The removal events of the flush are not enough then: they name only blocks of
+        this node, and the server does not know which blocks the shared store has."""
         if self._of_pool and self.publisher is not None and number in self._key_spaces:
             self.publisher.clear(number)
 
@@ -266,8 +276,8 @@ def _is_of_pool(event: Event) -> bool:
 
 
 def edges(mask: BoolMask) -> list[tuple[int, int]]:
-    """Returns the first position and the end (exclusive) of each unbroken sequence of True values
-    in a mask."""
+    """Returns, for each unbroken sequence of True values in a mask, the position of its first value
+    and the position behind its last value."""
     steps = np.diff(np.concatenate(([0], mask, [0])).astype(np.int8))
     first, end = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(first.tolist(), end.tolist(), strict=True))
@@ -327,8 +337,10 @@ def moved_events(
     """Yields the events of a move by a tier: an event for each block. In a sequence, earlier blocks
     come first.
 
-    `index`, `entries`: the moved blocks, in the index of host memory or of the disk.
-    `medium`, `tier`: the medium to which the blocks were moved, and the tier's name.
+    `index`: the index that has the moved blocks: of host memory, or of the disk.
+    `entries`: entry numbers of the moved blocks in `index`.
+    `medium`: the medium to which the blocks were moved.
+    `tier`: name of the tier that now has the blocks; empty for host memory.
     `content_of`: returns content and parent of a block, given the number of its key space, its
         group and its hash (32 bytes). The parent is not read from the index, because the index's
         links between blocks are only hints (`cache.table.index`).

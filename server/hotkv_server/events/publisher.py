@@ -70,8 +70,8 @@ class _Topic:
     thread changes the other fields.
 
     `key_spaces`: numbers of the key spaces whose events are sent under the topic.
-    `must_clear`: True if a removal was lost, so that the topic's next message must begin with a
-        clear.
+    `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
+        message must begin with a clear.
     `sequence`: counter of the topic's sequence numbers; None before its first message.
     `last_sent`: number of the topic's newest message; -1 before its first message.
     `last_forgotten`: number of the newest message that is no longer kept for replay; -1 if all
@@ -110,10 +110,10 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An item of the queue: a key space has ended.
+    """An item of the queue: the server has forgotten a key space, so the thread drops it too.
 
     `number`: number of the key space.
-    `topics`: the topics that end with the key space, because they have no other key space.
+    `topics`: the topics that had only this key space. Their messages are no longer kept for replay.
     """
 
     number: int
@@ -239,8 +239,8 @@ class ZmqPublisher:
             self._queue.put(_Announcement((topic,)))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Adds a key space to the topic for a name of its model. Returns the topic; None if it had
-        the key space already."""
+        """Adds a key space to the topic for a name of its model. Returns the topic; None if the
+        topic had the key space already. `model`: the name."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -251,8 +251,9 @@ class ZmqPublisher:
         return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space, after its last event. A topic that has no other key space ends too: its
-        messages are no longer kept for replay."""
+        """Removes a key space from the publisher's tables, after its last event. Also removes the
+        topics that have no other key space; their messages are no longer kept for replay. Sends no
+        message."""
         ended = []
         for topic in self._by_key_space.pop(number):
             topic.key_spaces.remove(number)
@@ -305,9 +306,9 @@ class ZmqPublisher:
         topic.must_clear = False
 
     def _is_alone(self, topic: _Topic) -> bool:
-        """Returns True if the removal of all blocks of a key space may be sent as a clear: no other
-        key space may have the topic. With `per_endpoint` the whole endpoint must have no other key
-        space, because readers then apply a clear to all of its topics."""
+        """Returns True if `topic` has only one key space, so that the removal of all of its blocks
+        may be sent as a clear. With `per_endpoint`, returns True only if the publisher has only one
+        key space, because readers then apply a clear to the topics of the whole endpoint."""
         others = self._by_key_space if self._of_endpoint is not None else ()
         return len(topic.key_spaces) == 1 and len(others) <= 1
 
@@ -316,8 +317,8 @@ class ZmqPublisher:
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the seconds since the thread last began work or an idle turn. `now_s`: a time of
-        time.monotonic."""
+        """Returns the seconds since the thread last made progress. A thread that has no work makes
+        progress in each turn of its loop. `now_s`: a time of time.monotonic."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
@@ -395,7 +396,7 @@ class ZmqPublisher:
     def _translated(self, item: _Item) -> list[Any]:
         try:
             events: list[Any] = self._translator.translate(item.events, is_alone=item.is_alone)
-        except Exception:  # The effect executor's edge: one bad event must not end all others.
+        except Exception:  # One bad event must not end the thread, which sends all others.
             log.exception("events of topic %s could not be sent", item.topic.name.decode())
             events = []
         return [AllBlocksCleared(), *events] if item.clears_first else events
@@ -513,11 +514,16 @@ class ZmqPublisher:
     def _answer_state(
         self, socket: "zmq.Socket[bytes]", client: bytes, topics: Sequence[_Topic], first: int
     ) -> None:
-        """Answers a request for replay with a clear and the present state of these topics.
+        """Answers a request for replay with a clear and the present state (the cached blocks) of
+        these topics.
 
-        The messages reuse the last numbers that were sent, so all later messages have greater
-        numbers. `first`: the first number that the reader wants. The messages use no lower numbers,
-        unless there are too few numbers from `first` on.
+        The messages reuse the last sequence numbers that were sent, so all later messages have
+        greater numbers.
+
+        `socket`: the socket that has received the request.
+        `client`: ZMQ's identity of the reader that has sent the request.
+        `first`: the first sequence number that the reader wants. The messages use no lower numbers,
+            unless there are too few numbers from `first` on.
         """
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]
@@ -539,8 +545,8 @@ class ZmqPublisher:
         return self._encoder.encode([time.time(), events, RANK])
 
     def _encoded_state(self, topics: Sequence[_Topic]) -> list[tuple[_Topic, list[msgspec.Raw]]]:
-        """Returns the present state of each topic, as encoded BlockStored events. In a sequence,
-        earlier blocks come first."""
+        """Returns, for each topic, its present state: an encoded BlockStored event for each run of
+        cached blocks. In a sequence of blocks, earlier blocks come first."""
         by_key_space = {
             number: [topic for topic in topics if number in topic.key_spaces]
             for number in list(self._key_spaces)
@@ -560,8 +566,8 @@ _key_space_id = operator.attrgetter("key_space_id")
 
 
 def _parts(events: list[msgspec.Raw], most: int) -> list[list[msgspec.Raw]]:
-    """Splits encoded events into the contents of messages, about STATE_BYTES each. If that gives
-    more than `most` messages, makes `most` larger messages."""
+    """Splits encoded events into parts of about STATE_BYTES, one for each message. If that gives
+    more than `most` parts, returns at most `most` larger parts."""
     num_bytes = sum(len(bytes(event)) for event in events)
     count = max(1, min(most, -(-num_bytes // STATE_BYTES)))
     step = max(1, -(-len(events) // count))

@@ -46,7 +46,9 @@ of all key spaces for None. Yields None for a step that has no event."""
 class EventService(events_pb2_grpc.EventServiceServicer):
     """Sends events to tools over gRPC; `events.proto` describes the call.
 
-    `state`: yields the present state, for subscribers that ask for it first.
+    `hub`: passes on the events of the node.
+    `state`: yields the present state (events for the cached blocks), for subscribers that ask for
+        it before the first event.
     """
 
     def __init__(self, node: Node, hub: EventHub, state: State) -> None:
@@ -100,6 +102,7 @@ class EngineReader:
     """Reads the events of a key space for an engine: first the present state (events for all cached
     blocks), then the events as they happen.
 
+    `hub`: passes on the events of the node.
     `state`: yields the present state of the key space, and None for a step that has no event.
 
     Always true: if the state and an event after it are about the same block, the event is newer. If

@@ -193,7 +193,7 @@ class Translator:
         )
 
     def _encoded(self, token_ids: NDArray[np.int32]) -> msgspec.Raw:
-        """Encodes token ids as a MessagePack array."""
+        """Returns token ids as an encoded MessagePack array of integers."""
         count = len(token_ids)
         packed = np.empty(LONGEST_HEAD + self._kernels.MOST_BYTES * count, np.uint8)
         head = _array_head(count)

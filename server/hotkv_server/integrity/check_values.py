@@ -1,6 +1,7 @@
 """Check values: 64 bits in the record of a block, which must match the block's bytes.
 
-A check value covers one line of 64 bytes in each `stride` lines, and the last line of each shard.
+A check value covers one line of 64 bytes in each `stride` lines, and the last line of each shard
+(the part of a block that one rank stores).
 The position of the covered line shifts from one group of `stride` lines to the next. With a stride
 of 1 a check value covers all bytes. Its low 4 bits encode the stride, so the blocks of a block
 table may have different strides. The value 0 means that there is no check value.
@@ -25,10 +26,12 @@ _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 
 
 def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
-    """Computes the check values of n blocks, uint64 [n]. Returns zeros if `stride` is 0.
+    """Returns the check values of n blocks, uint64 [n].
 
     `sums`: sums over the sampled lines of all shards of each block, uint64 [n].
     `keys`: the blocks' keys, as `BlockIndex.mixed` returns them, uint64 [n].
+    `stride`: the stride with which the sums were computed; see the module. 0: the server computes
+        no check values, so the result is zeros.
     """
     if not stride:
         return np.zeros(len(sums), np.uint64)

@@ -37,8 +37,8 @@ class Evidence:
 
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
     """Describes blocks whose bytes are to be compared with their check values. Returns a
-    description for each group of blocks of the same shape. `entries`: ready entries, or detached
-    entries (removed, but still pinned)."""
+    description for each group of blocks of the same shape (number and sizes of shards). `entries`:
+    ready entries, or detached entries (removed, but still pinned)."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     kinds = key_spaces.astype(np.uint64) << np.uint64(16) | groups

@@ -55,8 +55,14 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
-    """Returns the sum of a line (`_products`), mixed with the number of the line and the seed of
-    the shard."""
+    """Returns the sum of a line (`_products`), mixed with two numbers so that equal bytes elsewhere
+    have another sum.
+
+    `address`: address of the line.
+    `salts`: the 16 constants for `_products`.
+    `line`: number of the line in its shard.
+    `seed`: seed of the shard.
+    """
     total = _products(address, salts.ctypes.data)
     total = (total ^ ((_U64(line) + _U64(1)) * _U64(0x9E37_79B9_7F4A_7C15)) ^ seed) * _U64(
         0xD6E8_FEB8_6659_FD93
@@ -72,8 +78,14 @@ def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
 def add_sums(
     base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any
 ) -> None:
-    """Adds to `out[i]` the sum over the sampled lines of the `num_bytes` bytes at address `base` +
-    `offsets[i]`. One line in each `strides[i]` lines is sampled, and the last line."""
+    """Computes the sums of one shard of n blocks: adds to `out[i]` the sum over the sampled lines
+    of the `num_bytes` bytes at address `base` + `offsets[i]`.
+
+    `seed`: number that is mixed into each line's sum; different for each shard.
+    `strides` [n]: one line in each `strides[i]` lines is sampled, and the last line.
+    `salts`: constants that are added to the 16 words of each line (`_products`).
+    `out` [n]: gets the sums.
+    """
     words = np.zeros(LINE_WORDS, np.uint32)
     num_lines = (num_bytes + LINE_BYTES - 1) // LINE_BYTES
     for i in range(offsets.shape[0]):

@@ -51,7 +51,7 @@ def add_sums(
 
 
 class SumThreads:
-    """Runs the function `add_sums` on several threads if there are many bytes. This is needed
+    """Threads that run the function `add_sums` in parallel if there are many bytes. They are needed
     because a store from a GPU is copied faster than a single thread computes its sums."""
 
     def __init__(self, num_threads: int = 0) -> None:
@@ -92,19 +92,23 @@ class SumThreads:
             future.result()
 
     def close(self) -> None:
-        """Ends the threads once they are idle. Does not wait for them."""
+        """Makes the threads end once they are idle. Does not wait for their end."""
         self._threads.shutdown(wait=False)
 
 
 def _seed(shard: int) -> np.uint64:
-    """Returns the seed of a shard, because of which equal bytes in different shards have different
-    sums."""
+    """Returns the seed of a shard: a number that is mixed into its sum, so that equal bytes in
+    different shards have different sums."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
     """Compares blocks with their check values. Returns a mask [n] of the blocks whose bytes match;
-    False if the check value is missing. Reads the bytes, which blocks the calling thread."""
+    False if the check value is missing. Reads the bytes, which blocks the calling thread.
+
+    `memory`: the memory with the blocks' slots.
+    `evidence`: describes the n blocks, with their check values.
+    """
     strides = np.maximum(strides_of(evidence.checks), 1)
     sums = sums_of(memory, evidence.offsets, evidence.shard_bytes, strides)
     return agree(sums, evidence.keys, evidence.checks)

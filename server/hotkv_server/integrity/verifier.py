@@ -42,8 +42,9 @@ not read every second."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Blocks of the same shape to compare.
+    """Blocks of the same shape (number and sizes of shards) to compare.
 
+    `evidence`: describes the n blocks, with their check values.
     `generations` [n]: the generation of each entry when the case was made. A generation counts how
         often an entry number was used, so it shows whether the entry still belongs to the same
         block.
@@ -78,8 +79,9 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """Returns the cases for comparing these entries, one for each group of blocks of the same
-        shape. `entries`: ready entries, or detached entries (removed, but still pinned)."""
+        """Describes entries so that `judge` can compare them. Returns a `Case` for each group of
+        blocks of the same shape (number and sizes of shards). `entries`: ready entries, or detached
+        entries (removed, but still pinned)."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -87,8 +89,8 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that must be compared before a load copies its blocks: the blocks of
-        the load that were not compared with their check values yet. Usually the list is empty.
+        """Returns the cases that `judge` must compare before a load copies its blocks: the blocks
+        of the load that were not compared with their check values yet. Usually the list is empty.
 
         `slots`: the blocks of the load.
         """
@@ -99,8 +101,8 @@ class Verifier:
         ]
 
     def is_doubtful(self, slots: Sequence[SlotRun]) -> bool:
-        """Returns True if a block of a load was condemned after it had been compared. Called after
-        the copy; `slots`: the blocks of the load."""
+        """Returns True if a block of a load was condemned since it was compared for this load. The
+        load must then fail. Called after the copy. `slots`: the blocks of the load."""
         return any(self._core.space.index.unverified[run.entries].any() for run in slots)
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
@@ -111,8 +113,12 @@ class Verifier:
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
         """Processes a result of `judge`: marks the blocks that match as verified, and condemns the
-        others. Returns the entries that do not match, without duplicates; they include blocks that
-        another comparison has condemned meanwhile."""
+        blocks that do not match. Returns the entries that do not match, without duplicates; they
+        include blocks that another comparison has condemned meanwhile.
+
+        `cases`: the arguments of `judge`.
+        `verdicts`: the result of `judge`.
+        """
         records, index = self._core.space.index.table.records, self._core.space.index
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
@@ -175,8 +181,8 @@ class Verifier:
         return int(index.unverified.sum())
 
     def _batch_length(self, entries: Entries) -> int:
-        """Returns how many entries, from the first on, have slots of at most BATCH_BYTES in total;
-        at least 1."""
+        """Returns how many of `entries`, counted from the first, to compare at a time: their slots
+        have at most BATCH_BYTES in total. At least 1."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )
@@ -215,7 +221,8 @@ class Verifier:
         """Runs the scrub until it is cancelled: compares all blocks again and again.
 
         `bytes_per_s`: bytes of slots that are compared per second.
-        `tell`: called after each batch, because blocks may have been condemned.
+        `tell`: executes the core's effects (notices and events about removed blocks). Called after
+            each batch, because blocks may have been condemned.
         """
         while True:
             batch = self.next_batch()

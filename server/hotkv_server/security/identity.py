@@ -134,9 +134,9 @@ class AccessControl:
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """Returns the tenant with this name if the peer may act for it; None if access is open.
-        Raises HotKVError: UNAUTHENTICATED if the peer has no proof, NOT_ALLOWED if the tenant
-        does not exist or accepts none of the peer's proofs."""
+        """Returns the tenant with this name if the peer may act for it; None if access is open
+        (`is_open`). Raises HotKVError with the reason UNAUTHENTICATED if the peer has no proof, or
+        NOT_ALLOWED if the tenant does not exist or accepts none of the peer's proofs."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -157,8 +157,8 @@ class AccessControl:
         return tenant
 
     def admit_admin(self, peer: Peer) -> None:
-        """Checks that the peer is an admin. Raises HotKVError: UNAUTHENTICATED if the peer has no
-        proof, NOT_ALLOWED if it is no admin."""
+        """Checks that the peer is an admin. Raises HotKVError with the reason UNAUTHENTICATED if
+        the peer has no proof, or NOT_ALLOWED if it is no admin."""
         if not peer.has_proof:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,
@@ -196,7 +196,8 @@ MAX_TICKETS_OF_USER = 512
 
 class Tickets:
     """Issues tickets, and redeems each ticket once. A ticket proves which user a session on the
-    Unix socket belongs to; the user's process has fetched it from the descriptor socket.
+    Unix socket belongs to; the user's process has fetched it from the descriptor socket. A ticket
+    is outstanding until it is redeemed or expires.
 
     `fresh`: returns the random bytes for a new ticket.
     """
@@ -215,8 +216,12 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """Returns a new ticket for the peer. Raises OVERLOADED if too many tickets are outstanding,
-        of the peer's user or in total."""
+        """Returns a new ticket for the peer. Raises HotKVError with the reason OVERLOADED if as
+        many tickets are outstanding as are allowed: MAX_TICKETS_OF_USER of the peer's user, or
+        MAX_TICKETS of all users.
+
+        `now_s`: the time in seconds; `redeem` must get the time of the same clock.
+        """
         self._expire(now_s)
         if (
             self._of_user.get(peer.uid, 0) >= MAX_TICKETS_OF_USER

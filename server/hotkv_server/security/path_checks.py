@@ -144,7 +144,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def check_memory(fd: int, name: str) -> None:
     """Checks that a descriptor is a regular file in memory: a memfd, or a file in /dev/shm or
-    hugetlbfs. Otherwise raises INVALID_LAYOUT. `name`: names the engine's memory in the message."""
+    hugetlbfs. Otherwise raises HotKVError with the reason INVALID_LAYOUT.
+
+    `fd`: the descriptor, which a vLLM engine has sent so that the server maps its memory.
+    `name`: name of the engine's memory in the message.
+    """
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         raise HotKVError(

@@ -64,6 +64,7 @@ class Timing:
 class Checked:
     """The result for a tier that works.
 
+    `timings`: the times for each size in SIZES.
     `left`: a message about the keys of the check that the store did not remove; empty if it removed
         all keys.
     """
@@ -74,7 +75,11 @@ class Checked:
 
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0; 1 if a tier does not work; 2 if the settings
-    are bad or have no tier."""
+    are bad or have no tier.
+
+    `options`: the command's own options, such as `json`.
+    `flags`: the flags of the command line that set settings.
+    """
     try:
         settings = load_settings(options.config, list(flags), "hotkv-server tiers check")
     except ValueError as error:
@@ -123,7 +128,11 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
 def check_disk(path: Path, disk: DiskSettings) -> Checked:
     """Checks the disk tier: writes and reads blocks in a new folder inside `path`, and removes that
     folder at the end. If `path` is missing, creates it and removes it too. Raises StartError or
-    OSError if the disk does not work."""
+    OSError if the disk does not work.
+
+    `path`: the folder of the disk tier.
+    `disk`: the settings of the disk tier.
+    """
     from hotkv_server.tiers.disk.slab_file import SLABS_FILE, SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -162,7 +171,8 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
     """Checks a shared tier: writes and reads blocks of a key space with a random fingerprint, and
-    removes them. Closes the tier. Raises StartError if the tier does not work."""
+    removes them. Closes the tier. Raises StartError if the tier does not work. `arena`: the memory
+    with which the tier was opened (`_arena`)."""
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
@@ -187,7 +197,11 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
     """Removes the blocks and the epoch of the check from the store. Returns a message about the
     keys that the store has not removed after REMOVE_S; empty if it has removed all. Raises
-    StartError if the tier does not answer."""
+    StartError if the tier does not answer.
+
+    `prefix`: the first bytes of the blocks' keys.
+    `fingerprint`: name of the check's key space.
+    """
     keys = [key for size, count in SIZES for key in _keys(prefix, size, count)]
     everything = [*keys, b"hotkv/1/%s/epoch" % fingerprint.encode()]
     until_s = time.monotonic() + REMOVE_S
@@ -227,9 +241,10 @@ def _keys(prefix: bytes, size: int, count: int) -> list[bytes]:
 
 
 def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> Iterator[Timing]:
-    """Writes the blocks of SIZES, reads them back and compares their bytes. Yields the times for
-    each size. Raises StartError if the tier fails or returns other bytes.
+    """Writes blocks of each size in SIZES, reads them back and compares their bytes. Yields the
+    times for each size. Raises StartError if the tier fails or returns other bytes.
 
+    `arena`: the memory with which the tier was opened (`_arena`).
     `prefix`: the first bytes of the blocks' keys.
     `epochs`: epoch of the check's key space, by fingerprint; empty for the disk.
     """

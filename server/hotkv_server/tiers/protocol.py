@@ -55,8 +55,12 @@ def begun(now_us: int) -> int:
 
 
 def raised(now_us: int, *known: int) -> int:
-    """Returns the number for the epoch that a flush at `now_us` begins. The number is greater than
-    all `known` epochs. `now_us`: microseconds of the wall clock."""
+    """Returns the number for the epoch that a flush begins.
+
+    `now_us`: time of the flush, in microseconds of the wall clock.
+    `known`: the epochs of the key space that the caller knows. The number is greater than all of
+        them.
+    """
     return max([begun(now_us), *(epoch + 1 for epoch in known)])
 
 
@@ -111,7 +115,7 @@ class Blocks:
     `seals`: for a read from the disk tier, the check values that the writes of the blocks returned.
         Empty for other tiers, because they store each seal with its block.
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
-        blocks itself may use the depths. Empty: all 0.
+        blocks itself may use the depths, to evict the end of a sequence first. Empty: all 0.
     `epochs`: for a `SharedTier`, the epochs in the blocks' keys. After a read the tier compares
         these epochs with the epochs that the store has now; if one differs, all blocks are ABSENT.
         Empty: the tier compares nothing.
@@ -185,6 +189,7 @@ class TierFacts:
     """Properties of a tier that never change.
 
     `name`: the tier's name in metrics and messages, such as "valkey".
+    `medium`: the kind of storage that events report for the tier's blocks: DISK or REMOTE.
     `places`: True for the disk tier: the cache core chooses the place of each block and evicts
         blocks. False if the tier itself places and evicts blocks.
     `capacity_bytes`: size of the store; 0 if unknown.
@@ -302,11 +307,16 @@ class SharedTier(Tier, Protocol):
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks the store for the epochs of key spaces. Begins an epoch for each key space that has
-        no epoch there. Does not wait behind queued reads and writes."""
+        no epoch there. Does not wait behind queued reads and writes.
+
+        `fingerprints`: names of the key spaces.
+        `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.
+        """
 
     def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
         """Ends the epoch of a key space in the store, begins a greater epoch, which is also above
-        `floor`, and reports the new epoch. Does not wait behind queued reads and writes.
+        `floor`, and reports the new epoch. Does not wait behind queued reads and writes. `floor`:
+        the highest epoch of the key space that the caller knows.
 
         Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
         same. Reports None if the store did not answer. The caller must then call again, because it

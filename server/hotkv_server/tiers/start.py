@@ -122,6 +122,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     """Opens the disk tier, and allocates its disk space. Returns None if the settings have no disk.
     Blocks the calling thread. Raises StartError.
 
+    `arena`: host memory with the slots of blocks.
     `reset`: True drops the blocks that an earlier server left on the disk.
     """
     tiers, disk = settings.tiers, settings.tiers.disk
@@ -235,8 +236,8 @@ class OpenedTiers:
     def discard(self) -> None:
         """Removes the files with the record of flushes (`EpochNotes`). Keeps them if there is a
         disk, because its blocks outlive the server and need the record, and if a store must still
-        raise an epoch. Called if the server leaves no blocks in the arena. Blocks the calling
-        thread."""
+        raise an epoch. Called at the end of a server that leaves no blocks in the arena to the next
+        server. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 
@@ -246,6 +247,7 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
     the shared tiers; returns None if the settings have no tier. Blocks while disk space is
     allocated. Raises StartError.
 
+    `arena`: host memory with the slots of blocks.
     `reset`: True drops the blocks that an earlier server left on the disk.
     """
     lower = open_lower(settings, arena, reset=reset)
@@ -268,7 +270,8 @@ def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
 
 def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
     """Restores the blocks on the disk from the records that an earlier server left. Returns the
-    number of restored blocks that are encoded (compressed)."""
+    number of restored blocks that are encoded (compressed). `began_s`: when the restoring began, a
+    time of time.monotonic."""
     memory = part.memory
     if memory.old is None or memory.state is None:
         return 0

@@ -54,7 +54,8 @@ def states(tiers: Tiers | None) -> list[TierState]:
 
 
 def activity(state: TierState) -> dict[str, Any]:
-    """Returns the figures of a tier as fields of a message in the admin service."""
+    """Returns the figures of a tier for a message of the admin service, as a dictionary from the
+    name of a field to its value."""
     reads, moved = state.reads, state.moved
     return {
         "is_shared": state.is_shared,

@@ -74,10 +74,12 @@ class Calibration:
         return (self.uuid, self.name, self.driver) == (info.uuid, info.name, driver)
 
     def choose(self, direction: Direction, page_bytes: int, slot_run_bytes: int = 0) -> Method:
-        """Returns the method to use for a page size: of the methods whose weighted speed is nearly
-        the best (NEGLIGIBLE_RATIO), the first in `WORTH`.
+        """Returns the method to use for a direction and page size. Compares the measured speeds,
+        each multiplied by the method's factor in `WORTH`. Of the methods that are slower than the
+        best by at most NEGLIGIBLE_RATIO, returns the first in the order of `WORTH`.
 
-        `slot_run_bytes`: length of the runs (contiguous byte ranges) in the arena.
+        `slot_run_bytes`: mean length of the runs (contiguous byte ranges) in the arena. If they
+            are shorter than STAGED_RUN_PAGES pages, the method STAGED is not considered.
         """
         sizes = {size for _, _, size in self.speeds}
         if not sizes:
@@ -224,8 +226,11 @@ def measure(
     """Measures the speeds of all methods on a device, and returns the calibration. Blocks for about
     a second. Raises DeviceError if memory is short or the device is lost.
 
+    `info`: the device.
+    `driver`: version of the driver, for the calibration.
     `num_bytes`: size of the scratch memory on the device and in host memory.
-    `should_stop`: asked between measurements. If it returns True, the function returns None.
+    `should_stop`: called between measurements. If it returns True, the measuring stops, and the
+        result is None.
     """
     speeds: dict[tuple[Direction, Method, int], float] = {}
     with _bench(runtime, info.number, num_bytes) as bench:

@@ -72,7 +72,10 @@ class _Work:
 class _Given:
     """A piece in the device's queue.
 
+    `slot`: the event to wait for, and memory that the copy uses.
+    `begun_s`: when the piece was submitted, a time of time.monotonic.
     `is_recorded`: False if there is no event to wait for, because the device is lost.
+    `error`: why the submission failed; empty if it did not fail.
     """
 
     work: _Work
@@ -87,6 +90,7 @@ class Lane:
     """Executes the copies of a device in one direction, loads or stores. Jobs take turns, a piece
     each. The pieces are submitted to a stream of the device, at most `settings.depth` at a time.
 
+    `arena`: the arena, and how much of it is pinned.
     `choose`: returns the method for a piece.
     `on_lost`: called with the reason if the device is lost, from a thread of the lane.
     `num_failed`: number of jobs that have failed.
@@ -190,9 +194,10 @@ class Lane:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest of three times, in seconds, each up to now: the time of the oldest
-        piece in the device's queue, of the submission of a piece, of the report that a job has
-        ended. 0 if the lane is idle. `now_s`: a time of time.monotonic."""
+        """Returns the longest of three times, in seconds: for how long the oldest piece has been in
+        the device's queue, for how long the present submission of a piece has lasted, and for how
+        long the present report of a job's end has lasted. 0 if the lane is idle. `now_s`: a time of
+        time.monotonic."""
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
@@ -227,7 +232,7 @@ class Lane:
                     if self._problem or work.error or work.job.cancelled
                     else next(work.pieces, None)
                 )
-            except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
+            except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
                 piece, work.error = None, f"{type(failure).__name__}: {failure}"
             if piece is None:
                 self._end(work, self._problem)
@@ -257,7 +262,7 @@ class Lane:
         work.job.piece_begun()
         try:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
-        except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
+        except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
             given.error = work.error = self._judge(failure)
         # Record the event even if the call has failed: parts of the piece may be in the queue.
         given.is_recorded, error = self._insist(
@@ -312,13 +317,13 @@ class Lane:
 
     def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
         """Makes a call, and repeats it if it fails, up to MAX_TRIES times. If all tries fail,
-        reports the device as lost. Returns True if a try has succeeded, and the text of the first
-        failure."""
+        reports the device as lost. Returns two values: True if a try has succeeded, and the text
+        of the first failure, empty if no try has failed."""
         first = ""
         for _ in range(MAX_TRIES):
             try:
                 call()
-            except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
+            except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
                 first = first or self._judge(failure)
                 if self._problem:
                     return False, first

@@ -39,7 +39,7 @@ class Slot:
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies each run of the piece with a separate call. Also works for host memory that is not
-    pinned."""
+    pinned. Does not use `slot`."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -47,20 +47,20 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs of the piece with a single call."""
+    """Copies all runs of the piece with a single call. Does not use `slot`."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies all runs of the piece with a kernel, which reads or writes host memory directly over
-    the bus."""
+    the bus. The table of `slot` tells the kernel the addresses and sizes."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies the piece by way of staging memory on the device. For a store, a kernel gathers the
-    runs there, so that fewer and longer runs are copied to the arena. For a load, such long runs
-    are copied to staging memory, and a kernel scatters their bytes."""
+    """Copies the piece by way of the staging memory of `slot`, which is on the device. For a store,
+    a kernel gathers the runs there; then a copy moves all runs that adjoin in the arena at once.
+    For a load, such copies fill the staging memory; then a kernel scatters the bytes from there."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(
@@ -100,7 +100,8 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.KERNEL: kernel,
     Method.STAGED: staged,
 }
-"""The function for each method; None is the key for host memory that is not pinned."""
+"""Maps each copy method to the function that submits a piece by it. The key None has the function
+for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
@@ -116,7 +117,7 @@ class Slots:
     """The slots of a lane (the copies in one direction). A slot is needed for each piece in the
     device's queue.
 
-    `all`: as many slots as `settings.depth`.
+    `all`: the slots, used or not: `settings.depth` of them.
     `can_stage`: True if the slots have staging memory.
     """
 
@@ -148,8 +149,8 @@ class Slots:
         return f"Slots({len(self.all)}, {'with' if self.can_stage else 'no'} staging)"
 
     def _add_staging(self, num_bytes: int) -> None:
-        """Allocates staging memory for all slots, or for no slot if the device is short of
-        memory."""
+        """Allocates `num_bytes` of staging memory for each slot, or none at all if the device is
+        short of memory."""
         staging: list[int] = []
         try:
             staging.extend(self._runtime.allocate(self._device, num_bytes) for _ in self.all)

@@ -101,7 +101,10 @@ def pieces(
     """Yields the pieces of a job. Together they copy each byte of the plans once. Whether the host
     memory of a piece is pinned is determined when the piece is made.
 
-    `choose`: returns the method for a piece in pinned memory.
+    `plans`: the plans of the job; all have the direction `direction`.
+    `arena`: the arena, and how much of it is pinned.
+    `settings`: has the bounds of a piece.
+    `choose`: returns the method for a piece in pinned memory (see `Choose`).
     """
     for device, host, num_bytes in _windows(plans, direction):
         device, host, num_bytes = _cut(
@@ -164,8 +167,11 @@ def _windows(
 def _cut(
     device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Splits runs at multiples of `grain_bytes`.
+    """Splits runs at multiples of `grain_bytes`. Returns the smaller runs in the form of the
+    arguments.
 
+    `device`, `host`: addresses of the runs on the device, and in host memory.
+    `num_bytes`: sizes of the runs.
     `phase`: for each run, the distance in bytes of its first byte from the preceding multiple of
         `grain_bytes`.
     """
@@ -180,17 +186,22 @@ def _cut(
 
 
 def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Returns two sizes with which the method is chosen: the bytes of a page, which is the upper
-    median of `num_bytes`; and the mean bytes of a run in host memory after adjoining runs are
-    merged. The arrays must not be empty."""
+    """Returns the two sizes in bytes by which the method for runs is chosen. The first is the size
+    of a page: the upper median of `num_bytes`. The second is the mean size of a run in host memory
+    after adjoining runs are merged. The arrays must not be empty.
+
+    `host`: addresses of the runs in host memory.
+    `num_bytes`: sizes of the runs.
+    """
     num_runs = 1 + int(np.count_nonzero(host[1:] != host[:-1] + num_bytes[:-1]))
     middle = len(num_bytes) // 2
     return int(np.partition(num_bytes, middle)[middle]), int(num_bytes.sum()) // num_runs
 
 
 def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
-    """Splits a piece that may be too large. Yields pieces that are within the bounds of bytes and
-    runs."""
+    """Splits a piece that may be too large. Yields pieces of at most MAX_PIECE_RUNS runs and
+    `settings.piece_bytes` bytes. If the method is STAGED, the pieces must instead fit into the
+    staging memory of a slot (`settings.slot_staging_bytes`)."""
     staged = piece.method is Method.STAGED
     room, extra = (
         (settings.slot_staging_bytes, ALIGN_BYTES) if staged else (settings.piece_bytes, 0)

@@ -57,7 +57,7 @@ class Arrivals:
         make room, as for a store.
 
         `positions`: for each list in `groups`, the positions of the blocks to move.
-        `slot_bytes`: returns the size of the slots of a KV cache group.
+        `slot_bytes`: returns the size of the slots of a KV cache group, given its number.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -90,9 +90,11 @@ class Arrivals:
         to the entry of the block before it. Returns the new entries, in order of `positions`; fewer
         if not enough slots are free.
 
+        `listed`: the list, with the hashes of its blocks.
+        `positions`: positions in the list of the blocks that get a slot.
         `size`: bytes of each slot.
         `depths`: for each position, the number of blocks before its block in the sequence.
-        `number`: number of the move, which owns the reserved entries.
+        `number`: number of the move (`Move.number`); the reserved entries get it as their owner.
         """
         index, group = self._host.index, listed.group_index
         words = index.find(key_space_id, group, listed.hashes)
@@ -108,9 +110,13 @@ class Arrivals:
         return taken
 
     def _link(self, words: Entries, came: Int64s) -> None:
-        """Links the entries at the positions `came` of a list with the entries before them, and the
-        entries after them with them. Does so only where the depths show that one block follows the
-        other: a list may begin in the middle of a sequence, and may have gaps."""
+        """Links new entries of a list with their neighbours: each new entry with the entry before
+        it, and the entry after it with the new entry. Links two entries only if their depths show
+        that one block follows the other, because a list may have gaps.
+
+        `words`: for each block of the list, its entry in host memory; 0 if it has none.
+        `came`: positions of the new entries in the list.
+        """
         at = np.union1d(came, came + 1)
         at = at[(at > 0) & (at < len(words))]
         before, after = words[at - 1], words[at]

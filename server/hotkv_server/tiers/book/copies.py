@@ -32,6 +32,7 @@ MAX_TRIES = 4
 class Copies:
     """Queues blocks for a shared tier, and begins and ends their copies.
 
+    `moves`: the moves under way, of all tiers.
     `on_stored`: called each time `add_stored` has queued blocks.
     """
 
@@ -67,16 +68,17 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the lane from which to copy next, without regard to the lane STORED: the lane
-        with waiting blocks whose copies have failed most often. Returns None if only STORED has
-        blocks, or no lane has."""
+        """Returns the lane from which to copy next, other than STORED: of the lanes that have
+        waiting blocks, the lane of the blocks whose copies have failed most often. Returns None if
+        no lane other than STORED has blocks."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
         """Removes the next blocks from a lane (queue), and returns the removed blocks that are
         still ready, without duplicates. Stops when the removed blocks have about `num_bytes` in
-        total, or when about MAX_LOOKED blocks were checked. Yields between parts of the work."""
+        total, or when about MAX_LOOKED blocks were checked. A generator: yields between parts of
+        the work, so that the caller can run other work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         generations = index.table.records[:, table.W_GENERATION]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]

@@ -28,6 +28,7 @@ from hotkv_server.tiers.book.write_gate import Offered, WriteGate
 class Demotion:
     """Begins and ends moves down, from host memory to the disk; see the module.
 
+    `moves`: the moves under way, of all tiers.
     `below`: the blocks on the disk and their places.
     `gate`: decides which blocks are written, so that the budget of disk writes lasts.
     `sizes`: chooses the sizes of the places.
@@ -67,10 +68,11 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns the blocks to write. A block is to
-        be written if it is ready, is not on the disk, and is admitted by the gate. Stops when the
-        returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks were
-        checked. Yields between parts of the work."""
+        """Removes blocks from the queue `waiting`, and returns those of them that are to be written
+        to the disk: blocks that are ready, are not on the disk, and are admitted by the gate. Stops
+        when the returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks
+        were checked. A generator: yields between parts of the work, so that the caller can run
+        other work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -125,8 +127,13 @@ class Demotion:
 
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
         """Evicts blocks from the disk, to make room for the blocks of `entries` that the disk
-        lacks. Yields between parts of the work; does not yield if there is room already. The caller
-        must call `begin` directly afterwards, with the blocks that are still ready."""
+        lacks. The caller must call `begin` directly afterwards, with the blocks that are still
+        ready. A generator: yields between parts of the work, so that the caller can run other work;
+        does not yield if there is room already.
+
+        `entries`: ready blocks of host memory.
+        `is_plain`: True makes room for places as large as the slots, as in `begin`.
+        """
         wanted: dict[int, tuple[int, int]] = {}
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             size = self._size(key_space_id, group, is_plain=is_plain)
@@ -184,7 +191,8 @@ class Demotion:
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
         """Reserves places of `size` bytes for blocks of a group, in the order of the blocks' depth.
-        Returns the blocks that got a place, and the entries of these places in the disk's books."""
+        Returns the blocks that got a place, and the entries of these places in the disk's books.
+        `number`: number of the move (`Move.number`), which owns the places."""
         if not self._below.pool.capacity_slots(size):
             return entries[:0], entries[:0]
         depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
@@ -240,8 +248,13 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Reports to `PlaceSizes`, for each group, how many blocks the tier tried to encode and how
-        many of their forms fitted. The places of the move must still be reserved."""
+        """Reports to `PlaceSizes`, for each group, how many blocks the tier tried to encode, and
+        how many of these blocks had an encoded form that fitted its place. The places of the move
+        must still be reserved.
+
+        `is_encoded` [n]: True if the tier has stored the block in encoded form.
+        `is_unfit` [n]: True if the encoded form of the block did not fit its place.
+        """
         for key_space_id, group, at in by_group(self._below, move.places):
             num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
             self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

@@ -158,7 +158,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to a store: raise the epoch of a key space to a number above `floor`."""
+    """A request to a store: raise the epoch of a key space to a number above `floor`, which is the
+    highest epoch of the key space in this store that this node knows."""
 
     fingerprint: str
     floor: int
@@ -281,9 +282,9 @@ class EpochBook:
         record.begun = record.ended
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns None while the caller that requested the flush must wait. Afterwards returns the
+        """Returns None while the caller that requested a flush must wait. Afterwards returns the
         names of the stores that did not raise the epoch in time (they must raise it later), or did
-        not confirm the raised epoch in time.
+        not confirm the raised epoch in time. `ticket`: the result of `flush`.
 
         If the list is empty, no node that can reach the stores serves blocks that are older than
         the request for the flush.
@@ -324,6 +325,8 @@ class EpochBook:
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
         """Returns the key spaces for whose epochs the caller must ask the store now, and counts
         the question as sent.
+
+        `idle`: the idle key spaces (not in use) for which the caller would ask too.
 
         A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
         after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first those for which
@@ -392,7 +395,8 @@ class EpochBook:
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
         """Requires a flush of the key space on this node. When this flush has ended, `epoch`
-        becomes the epoch of the record."""
+        becomes the epoch of the record. `standing`: the state of the key space in the store that
+        has shown `epoch`."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1

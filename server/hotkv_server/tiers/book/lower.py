@@ -29,6 +29,8 @@ from hotkv_server.tiers.book.write_gate import WriteGate
 class LowerTier:
     """The books of the disk tier; see the module.
 
+    `moves`: the moves under way, of all tiers.
+    `arrivals`: reserves slots in host memory for moves up.
     `space`: the blocks on the disk and their places.
     `down`: begins and ends moves to the disk.
     `up`: begins and ends moves from the disk to host memory.
@@ -78,9 +80,9 @@ class LowerTier:
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space from the disk's books, in steps: each step searches
-        `portion` entries of the books, and yields the number of blocks that the step has removed.
-        The caller must have stopped new moves of the key space (`Moves.stopped`)."""
+        """Removes the blocks of a key space from the disk's books. Works in steps: each step
+        searches `portion` entries of the books, and then yields the number of blocks that it has
+        removed. The caller must have stopped new moves of the key space (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

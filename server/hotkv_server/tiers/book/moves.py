@@ -138,8 +138,8 @@ class Moves:
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
-        """Returns, for each entry of host memory, the number of pins that moves hold on it, int64
-        [capacity + 1]."""
+        """Returns, for each entry of host memory, the number of pins that moves hold on it: int64
+        [capacity + 1], indexed by the entry's number."""
         counts = np.zeros(self.host.index.capacity + 1, np.int64)
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)
@@ -157,8 +157,9 @@ def joined(parts: list[Entries]) -> Entries:
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space and KV cache group. Yields, for each pair of them, the number of
-    the key space, the group, and the positions of the pair's blocks in `entries`."""
+    """Splits blocks by key space and KV cache group. Yields, for each group that has some of the
+    blocks: the number of its key space, the number of the group, and the positions of its blocks in
+    `entries`."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

@@ -58,8 +58,11 @@ class _Group:
 
 
 class PlaceSizes:
-    """Chooses the sizes of places; see the module. `encoded_bytes`: None if blocks are never
-    encoded."""
+    """Chooses the sizes of places; see the module. In its methods, `group` is the number of a KV
+    cache group of the key space `key_space_id`.
+
+    `encoded_bytes`: see `EncodedBytes`; None if blocks are never encoded.
+    """
 
     def __init__(self, encoded_bytes: EncodedBytes | None = None) -> None:
         self._encoded_bytes = encoded_bytes

@@ -16,8 +16,10 @@ from hotkv_server.tiers.book.place_sizes import PlaceSizes
 class Promotion:
     """Begins and ends moves up, from the disk to host memory.
 
+    `moves`: the moves under way, of all tiers.
     `arrivals`: reserves the slots in host memory, and makes the arrived blocks ready.
     `below`: the blocks on the disk and their places.
+    `sizes`: knows the sizes of the slots in host memory.
     """
 
     def __init__(

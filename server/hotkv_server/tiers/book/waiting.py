@@ -59,9 +59,9 @@ class WaitingBlocks:
 
     def take(self, num_bytes: int) -> Entries:
         """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
-        block, and only blocks of one `add`. Returns the removed blocks that are still ready in host
-        memory. Leaves out unverified blocks, unless `takes_unverified` is True. The queue must not
-        be empty."""
+        block; all of them come from the same call of `add`. Returns the removed blocks that are
+        still ready in host memory. Leaves out unverified blocks, unless `takes_unverified` is True.
+        The queue must not be empty."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):

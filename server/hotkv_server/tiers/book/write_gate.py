@@ -143,8 +143,8 @@ class WriteGate:
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
-        """Decides which of the offered blocks to write. Returns a mask [n] of these blocks, and
-        counts their bytes as written."""
+        """Decides which of the n offered blocks to write. Returns a mask [n] of the blocks to
+        write, and counts their bytes as written."""
         if math.isinf(self._budget):
             self._written.add(int(offered.num_bytes.sum()), now_s)
             return np.ones(len(offered.keys), np.bool_)
@@ -162,10 +162,11 @@ class WriteGate:
         return admitted
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
-        """Returns how many blocks of a part of a chain to admit, counted from the part's first
-        block. The result is all blocks, or only the leading blocks that were refused before.
+        """Returns how many of the offered blocks of a chain to admit, counted from the first of
+        them: all of them if the chain is admitted, else the leading blocks that were refused before
+        (0 if such blocks would spend the budget too fast).
 
-        `rows`: the part's rows in `offered`.
+        `rows`: the rows of these blocks in `offered`.
         `is_again`: for each row, True if the gate has refused the block before.
         """
         ends, sizes = offered.ends_tokens[rows], offered.num_bytes[rows]

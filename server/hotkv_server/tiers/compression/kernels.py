@@ -76,7 +76,7 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
     """Encodes the vector of values at address `source`, and writes their signs and mantissas to
     address `rests`. Returns the values' indices into the table, and a mask of the values whose
-    exponent is not in the table."""
+    exponent is not in the table. `entries`: the table, as `_entries` returns it."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)
@@ -129,6 +129,7 @@ def _emit_decode(builder: Any, indices: Any, rests: Any, target: Any, entries: l
 
     `indices`: vector of the values' exponent indices.
     `rests`: address of the values' signs and mantissas.
+    `entries`: the table of exponents, as `_entries` returns it.
     """
     left = entries
     for bit in range(4):
@@ -297,8 +298,12 @@ def _encode(
 
 @numba.njit(nogil=True, cache=True)
 def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_values: Any) -> Any:
-    """Decodes a block, given the arguments of `_encode` in another order. Returns 1; 0 if the room
-    does not hold the encoded form of `num_values` values."""
+    """Decodes a block. Returns 1; 0 if the room does not hold the encoded form of `num_values`
+    values.
+
+    `rooms`, `place`, `room`: the block's room is the `room` bytes at offset `place` of `rooms`.
+    `values`, `first`, `num_values`: the values are written to `values`, from index `first` on.
+    """
     num_tiles = (num_values + TILE_VALUES - 1) // TILE_VALUES
     rests = _rests_at(num_values)
     indices, escapes = rests + num_values, rests + num_values + num_values // 2
@@ -369,9 +374,11 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """Decodes n blocks from their rooms. The arguments are the same as for `encode_many`, in
-    another order. Reads only the rooms and writes only the blocks, even if a room has arbitrary
-    bytes.
+    """Decodes n blocks. The room of block i is the `room_sizes[i]` bytes at offset `places[i]` of
+    `rooms`. The block is written to the `sizes[i]` bytes at offset `begins[i]` of `blocks`. Reads
+    only the rooms and writes only the blocks, even if a room has arbitrary bytes.
+
+    `rooms`, `blocks`: uint8. All other arguments: int64 [n].
 
     Sets `results[i]` to 1 if the room holds the encoded form of a block of `sizes[i]` bytes.
     Otherwise sets it to 0, and the block's bytes are undefined.

@@ -60,8 +60,8 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Decodes n blocks; the arguments are those of `encode`. Returns, for each block, 1 if it
-        was decoded, or 0 if its room does not hold the encoded form of a block of this size, int64
+        """Decodes n blocks; for the arguments see `encode`. Returns, for each block, 1 if it was
+        decoded, or 0 if its room does not hold the encoded form of a block of this size, int64
         [n]."""
         results = np.empty(len(sizes), np.int64)
         self._kernels.decode_many(
@@ -116,6 +116,7 @@ class Staged:
         slice by itself.
 
         `rooms`: for each block, the bytes of staging memory that it needs.
+        `is_write`: True if the request writes blocks to the store.
         """
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
@@ -127,8 +128,9 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns True if a part of `num_bytes` is small enough for the share of the memory that
-        reads or writes may use. Even then the memory may be occupied by other parts."""
+        """Returns True if a part of `num_bytes` is no larger than the share of the memory that
+        writes may use (half), or that reads may use (all). Even then the memory may be occupied by
+        other parts. `is_write`: True for a write."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
@@ -138,6 +140,8 @@ class Staged:
         Returns None if not enough memory has become free, if the part is larger than the whole
         memory, or after `stop`. Raises OSError if the staging memory itself can't be allocated at
         its first use.
+
+        `is_write`: True if the part is for a write, so that it counts in the half that writes use.
         """
         if num_bytes > self.num_bytes:
             return None
@@ -213,8 +217,11 @@ class Staged:
 
 
 def packed(rooms: Int64s, place: int) -> Int64s:
-    """Returns the offsets of ranges that follow each other without gaps. `rooms`: sizes of the
-    ranges. `place`: offset of the first range."""
+    """Returns the offsets of byte ranges that follow each other without gaps, int64 [n].
+
+    `rooms`: sizes of the n ranges in bytes.
+    `place`: offset of the first range.
+    """
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
 

@@ -178,8 +178,8 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops the rest of each read whose deadline has passed. Returns those of these reads that
-        have no piece under way, and so have ended; the others end with their last piece.
+        """Drops the rest of each read whose deadline has passed. Returns the reads of which no
+        piece is under way: they have ended. The other reads end with their last piece.
 
         Needed only while all threads are busy, because otherwise `take` finds reads whose deadline
         has passed.

@@ -32,6 +32,7 @@ def _emit_call(name: str, builder: Any, args: Any) -> Any:
     moved, or -errno.
 
     `name`: "pread" or "pwrite".
+    `builder`: llvmlite's builder, which gets the code.
     `args`: fd, address, num_bytes and offset, int64 each.
 
     The emitted code reads errno directly after the call in the same thread, so errno can't change

@@ -83,10 +83,12 @@ class DiskTier:
         first time.
 
         `arena`: memory with the slots; must outlive the tier.
+        `num_threads`: number of threads that move blocks.
         `io`: moves the blocks; None: reads and writes `file`.
         `staged`: encodes and decodes blocks in its staging memory; None: a new `Staged`. The tier
             closes `staged`.
         `close_wait_s`: longest time that `close` waits for a disk that hangs.
+        `name`: the tier's name in metrics and messages.
         """
         self._file = file
         self._staged = Staged(arena) if staged is None else staged
@@ -207,7 +209,7 @@ class DiskTier:
             try:
                 if not piece.is_late:
                     self._mover.move(piece)
-            except Exception:  # The edge of the effect executor: blocks not moved are FAILED.
+            except Exception:  # Blocks that were not moved stay FAILED; the thread goes on.
                 log.exception("%s: a piece of %d blocks", self._file.path, piece.end - piece.begin)
             self._begun_s[number] = 0.0
             if self._queue.done(piece):
@@ -241,5 +243,5 @@ class DiskTier:
                 self._num_failed_calls, self._code = self._num_failed_calls + 1, call.code
         try:
             call.answer(call.codes, call.seals)
-        except Exception:  # The edge of the effect executor: the thread serves other calls too.
+        except Exception:  # The thread must go on, because it serves other calls too.
             log.exception("%s: the end of a call", self._file.path)

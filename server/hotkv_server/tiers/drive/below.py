@@ -48,7 +48,9 @@ class TierBelow:
     `tier`: reads and writes the bytes of blocks.
     `lower`: the books of the disk tier, which record the blocks on the disk and the moves.
     `epochs`: tells whether blocks on the disk may be older than a flush.
-    `moving_bytes`: most bytes that may be moved down at a time.
+    `verifier`: compares blocks with their check values.
+    `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
+        effect.
     `memory`: the disk's records, which a thread writes to files; None if the tier's blocks need not
         outlive the process.
     """
@@ -87,7 +89,9 @@ class TierBelow:
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
         """Starts the task that moves blocks down.
 
-        `tell`: called when blocks may have been evicted or condemned.
+        `tasks`: runs the task.
+        `tell`: executes the core's effects (notices and events about removed blocks). Called after
+            blocks may have been evicted or condemned.
         `on_ready`: called after blocks were moved down, with their entries in the disk's books, the
             medium and the tier's name.
         """
@@ -135,8 +139,9 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Makes the thread of `LowerMemory` save how many bytes the write gate has admitted, and
-        when, in the last 24 hours. So the next server counts these bytes in its budget."""
+        """Makes the thread of `LowerMemory` save how many bytes were admitted for writing to the
+        disk, and when, in the last 24 hours. So the next server counts these bytes in its budget of
+        disk writes."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]
@@ -149,7 +154,11 @@ class TierBelow:
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
     ) -> list[Move]:
         """Makes room on the disk, then begins to move blocks down. Skips entries that were evicted
-        or reused while room was made. `is_plain`: True stores the blocks without encoding."""
+        or reused while room was made. Returns the moves.
+
+        `tell`: executes the core's effects (see `start`).
+        `is_plain`: True stores the blocks without encoding.
+        """
         index, down = self._core.space.index, self.lower.down
         generations = index.table.records[entries, table.W_GENERATION]
         async for _ in slices(down.make_room(entries, is_plain=is_plain)):
@@ -162,7 +171,7 @@ class TierBelow:
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the disk. If a block's bytes do not match its check value,
         the block does not become ready on the disk. If its encoded form is too large, writes the
-        block again, without encoding."""
+        block again, without encoding. `tell`: executes the core's effects (see `start`)."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()

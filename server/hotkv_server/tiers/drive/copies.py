@@ -67,7 +67,10 @@ server."""
 class TierCopies:
     """Copies blocks to a shared tier; see the module.
 
-    `moving_bytes`: most bytes that may be copied at a time.
+    `breaker`: tells whether the tier is known to be broken.
+    `epochs`: tells whether the store has confirmed the epoch of a key space.
+    `verifier`: compares blocks with their check values.
+    `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.
     `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
         all tries failed, a flush removed them, or their bytes did not match their check values.
@@ -116,7 +119,12 @@ class TierCopies:
         return self._copies.num_waiting
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts the tasks that copy blocks. `tell`: called when blocks may have been condemned."""
+        """Starts the tasks that copy blocks.
+
+        `tasks`: runs the tasks.
+        `tell`: executes the core's effects (notices and events about removed blocks). Called after
+            blocks may have been condemned.
+        """
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
         tasks.spawn(self._offer_left(tasks))
@@ -142,9 +150,9 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks, one batch at a time. Newly stored blocks go first: a batch of old
-        blocks uses only the part of the limit `moving_bytes` that copies of newly stored blocks
-        leave free."""
+        """Copies old blocks, one batch at a time, until the tiers close. Newly stored blocks go
+        first: a batch of old blocks uses only the part of the limit `moving_bytes` that copies of
+        newly stored blocks leave free."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
@@ -202,7 +210,11 @@ class TierCopies:
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the tier, then ends the move. Skips old blocks that the
-        tier already has, and blocks whose bytes do not match their check values."""
+        tier already has, and blocks whose bytes do not match their check values.
+
+        `lane`: number of the queue from which the blocks were taken (`book.copies`).
+        `tell`: executes the core's effects (see `start`).
+        """
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes
         codes = np.zeros(len(move), np.uint8)

@@ -80,7 +80,8 @@ class EpochNotes:
 
     def discard(self, book: EpochBook) -> None:
         """Removes the files, unless a store must still raise an epoch for a flush in `book`. Called
-        if the server leaves no blocks. Blocks the calling thread."""
+        at the end of a server that leaves no blocks to the next server. Blocks the calling
+        thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)
@@ -106,6 +107,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
     """Returns the record of a key space, merged from all copies of the file.
 
     `name`: fingerprint of the key space.
+    `contents`: the contents of the usable copies; at least one.
     `is_complete`: False if a folder has blocks but no usable file. The node's blocks then belong to
         no known epoch.
     """

@@ -65,6 +65,9 @@ class EpochRelay:
 
     A tier gets its relay when it is opened, before `Epochs` exists. `Epochs.start` connects the
     relay; until then calls of the relay have no effect.
+
+    `hear`: the function to which calls are passed, with the fingerprint of the key space and the
+        store's epoch.
     """
 
     def __init__(self) -> None:
@@ -136,8 +139,11 @@ class Epochs:
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
         """Starts the task. From now on, flushes of other nodes are noticed. If an earlier server
-        could not raise an epoch for a flush, the task raises it now. `flush`: flushes a key space
-        on this node only."""
+        could not raise an epoch for a flush, the task raises it now.
+
+        `tasks`: runs the task.
+        `flush`: flushes a key space on this node only.
+        """
         self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
@@ -162,7 +168,8 @@ class Epochs:
 
     def discard(self) -> None:
         """Removes the files of the book, unless a store must still raise an epoch for a flush.
-        Called if the server leaves no blocks. Blocks the calling thread."""
+        Called at the end of a server that leaves no blocks to the next server. Blocks the calling
+        thread."""
         self._notes.discard(self.book)
 
     # Flushes

@@ -43,6 +43,10 @@ class TierSource(Protocol):
 
     Methods take `groups`: for each KV cache group, a list of block hashes in the order of the
     sequence.
+
+    `breaker`: tells whether lookups skip the tier, because it is broken or hangs.
+    `reads`: counts and times of the tier's reads.
+    `name`: name of the tier.
     """
 
     breaker: Breaker
@@ -70,8 +74,8 @@ class TierSource(Protocol):
         have."""
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to move the `wanted` blocks up to host memory: reserves slots, for as many blocks
-        as there is room for. Returns None if no block gets a slot."""
+        """Begins to move up to host memory the blocks that `wanted` returns: reserves slots, for as
+        many blocks as there is room for. Returns None if no block gets a slot."""
 
     def blocks(self, move: Move) -> Blocks:
         """Returns the blocks of a move as the argument of `Tier.read`."""
@@ -126,7 +130,9 @@ class TierLookups:
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
     `shared`: the shared tiers among the sources. They must be asked which blocks they have, because
         this node does not know it.
+    `epochs`: tells which epochs the stores of shared tiers have confirmed.
     `waiting`: counts the calls that wait for tiers.
+    `tasks`: tells whether the node is closing, so that no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     """
 
@@ -210,7 +216,8 @@ class TierLookups:
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:
-        """Returns, for each source, True if loading its blocks is faster than computing them.
+        """Returns, for each tier in `sources`, True if loading its blocks is faster than computing
+        them.
 
         `at_hand`: for each list, a mask of the blocks in host memory or being moved there.
         `found`: for each source, and each list, a mask of the blocks to load from the source.

@@ -78,15 +78,21 @@ def count(masks: Sequence[BoolMask]) -> int:
 
 
 def hit_tokens(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> int:
-    """Returns the number of tokens in the longest possible hit; 0 for empty lists. `masks`: for
-    each list, the blocks that are available for the hit."""
+    """Returns the number of tokens in the longest possible hit of a lookup; 0 for empty lists.
+
+    `lists`: the blocks of the lookup, a list for each KV cache group.
+    `masks`: for each list, a mask of the blocks that are available for the hit.
+    """
     limit = max((len(one.ready) * one.spec.block_tokens for one in lists), default=0)
     return longest_hit([one.spec for one in lists], masks, limit) if limit else 0
 
 
 def needed(lists: Sequence[Listed], masks: Sequence[BoolMask]) -> list[BoolMask]:
-    """Returns, for each list, a mask of the blocks that the longest possible hit needs. `masks`:
-    for each list, the blocks that are available for the hit."""
+    """Returns, for each list, a mask of the blocks that the longest possible hit of a lookup needs.
+
+    `lists`: the blocks of the lookup, a list for each KV cache group.
+    `masks`: for each list, a mask of the blocks that are available for the hit.
+    """
     ranges = needed_blocks([one.spec for one in lists], hit_tokens(lists, masks))
     found = []
     for one, blocks in zip(lists, ranges, strict=True):
@@ -104,6 +110,8 @@ def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float)
     dropped, and the other offers are compared again. If several offers have the same block, the
     first of them loads it.
 
+    `lists`: the blocks of the lookup, a list for each KV cache group.
+    `offers`: for each tier, the blocks that it could load, and the time to load them.
     `tokens_per_s`: speed at which the engine computes prompts. 0 if unknown; then all offers are
         taken.
     """
@@ -132,8 +140,13 @@ def _seconds(
     taken: Sequence[bool],
 ) -> list[float]:
     """Returns, for each offer, the seconds to load its part of the wanted blocks; 0 if it loads no
-    block. A taken offer loads all wanted blocks that it has, except blocks of earlier offers. An
-    offer that is not taken loads no block."""
+    block. A taken offer loads the wanted blocks that it has, except blocks in host memory and
+    blocks that an earlier taken offer loads. An offer that is not taken loads no block.
+
+    `lists`: the blocks of the lookup, a list for each KV cache group.
+    `wanted`: for each list, a mask of the wanted blocks.
+    `taken`: for each offer, True if the lookup takes it.
+    """
     lacking = [mask & ~one.ready for one, mask in zip(lists, wanted, strict=True)]
     seconds = []
     for offer, is_taken in zip(offers, taken, strict=True):

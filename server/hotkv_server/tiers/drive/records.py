@@ -144,7 +144,12 @@ class LowerMemory:
     def start(self, revision: int, state: ServerState) -> None:
         """Starts the thread, which replaces the file of the old table, writes the key spaces in
         `state`, and from then on writes changes. The core must have filled the table before. Does
-        not wait for the disk. `revision`: revision of the key spaces."""
+        not wait for the disk.
+
+        `revision`: number of the present set of key spaces; becomes `kept_revision` when the key
+            spaces are in the file.
+        `state`: the key spaces and the slab size.
+        """
         self._keeps_numbers = self.state is not None and _agree(self.state, state)
         self.old = self.state = None
         self._wanted = (revision, state)
@@ -152,8 +157,9 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Makes the thread replace the file of key spaces with those in `state`. Does not wait for
-        the disk. Once the file is written, `kept_revision` is `revision`."""
+        """Makes the thread write the key spaces in `state` to the file of key spaces, in place of
+        its old content. Does not wait for the disk. Once the file is written, `kept_revision` is
+        `revision`."""
         self._wanted = (revision, state)
         self._asked.set()
 
@@ -325,8 +331,13 @@ class LowerMemory:
         return parts
 
     def _write_parts(self, fd: int, parts: list[int], sums: NDArray[np.uint64]) -> None:
-        """Writes the parts in `parts` that have changed since their last write. `sums`: the hash of
-        each part of the table at its last write; this method updates it."""
+        """Writes parts of the table (PART_BYTES each) to the file, if they have changed since their
+        last write.
+
+        `fd`: descriptor of the file.
+        `parts`: numbers of the parts.
+        `sums`: the hash of each part of the table at its last write; this method updates it.
+        """
         # Servers without a tier need no xxhash.
         import xxhash
 

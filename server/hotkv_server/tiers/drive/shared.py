@@ -51,10 +51,11 @@ FOUND_S = 10.0
 
 
 class FoundBlocks:
-    """Remembers the blocks that probes have found in the tier. A block is named by the head of its
-    key in the tier (the key without the block's hash) and its hash.
+    """Remembers the blocks that probes have found in the tier. A block's key in the tier has two
+    parts, by which the methods name the block. `head` is the key without the block's hash; it is
+    the same for all blocks of a group of a key space. `hashes` are the hashes of blocks.
 
-    Remembers at most MAX_FOUND blocks. If there are more, forgets first the blocks of the head to
+    Remembers at most MAX_FOUND blocks. If there are more, first forgets blocks under the `head` to
     which blocks were added longest ago.
 
     Always true: `among` makes Python objects only for blocks that are probably remembered, because
@@ -63,7 +64,8 @@ class FoundBlocks:
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, dict[bytes, float]] = {}
-        # The first 8 bytes of the hashes of a head, sorted; made at the next question.
+        # For each head, the first 8 bytes of the hashes, sorted. `among` makes the array if it is
+        # missing.
         self._begins: dict[bytes, NDArray[np.uint64]] = {}
         self._num_blocks = 0
 
@@ -89,7 +91,7 @@ class FoundBlocks:
         return mask
 
     def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
-        """Remembers blocks until `until_s`."""
+        """Remembers blocks until `until_s`, a time of time.monotonic."""
         known = self._until_s.pop(head, {})
         self._num_blocks -= len(known)
         known.update(dict.fromkeys(hashes, until_s))
@@ -101,7 +103,8 @@ class FoundBlocks:
             self.drop(oldest, list(left)[: self._num_blocks - MAX_FOUND])
 
     def drop(self, head: bytes, hashes: Iterable[bytes]) -> None:
-        """Forgets blocks."""
+        """Forgets blocks. Called when a read of the blocks begins, and if too many blocks are
+        remembered."""
         if (known := self._until_s.get(head)) is None:
             return
         self._num_blocks -= len(known)
@@ -122,8 +125,9 @@ class TierShared:
     """Drives a shared tier; see the module. In its methods, `groups` has a list of block hashes for
     each KV cache group.
 
+    `verifier`: compares blocks with their check values.
     `epochs`: tells which epochs the stores of shared tiers have confirmed.
-    `moving_bytes`: most bytes that may be copied to the tier at a time.
+    `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
     `out`: copies blocks to the tier.
     `below`: the breaker of the disk tier, which tells whether lookups skip the disk; None without a
         disk.
@@ -154,7 +158,7 @@ class TierShared:
         return f"TierShared({self.tier!r})"
 
     def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts to copy blocks to the tier. `tell`: called when blocks may have been condemned."""
+        """Starts to copy blocks to the tier. For the arguments see `TierCopies.start`."""
         self.out.start(tasks, tell)
 
     # In
@@ -210,8 +214,8 @@ class TierShared:
         return masks
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Begins to load the `wanted` blocks: reserves slots in host memory, for as many blocks as
-        there is room for. Returns None if no block gets a slot."""
+        """Begins to load the blocks that `wanted` returns: reserves slots in host memory, for as
+        many blocks as there is room for. Returns None if no block gets a slot."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         for (head, one, _), at in zip(self._named(key_space_id, groups), wanted, strict=True):
             self._found.drop(head, (words.tobytes() for words in rows(one.hashes, at)))
@@ -249,8 +253,9 @@ class TierShared:
     def _named(
         self, key_space_id: int, groups: list[HashList]
     ) -> Iterator[tuple[bytes, HashList, Int64s]]:
-        """Yields for each list the head of its blocks' keys, the list, and the positions of the
-        blocks that are neither in host memory nor on the disk."""
+        """Yields, for each list in `groups`: the bytes with which the keys of its blocks in the
+        tier begin (the key without the block's hash), the list, and the positions of the blocks
+        that are neither in host memory nor on the disk."""
         prefix = self._epochs.prefix(self.name, key_space_id)
         for one, at in zip(groups, self._absent(key_space_id, groups), strict=True):
             yield b"%s/%d" % (prefix, one.group_index), one, at
@@ -258,9 +263,12 @@ class TierShared:
     def _heard(
         self, asked: list[tuple[bytes, list[bytes]]], answer: "asyncio.Future[tuple[Codes]]"
     ) -> None:
-        """Called with the tier's answer to a probe: remembers the blocks that the tier has.
+        """Called when the tier has answered a probe: remembers the blocks that the tier has.
 
-        asked: the blocks of the probe: heads of keys, each with the hashes of its blocks.
+        `asked`: the blocks of the probe, as pairs: the first part of the blocks' keys, and the
+            hashes that complete it to the keys.
+        `answer`: has the tier's answer: a code for each block, in the order of `asked`. Cancelled
+            if the node has closed.
         """
         if answer.cancelled():
             return

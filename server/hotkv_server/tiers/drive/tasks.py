@@ -128,7 +128,7 @@ async def agreeing(
 ) -> BoolMask:
     """Compares the bytes of n pinned blocks in host memory with their check values. Condemns the
     blocks that don't match, and returns a mask [n] of the blocks that match. `tell`: called
-    afterwards, so that the node reports condemned blocks."""
+    afterwards; executes the core's effects, so that the node reports condemned blocks."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)
@@ -161,7 +161,12 @@ def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
 
 
 def tier_keys(prefix: bytes, groups: list[int], hashes: Words) -> list[bytes]:
-    """Returns the keys of blocks in tiers: `hotkv/1/{fingerprint}[/{epoch}]/{group}/{hash}`."""
+    """Returns the keys of n blocks in tiers: `hotkv/1/{fingerprint}[/{epoch}]/{group}/{hash}`.
+
+    `prefix`: the part of the keys before `/{group}`.
+    `groups`: for each block, the number of its KV cache group.
+    `hashes`: the blocks' hashes, uint32 words [n, 8].
+    """
     return [
         b"%s/%d/%s" % (prefix, group, words.tobytes())
         for group, words in zip(groups, hashes, strict=True)
@@ -173,7 +178,7 @@ def blocks_of(
 ) -> Blocks:
     """Returns a `Blocks`, the argument of a tier's calls, for these entries of host memory.
 
-    `prefix`: the first bytes of the blocks' keys.
+    `prefix`: the part of the blocks' keys before the group and the hash (see `tier_keys`).
     `epochs`: see `Blocks.epochs`.
     """
     index = core.space.index

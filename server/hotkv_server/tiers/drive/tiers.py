@@ -61,7 +61,8 @@ class Coming:
 
     `source`: the tier.
     `num_bytes`: bytes of the move's slots.
-    `done`: is done when the move has ended; the blocks that the tier found are then in host memory.
+    `done`: a future that is done when the move has ended. The blocks that the tier found are then
+        in host memory.
     `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
     """
 
@@ -136,7 +137,8 @@ class Tiers:
         """Starts the background tasks of all tiers.
 
         `health`: watches the tiers' loops and threads.
-        `tell`: called when blocks may have been evicted or condemned.
+        `tell`: executes the core's effects (notices and events about removed blocks). Called after
+            blocks may have been evicted or condemned.
         `flush`: flushes a key space on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
         """
@@ -194,8 +196,9 @@ class Tiers:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tiers, in the order in which lookups ask them. In `Space.origins`, the tier
-        at index i has the number i + 1."""
+        """Names of the tiers, in the order in which lookups ask them. The core's records of the
+        tiers from which blocks came (`Space.origins`) have the number i + 1 for the tier at index
+        i."""
         return [one.name for one in self._sources]
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:

@@ -6,7 +6,8 @@ offsets, as if the memories followed each other.
 
 Always true: the child ends when the server ends. It writes to the memories only to execute a `read`
 request, and only to the slots of that request. Blocks move between a memory and the network without
-a copy. A value in Mooncake is a head (`tiers.remote.values`), followed by the block.
+a copy. A value in Mooncake begins with a head, which describes the block (`tiers.remote.values`);
+the block's bytes follow.
 """
 
 import ctypes
@@ -201,8 +202,12 @@ class Child:
         return self._placed(slot, size)[0]
 
     def _placed(self, slot: int, size: int) -> tuple[memoryview, int]:
-        """Returns the bytes of a slot, and their address. Raises ValueError if the slot is not a
-        part of a memory."""
+        """Returns the bytes of a slot, and their address. Raises ValueError if the slot is not
+        inside one of the memories.
+
+        `slot`: offset of the slot in the memories, as if they followed each other.
+        `size`: size of the slot in bytes.
+        """
         for content, address in self._memories:
             if 0 <= slot < len(content) and 0 < size <= len(content) - slot:
                 return content[slot : slot + size], address + slot
@@ -212,8 +217,9 @@ class Child:
     def _buffers(
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the addresses, and the sizes, of the two buffers of each block: its head and its
-        slot. Raises ValueError if a slot is not a part of a memory."""
+        """Returns, for each block, the addresses and the sizes of its two buffers: the memory for
+        the head of its value (`tiers.remote.values`), and its slot. Raises ValueError if a slot is
+        not inside one of the memories. `slots`, `sizes`: see `_placed`."""
         places = [self._placed(*one)[1] for one in zip(slots, sizes, strict=True)]
         heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
         return (

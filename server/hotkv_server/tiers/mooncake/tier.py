@@ -144,7 +144,8 @@ class MooncakeClient:
         }
 
     def _offset_of(self, slot: memoryview) -> int:
-        """Returns the byte offset of a slot in the memories, as if they followed each other."""
+        """Returns the byte offset by which requests to the child name a slot: its offset in the
+        memories, as if they followed each other."""
         begin = 0
         for region in self._memories:
             if 0 <= (offset := region.offset_of(slot)) < region.num_bytes:

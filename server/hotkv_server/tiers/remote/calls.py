@@ -82,8 +82,9 @@ class RemoteCall:
 class Part:
     """A part of a call, which a thread executes over its connection.
 
-    `do`: executes the part, given the connection and a time limit: asks the server, and sets the
-        results of the part's blocks in the call.
+    `call`: the call; gets the results of the part.
+    `do`: executes the part, given the connection and a time limit (a time of time.monotonic): asks
+        the server, and sets the results of the part's blocks in the call.
     `deadline_s`: a time of time.monotonic. If the part has not begun by then, it is skipped.
     `moves_blocks`: True if the part uses slots of the arena. Such a part is aborted at its
         deadline, so that its slots get free. A part that uses no slots is not aborted at its
@@ -142,8 +143,9 @@ class PartQueue:
         return self._is_closed
 
     def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
-        """Adds the parts of a call. Returns False if the queue is closed or has no room for all of
-        them; then it adds no part. `is_read`: False for parts of a write."""
+        """Adds the parts of a call. Returns False, and adds no part, if the queue is closed or has
+        no room for all of the parts. `is_read`: False puts the parts behind reads, among the parts
+        of writes."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False

@@ -69,10 +69,11 @@ class Client(Protocol):
     All methods may block until their time limit, and may raise StoreError. `Workers` logs any other
     exception as a defect. The arguments of several methods:
 
-    `keys`: may contain any bytes.
+    `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot.
     `expected`: the epochs that the keys contain, by fingerprint.
     `codes`: gets the `Read` or `Write` of each block, uint8 [n].
+    `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
     """
 
@@ -83,7 +84,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        the store's epochs that differ from `expected`. If an epoch differs, sets no code."""
+        those epochs of the store that differ from `expected`, by fingerprint; if there are any,
+        sets no code."""
 
     def read(
         self,
@@ -94,8 +96,8 @@ class Client(Protocol):
         until_s: float,
     ) -> Epochs:
         """Reads the values of the keys into the slots, and sets the codes. Deletes damaged values.
-        Returns the store's epochs that differ from `expected`; if an epoch differs, the caller must
-        not use the blocks."""
+        Returns those epochs of the store that differ from `expected`, by fingerprint; if there are
+        any, the caller must not use the blocks."""
 
     def write(
         self,
@@ -122,7 +124,7 @@ class Client(Protocol):
 
     def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """Ends the epoch of a key space, begins a greater epoch, which is also above `floor`, and
-        returns it.
+        returns it. `floor`: the highest epoch of the key space that the caller knows.
 
         If the store is full and can't take the new epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was

@@ -102,7 +102,7 @@ class EncodingClient:
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Writes blocks under their keys; see `Client.write`."""
+        """Writes blocks in encoded form if they shrink, else in plain form; see `Client.write`."""
         for rows in self._staged.parts(_sizes(slots), is_write=True):
             results = depths[rows], codes[rows], seals[rows], until_s
             if self._is_too_large(slots[rows]):
@@ -206,9 +206,12 @@ class _Part:
         self.may_be_encoded: BoolMask = (self._rooms < self._sizes) & np.array(has_key, np.bool_)
 
     def stored(self, rows: Int64s, is_encoded: BoolMask) -> tuple[list[bytes], list[memoryview]]:
-        """Returns the keys under which the blocks in `rows` are stored, and the staging memory of
-        their stored forms. `is_encoded`: mask [n], True for a block whose stored form is the
-        encoded form."""
+        """Returns the keys under which some of the blocks are stored, and the staging memory of
+        their stored forms.
+
+        `rows`: indices of these blocks, among the n blocks.
+        `is_encoded`: mask [n], True for a block whose stored form is the encoded form.
+        """
         keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
         begins = self._at[rows]
         ends = begins + np.where(is_encoded, self._rooms, self._sizes)[rows]

@@ -1,5 +1,5 @@
-"""The layout of a block as a value of a key-value store: a head of HEAD_BYTES, then the block's
-bytes.
+"""The layout of a block as a value of a key-value store. The value begins with a description of the
+block, the head, which has HEAD_BYTES bytes. The block's bytes follow.
 
 Always true: a value is accepted only if its head has the magic number, the version of this format,
 the size of the block, and a seal (check value) that matches key and bytes. So bytes that hotkv has
@@ -12,7 +12,8 @@ from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.seals import seal
 
 _HEAD = struct.Struct("<4sIqQ")
-"""Magic number, version of the format, size of the block in bytes, seal. Little endian."""
+"""The head of a value: magic number, version of the format, size of the block in bytes, seal (check
+value). Little endian."""
 MAGIC = b"hkvb"
 VERSION = 1
 HEAD_BYTES = _HEAD.size
@@ -26,14 +27,14 @@ def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """Checks the head of a value that should contain a block of `num_bytes`. Does not check the
-    seal (see `is_sound`).
+    """Checks the head of a value. Does not check the seal; `is_sound` does.
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
     format. Returns CORRUPT if the head is damaged or was not written by hotkv, or if the size of
     the block differs from `num_bytes`.
 
-    `value_bytes`: length of the value with its head.
+    `value_bytes`: length of the whole value: head and block.
+    `num_bytes`: size that the block must have.
     """
     if value_bytes < HEAD_BYTES:
         return Read.CORRUPT

@@ -243,9 +243,12 @@ class Workers:
         return client
 
     def _do(self, number: int, part: Part, client: Client | None) -> Client | None:
-        """Executes a part in thread `number`; skips it if its deadline has passed or the server has
-        a known problem. Returns the client for the next part; None if the thread must connect
-        again."""
+        """Executes a part in thread `number`. Skips the part if its deadline has passed, or if the
+        server has a known problem. Returns the client with which the thread executes its next part;
+        None if the thread must first connect again.
+
+        `client`: the thread's connection; None if the thread has none.
+        """
         begun_s = time.monotonic()
         if begun_s > part.deadline_s or self._health.problem:
             return client
@@ -266,16 +269,15 @@ class Workers:
             # to a slot.
             client.close()
             self._judge(error, part)
-        except (
-            Exception
-        ) as error:  # The edge of the effect executor: a failed part is a failed call.
+        except Exception as error:  # If a part fails, only its call fails; the thread goes on.
             client.close()
             log.exception("%s: %s", self._name, type(error).__name__)
         return None
 
     def _judge(self, error: StoreError, part: Part) -> None:
-        """Decides whether the error of a part means that the server has a problem, and records the
-        problem or logs the error."""
+        """Decides whether the error of a part means that the server has a problem. If so, records
+        the problem (`RemoteHealth`), so that all calls fail until a connect succeeds; else logs the
+        error."""
         is_too_late = (
             isinstance(error, LateError)
             and part.moves_blocks
@@ -296,7 +298,7 @@ class Workers:
         except StoreError as error:
             self._health.fail(str(error))
         except Exception as error:
-            # The edge of the effect executor, as above: the thread goes on.
+            # Catch any exception, so that the thread goes on.
             log.exception("%s: %s", self._name, type(error).__name__)
             self._health.fail(f"can't be asked: {type(error).__name__}")
         return None

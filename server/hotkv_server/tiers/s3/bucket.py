@@ -199,9 +199,9 @@ class Loop:
         return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
 
     def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
-        """Runs a request on the event loop and returns its result. If the request has not ended at
-        `until_s`, a time of time.monotonic, cancels it and raises LateError. Blocks the calling
-        thread."""
+        """Runs a request on the event loop, waits for it and returns its result. If the request has
+        not ended at `until_s`, a time of time.monotonic, cancels the request and raises
+        LateError."""
         future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
             return future.result(max(0.0, until_s - time.monotonic()))
@@ -317,9 +317,13 @@ class Bucket:
         return self._ask(all_of_them(), until_s)
 
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
-        """Writes an object, but only if a condition holds: without `version`, the object must not
-        exist; with `version`, the object must still have this version (ETag). Returns False if the
-        condition does not hold."""
+        """Writes an object, but only if a condition on the present object holds. Returns False if
+        the condition does not hold.
+
+        `body`: the bytes to write.
+        `version`: the version (ETag) that the present object must have; empty: there must be no
+            object at `path`.
+        """
         exceptions = self._obstore.exceptions
 
         async def request() -> bool:
@@ -395,9 +399,12 @@ class Bucket:
     def names(
         self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
     ) -> list[str]:
-        """Returns the names of the objects in a folder, sorted. Reads the names in pages of 1000,
-        and stops after the page with which it has `most` names, or for whose last name `is_enough`
-        returns True."""
+        """Returns the names of the objects in a folder, sorted. Reads the names in pages of 1000.
+
+        `most`: most names to return. No page is read once there are as many names.
+        `is_enough`: called with the last name of each page. If it returns True, no further page is
+            read.
+        """
 
         async def request() -> list[str]:
             found: list[str] = []
@@ -436,7 +443,9 @@ class Bucket:
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Merges ranges of an object, so that fewer requests are needed to read them. Returns the
-    merged ranges as pairs (begin, end), in order. `begins`, `lengths`: the ranges, in bytes.
+    merged ranges as pairs (begin, end), in order.
+
+    `begins`, `lengths`: for each range, the offset of its first byte, and its size in bytes.
 
     Two ranges are merged if the gap between them is at most GAP_BYTES, because reading the gap
     costs less than another request. In a merged range, gaps make up at most half of the bytes.

@@ -213,7 +213,10 @@ class S3Client:
         fail, their blocks keep their codes. Returns the first error of a request; None if all
         succeed.
 
-        `rows_of`: for each pack, the blocks to read, as pairs (row in the call, row in the pack).
+        `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
+            row of the block in the pack's list.
+        `keys`, `slots`: the keys of all blocks of the call, and the memory of their slots.
+        `settled`: gets the `Read` of each block, uint8 [n].
         """
         wanted = []
         for pack, rows in rows_of.items():

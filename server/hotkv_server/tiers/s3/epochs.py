@@ -77,9 +77,12 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns the epochs of several key spaces, by fingerprint. Does for each of them what
-    `begin_epoch` does, but reads all epochs at the same time. Omits a key space whose epoch is not
-    a number. Raises StoreError."""
+    """Returns the epochs of several key spaces, by fingerprint. First begins an epoch for each key
+    space that has no epoch, as `begin_epoch` does. Reads all epochs at the same time. Omits a key
+    space whose epoch is not a number. Raises StoreError.
+
+    `now_us`: the time of the wall clock in microseconds.
+    """
     objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
     epochs: dict[str, int] = {}
     for name, found in zip(fingerprints, objects, strict=True):
@@ -96,6 +99,7 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
     returns it. If the store has no room for the new epoch, deletes the old epoch and returns
     NO_EPOCH; blocks are then refused until an epoch begins. Raises StoreError.
 
+    `floor`: the highest epoch of the key space that the caller knows.
     `now_us`: the time of the wall clock in microseconds.
     """
     for _ in range(TRIES):

@@ -48,8 +48,8 @@ class PackIndex:
         return len(self._where)
 
     def add(self, pack: Pack) -> bool:
-        """Adds a pack; if there is no room, drops older packs. Returns False, without adding the
-        pack, if the index is full and has no older packs."""
+        """Adds a pack. If there is no room, first drops older packs. Returns False, without adding
+        the pack, if there is no room and no pack in the index is older."""
         with self._lock:
             if pack.path in self._numbers:
                 return True
@@ -97,10 +97,11 @@ class PackIndex:
             self._drop(path)
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
-        """Removes the packs of a key space from the index, except the packs of one epoch.
+        """Removes the packs of a key space from the index, except the packs of one epoch. Called
+        when the key space has a new epoch, because blocks of other epochs may not be used.
 
-        `fingerprint`: names the key space.
-        `space`: the key space in the epoch to keep; None: keeps no packs.
+        `fingerprint`: name of the key space.
+        `space`: the key space in the epoch whose packs stay; None: removes all packs.
         """
         with self._lock:
             packs = list(self._packs.values())

@@ -142,8 +142,9 @@ class Lister:
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
         """Forgets the state of a key space in all epochs but one.
 
-        `fingerprint`: names the key space.
-        `space`: the key space in the epoch to keep; None: keeps none.
+        `fingerprint`: name of the key space.
+        `space`: the key space in the epoch whose state stays; None: forgets the state in all
+            epochs.
         """
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
@@ -191,7 +192,7 @@ class Lister:
             except StoreError as error:
                 bucket, failed = None, error
                 log.debug("packs of %s are not known: s3 %s", space, error)
-            except Exception as error:  # The edge of the effect executor: the thread goes on.
+            except Exception as error:  # Catch any exception, so that the thread goes on.
                 bucket, failed = None, LostError(f"can't be listed: {type(error).__name__}")
                 log.exception("packs of %s are not known: %s", space, type(error).__name__)
             with self._changed:

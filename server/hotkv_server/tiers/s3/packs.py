@@ -45,7 +45,8 @@ _LAST_US = 10**16 - 1
 """A pack's name begins with this number minus the pack's time in microseconds, so newer packs sort
 first."""
 _HEAD = struct.Struct("<4sIQ")
-"""Head of the list: magic number, zero, seal of the rows. Little endian."""
+"""The first bytes of a pack's list of blocks, before the rows: magic number, zero, seal (check
+value) of the rows. Little endian."""
 _MAGIC = b"hkvp"
 _ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
 
@@ -130,8 +131,9 @@ def age_at(time_us: int) -> int:
 
 
 def list_bytes(name: str) -> int:
-    """Returns the size of a pack's list of blocks, in bytes, with the list's head. Returns 0 if
-    `name` is not the name of a pack."""
+    """Returns the size of the list of blocks with which a pack begins, in bytes. Computes it from
+    the pack's name, which has the number of blocks. Returns 0 if `name` is not the name of a
+    pack."""
     match = _NAME.fullmatch(name)
     return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
 
@@ -139,8 +141,13 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Makes a pack of these blocks. Returns the pack, and the bytes of its object. `name`: a result
-    of `new_name` for this number of blocks."""
+    """Makes a pack of n blocks of a key space. Returns the pack, and the bytes to store as its
+    object.
+
+    `name`: name of the pack: a result of `new_name` for n blocks.
+    `keys`: the keys of the blocks.
+    `slots`: for each key, the memory with the block's bytes.
+    """
     rows = np.empty(len(keys), _ROW)
     rows["tag"] = [tag(key) for key in keys]
     rows["num_bytes"] = [len(slot) for slot in slots]
@@ -157,8 +164,12 @@ def packed(
 
 
 def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
-    """Parses the list of blocks of an object. Returns the pack; None if the list is damaged.
-    `front`: the first `list_bytes(name)` bytes of the object."""
+    """Parses the list of blocks with which a pack's object begins. Returns the pack; None if the
+    list is damaged.
+
+    `name`: name of the pack.
+    `front`: the first `list_bytes(name)` bytes of the object.
+    """
     if len(front) != list_bytes(name) or len(front) < _HEAD.size:
         return None
     magic, zero, sealed = _HEAD.unpack_from(front)
@@ -175,6 +186,7 @@ def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
     if there is one.
 
     `num_bytes`: sizes of the blocks, int64 [n].
+    `pack_bytes`: least size of a pack, in bytes of blocks.
     """
     ends, begin, total = list[int](), 0, 0
     for at, size in enumerate(num_bytes.tolist()):

@@ -125,11 +125,12 @@ class ClusterPipe:
             one.close()
 
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
-        """Reads the reply to the oldest command without a reply, and follows redirects (MOVED,
-        ASK). Returns an error with the code INCOMPLETE if no server has the command's hash slot, or
-        if the last reply is an error with one of INCOMPLETE_CODES.
+        """Returns the reply to the oldest command whose reply was not read yet. If the reply is a
+        redirect (MOVED, ASK), sends the command to the server that the redirect names, and reads
+        the reply of that server. Returns an error with the code INCOMPLETE if no server has the
+        command's hash slot, or if the last reply is an error with one of INCOMPLETE_CODES.
 
-        `read`: reads the next reply from a connection.
+        `read`: reads and returns the next reply of the connection that it is given.
         """
         sent, connection = self._sent.popleft()
         if connection is None:
@@ -227,8 +228,9 @@ def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
 
 
 def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
-    """Parses a member of the reply to CLUSTER SLOTS. Returns the first and the last hash slot of a
-    range, and the server that has the range."""
+    """Parses a member of the reply to CLUSTER SLOTS, which describes a range of hash slots. Returns
+    the first and the last hash slot of the range, and the server that has the range. `teller`:
+    connection to the server that has sent the reply."""
     first, last, primary, *_ = [*_list(part), None, None, None]
     host, port, *_ = [*_list(primary), None, None]
     numbers = [one for one in (first, last, port) if isinstance(one, int)]

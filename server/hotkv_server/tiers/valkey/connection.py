@@ -165,8 +165,13 @@ class Pipe(Protocol):
         """Waits for the next reply and returns it. Replies come in the order of the commands."""
 
     def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
-        """Reads the next reply, like `next`, but writes a string directly into the caller's memory:
-        first into `head`, then into the memory that `place` returns. See `Replies.value`."""
+        """Reads the next reply, which must be a string (the value of a key), null or an error.
+        Returns a `Bulk`, None or an ErrorReply. Writes a string directly into the caller's memory.
+
+        `head`: gets the first bytes of the string.
+        `place`: called with the length of the string; returns the memory for the rest of the
+            string, or None to skip the rest. See `Replies.value`.
+        """
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:
         """Returns False if a failover could lose the last write of `key`. Returns True if a replica

@@ -143,8 +143,8 @@ def remove(fingerprint: str) -> Command:
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """Returns the epoch in a reply; NO_EPOCH if the key is absent; None if the reply is not an
-    epoch. Raises UnusableError if the reply means that the whole server is unusable."""
+    """Returns the epoch in a reply to GET; NO_EPOCH if the key is absent; None if the reply is
+    not an epoch. Raises UnusableError if the reply means that the whole server is unusable."""
     try:
         return parsed(reply)
     except LostError:
@@ -152,9 +152,9 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 
 def parsed(reply: Reply) -> int:
-    """Returns the epoch in a reply; NO_EPOCH if the key is absent. Raises UnusableError if the
-    reply means that the whole server is unusable, and LostError for any other reply that is not an
-    epoch."""
+    """Returns the epoch in a reply to GET or INCRBY; NO_EPOCH if the key is absent. Raises
+    UnusableError if the reply means that the whole server is unusable, and LostError for any other
+    reply that is not an epoch."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

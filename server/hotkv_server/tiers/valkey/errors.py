@@ -10,8 +10,8 @@ from hotkv_server.tiers.remote.client import UnusableError
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes with which a server refuses writes, but still executes reads."""
 INCOMPLETE = "INCOMPLETE"
-"""An error code of hotkv, not of Valkey. It means that a cluster can't serve a key: it answers with
-one of INCOMPLETE_CODES, or none of its servers has the hash slot of the key."""
+"""An error code of hotkv, not of Valkey. It means that a cluster can't serve a key: a server
+answers with one of INCOMPLETE_CODES, or no server has the hash slot of the key."""
 INCOMPLETE_CODES = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN")
 """Codes with which only servers of a cluster answer. If the settings name a single server, such an
 answer means that the server belongs to a cluster."""

@@ -45,11 +45,11 @@ class ErrorReply:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """The result of `Replies.value` for a string, such as the value of a block.
+    """The result of `Replies.value`, which reads a string, such as the value of a block, in two
+    parts. It writes the first bytes, called the head, to one buffer, and the rest to another.
 
-    `num_bytes`: length of the string, with its head.
-    `is_placed`: True if the bytes after the head were written to the memory that `place` returned;
-        False if they were skipped.
+    `num_bytes`: length of the whole string.
+    `is_placed`: True if the rest was written to the second buffer; False if it was skipped.
     """
 
     num_bytes: int
@@ -60,8 +60,9 @@ Reply: TypeAlias = (
     "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
 )
 Place: TypeAlias = Callable[[int], "memoryview | None"]
-"""Called with the length of a value, when the head of the value has been read. Returns the memory
-for the rest of the value, of exactly its size; None to skip the rest."""
+"""Chooses the memory for a value. `Replies.value` calls it with the length of the whole value, when
+it has read the value's first bytes (the head). It returns the memory to which the rest of the value
+is written, of exactly the rest's size; None to skip the rest."""
 
 
 class ReplySource(Protocol):
@@ -80,8 +81,11 @@ def command(*words: bytes) -> bytes:
 
 
 class Command(NamedTuple):
-    """A command about a key, which decides to which server of a cluster it is sent. `pieces`:
-    buffers with the RESP bytes of the command, in order."""
+    """A command about a key.
+
+    `key`: decides to which server of a cluster the command is sent.
+    `pieces`: buffers with the RESP bytes of the command, in order.
+    """
 
     key: bytes
     pieces: tuple[bytes | memoryview, ...]
@@ -121,13 +125,13 @@ class Replies:
                 return reply
 
     def value(self, head: memoryview, place: Place, until_s: float) -> "Bulk | ErrorReply | None":
-        """Waits for the next reply, which must be a string, null or an error. Writes the first
-        bytes of a string to `head`, and the rest to the memory that `place` returns. Returns a
-        `Bulk` for a string, None for null, and an ErrorReply for an error. Raises LostError or
-        LateError.
+        """Reads the next reply, which must be a string, null or an error. Returns a `Bulk` for a
+        string, None for null, and an ErrorReply for an error. Raises LostError or LateError.
 
-        Skips a string that is shorter than `head`, and the rest of a string if `place` returns
-        None.
+        `head`: gets the first bytes of the string. A string that is shorter than `head` is
+            skipped.
+        `place`: called with the length of the string, once `head` is full. Returns the memory that
+            gets the rest of the string; None skips the rest.
         """
         kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
         while kind in b">|":
@@ -200,7 +204,8 @@ class Replies:
 
     def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
         """Reads the next line. Returns its first byte, which is the kind of reply, and the rest of
-        the line. `ahead_bytes`: most bytes to receive at a time."""
+        the line. `ahead_bytes`: most bytes to receive at a time; they may include bytes behind the
+        line."""
         while True:
             begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)
             if end > begin:
