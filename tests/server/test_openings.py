@@ -143,8 +143,10 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             with pytest.raises(HotKVError, match="close some"):
                 await node.sessions.open("e", "tool", spaces[3], "test")
             told = [item.event for item in (await feed.get(100))[0]]
-        assert all(isinstance(event, KeySpaceCleared) for event in told)
-        assert [event.key_space_id for event in told] == [1, 2, 1, 3]
+        cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
+        assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
+        # On a busy machine the removed blocks are told of too, before their key space is cleared.
+        assert told[-2] is cleared[-2] and told[-1] is cleared[-1]
         node.core.check_invariants()
 
 
