@@ -112,15 +112,17 @@ class OpenedNode:
                 loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
-        # The pinner calls `settle` for each part of the arena before it pins the part.
+        # `settle` makes huge pages of the arena's pages. If the arena is pinned for GPUs, its
+        # pinner (`ArenaPinner`) calls `settle` for each part before it pins the part.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
         """Closes all parts. The caller has closed the node before. Blocks the calling thread.
 
         keep: if True, the blocks stay in memory for the next server; if False, they are removed.
-        has_served: False if the start has failed. Then, even if `keep` is False, the files that
-            another cache can use stay (`memory.arena.KEPT_FILES`).
+        has_served: False if the start has failed. Then, even if `keep` is False, the files stay
+            that are of use to another cache (`memory.arena.KEPT_FILES`), for example the names of
+            engines.
         """
         self.memory.filling.close()
         self.cuda.close()
@@ -149,7 +151,8 @@ class OpenedNode:
 
 
 def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
-    """Makes `Health` watch the threads and sockets that the node does not watch itself."""
+    """Makes `Health` watch the threads and sockets that the node does not watch itself: copy and
+    device threads, the threads that prefault and pin the arena, and the listeners."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)

@@ -67,7 +67,7 @@ def link_detached(
 ) -> None:
     """Adds detached entries (flushed while pinned) for records of the old table.
 
-    old: all records of the old table [n, 18].
+    old: all records of the old table, uint32 words [n, 18].
     rows: positions of the records in `old`.
     numbers: the number of each record's key space in this core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
@@ -283,7 +283,7 @@ def _kept(
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
     """Returns for each key space number of the old table the number of the same key space in the
-    new core; 0 if the core does not have the key space."""
+    new core; 0 if the core does not have the key space. `key_spaces`: new number by old number."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -299,7 +299,10 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
     """Groups entries by key space and group. Yields each pair (key space, group) that occurs, with
-    the positions of its entries in rising order. Costs one sort, however many pairs there are."""
+    the positions of its entries in rising order. Costs one sort, however many pairs there are.
+
+    numbers, groups: key space number and group index of each entry [n].
+    """
     if not len(numbers):
         return
     pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
@@ -318,7 +321,11 @@ def _well_shaped(
 ) -> BoolMask:
     """Returns which records can be restored: they name a known group or representation, have a slot
     size that fits it, and a slot inside the arena at a valid offset for that size. A size fits if
-    it equals the group's slot size, or the smaller size that `encoded_bytes` returns for it."""
+    it equals the group's slot size, or the smaller size that `encoded_bytes` returns for it.
+
+    numbers: number in this core of each record's key space; 0 if the core does not have it.
+    encoded_bytes: as in `BelowSpace`; None: only the group's slot size fits.
+    """
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
@@ -392,8 +399,9 @@ def _link_entries(
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
     """Splits blocks that are sorted by depth into parts of at most ADMIT_BLOCKS, the deepest first.
-    Returns each part with its time of last use: a second after that of the part before, the last
-    part at `now_s`."""
+    Returns each part with its time of last use: a second after the time of the part before it, and
+    `now_s` for the last part. So the first blocks of prompts count as used last, and are evicted
+    last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]
@@ -411,8 +419,11 @@ def _publish(
     """Makes restored blocks ready, then the representations whose block was restored. Drops all
     other representations.
 
+    old: all records of the old table [n, 18].
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.
+    last_used_s: as in `restore`.
+    report: receives the numbers of restored and of dropped entries.
     """
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[

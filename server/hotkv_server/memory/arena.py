@@ -46,6 +46,8 @@ PIECE_ENTRIES = 1 << 20
 class RecordsMemory:
     """Prefaults the records in a block table's file. The table's buckets have memory already.
 
+    fd: descriptor of the table's file.
+    geometry: sizes of the table, and offsets of its parts in the file.
     num_entries: number of records that have memory, which is the most entries that may exist at the
         moment.
     """

@@ -162,7 +162,8 @@ class Epochs(Protocol):
         registered."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space in this node and in all tiers."""
+        """Flushes a key space in this node and in all tiers. Returns the number of blocks that the
+        flush has dropped, with the names of the tiers that have not answered."""
 
 
 class Lookups(Protocol):
@@ -170,7 +171,9 @@ class Lookups(Protocol):
     for them."""
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns True if a lookup of these blocks must wait for the answer of a shared tier."""
+        """Returns True if a lookup of these blocks must wait for the answer of a shared tier
+        (`ask`): a shared tier may have blocks that host memory lacks, or must first confirm the key
+        space's epoch. Returns False if `session` is None."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
         """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
@@ -221,6 +224,7 @@ class BlocksBelow(Protocol):
     ) -> None:
         """Starts moving blocks between tiers.
 
+        health: watches the loops and threads of the tiers.
         tell: function to call when blocks may have been evicted or condemned.
         flush: function that flushes a key space in this node only.
         on_ready: function to call when blocks become ready in a medium.
@@ -245,6 +249,7 @@ class BlocksBelow(Protocol):
         """Begins to promote the blocks of a hit right after the lookup, before the engine asks for
         a lease.
 
+        groups: the blocks of the prompt, a list for each group.
         ready, elsewhere: for each list, masks of the blocks that are in host memory, and of the
             blocks that lie in a tier below.
         """
@@ -264,7 +269,7 @@ class BlocksBelow(Protocol):
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
-        when the blocks are promoted, or at the time `until_s`."""
+        when the blocks are promoted, or at the time `until_s` of the monotonic clock."""
 
 
 class Tracer(Protocol):
@@ -322,7 +327,8 @@ class Samples:
 
     name: without the prefix `hotkv_`.
     kind: `counter`, `gauge` or `histogram`.
-    samples: pairs of label values and value.
+    samples: a pair for each combination of label values: the label values, in the order of the
+        metric's labels (`told.metric_help`), and the value.
     """
 
     name: str

@@ -36,6 +36,9 @@ In fair shares; a client beyond its share opens no session."""
 class Sessions:
     """Opens and closes sessions, and registers their memory. Iterating yields the open sessions.
 
+    devices: the GPUs on which engines may have memory.
+    removals: forgets key spaces to make room for a new key space.
+    names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
     run_effects: function that carries out the effects of the core's decisions.
@@ -103,6 +106,11 @@ class Sessions:
         """Opens a session and saves its key space. The result has a secret id: any client that
         presents it may use the session.
 
+        engine_id: id that all sessions of one engine share; they can use each other's leases.
+        role: `scheduler`, `worker` or `tool`; only shown to operators.
+        client_name: name of the client's program, for logs and operators.
+        representations: kinds of representations (compact forms of keys, for sparse attention) that
+            the session will store or load.
         engine_name: name by which the engine is shown to people; empty if the engine has no name.
         model_names: names by which requests address the model; the first is shown to people.
         hears_evictions: True if the session gets eviction notices.

@@ -93,6 +93,7 @@ class Timings:
     ) -> None:
         """Counts a transfer that has ended.
 
+        began_s: when the call for the transfer came, in seconds of the monotonic clock.
         to_engine: True for a load, False for a store.
         waited_s: how long the copy waited for a thread or a device; None if no copy began.
         """
@@ -382,6 +383,9 @@ class Transfer:
 class Transfers:
     """Starts and cancels the loads and stores of a node.
 
+    growth: lets stores wait while the arena still gets memory.
+    arena: address range of the arena.
+    verifier: compares blocks with their check values before a load.
     kept_bytes: bounds the memory that transfers use until they end.
     loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
     run_effects: function that carries out the effects of the core's decisions.
@@ -452,6 +456,8 @@ class Transfers:
         """Starts a load under a read lease. The result, a future, is done after the last write to
         the engine's memory.
 
+        transfer_id: id that the client chooses for the load, unique in the session.
+        runs: the blocks, by their positions in the lease.
         block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
             is copied.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
@@ -489,8 +495,12 @@ class Transfers:
         """Makes room for the blocks of a store, then starts it. The result, a future, is done when
         the blocks are ready or refused, after the last read of the engine's memory.
 
+        transfer_id: id that the client chooses for the store, unique in the session.
+        lease_id: id of the write lease. The first store with this id opens the lease; stores of
+            other ranks with the same id join it.
         block_ids: for each block of `runs`, its block id in the engine's memory.
         timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
+        options: how long to retain the blocks, and the residency that pins them.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.
         after: reads begin only after the engine's device has passed this mark.
@@ -614,7 +624,8 @@ def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
 
 
 def _plan_bytes(block_ids: BlockIds) -> int:
-    """Returns the estimated memory that a transfer uses in addition to its message."""
+    """Returns the estimated memory, in bytes, that a transfer of these blocks uses in addition to
+    its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)

@@ -32,6 +32,7 @@ the listener (`wire.server.MAX_CALLS`)."""
 class Edge:
     """The objects of one listener (socket or port), which its services use.
 
+    access: decides for which tenant a peer may open sessions.
     identify: function that returns the peer of a call, with the identity that the peer has proven.
         Its arguments are the call's message, which may have a ticket, and the call's context.
         Raises HotKVError if the proof (for example the ticket) is not valid.

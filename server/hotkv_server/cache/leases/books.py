@@ -83,7 +83,8 @@ class CacheBooks:
 
 
 class Uses:
-    """Answers lookups, and records uses of blocks."""
+    """Answers lookups, and records uses of ready blocks: for the eviction policy, and for requests
+    that ask to retain (pin) their blocks."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
@@ -131,8 +132,8 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins the named blocks that are ready until the time `until_s`, as far as the budget for
-        retention pins allows."""
+        """Pins the named blocks that are ready until the time `until_s` (on the clock of `now_s`),
+        as far as the budget for retention pins (`CoreConfig.held_share`) allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
@@ -146,7 +147,7 @@ class Uses:
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Pins ready entries for `retention.ttl_s` seconds if `retention.pin` is set, as far as the
-        budget for retention pins allows."""
+        budget for retention pins (`CoreConfig.held_share`) allows."""
         if retention.pin:
             self._pin(entries, now_s + retention.ttl_s)
 

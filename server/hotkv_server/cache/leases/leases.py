@@ -57,10 +57,14 @@ class ReadLease:
         it.
     groups: for each group of the `acquire` call, its index and the entry number of each hash; 0 if
         the block is not pinned.
-    content: `content_of` the blocks that the `acquire` call named. A repeated call must have the
-        same content.
+    content: hash of the blocks that the `acquire` call named (`content_of`). A repeated call must
+        have the same content.
     pinned_bytes: bytes of the pinned slots.
     weight: bytes of memory that the lease counts for (`read_weight`).
+    num_copies: number of loads in flight under the lease.
+    released: True once the lease was released or has expired. While loads are in flight, the lease
+        still pins its blocks.
+    has_expired: True if the lease ended because its lifetime was over.
     """
 
     engine_id: str
@@ -106,6 +110,10 @@ class WriteLease:
     shards_seen: bitmask of shards whose store has ended.
     parts: for each copy that has ended, the entries that the copy has written, and the sum of the
         bytes that the copy has written to each entry, for check values.
+    num_copies: number of stores in flight under the lease.
+    released: True once the lease was released or has expired. While stores are in flight, the lease
+        still owns its entries.
+    has_expired: True if the lease ended because its lifetime was over.
     """
 
     engine_id: str
@@ -299,8 +307,8 @@ class LeaseBook:
             )
 
     def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
-        """Extends the engine's read lease to at least `expires_s` and returns the lease; None if
-        the lease has ended."""
+        """Extends the engine's read lease, so that it expires at `expires_s` or later, and returns
+        the lease; None if the lease has ended or is a write lease."""
         lease = self.get(engine_id, lease_id)
         if not isinstance(lease, ReadLease) or lease.released:
             return None
@@ -323,9 +331,10 @@ class LeaseBook:
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a new lease of this weight once the lease
-        `old` is released. If copies run under `old`, it still counts, because it stays in the book
-        until they end."""
+        """Raises OVERLOADED unless the owner may have a new lease of `weight` bytes (memory that
+        the lease uses) once the lease `old` is released. If copies run under `old`, it still
+        counts, because it stays in the book until they end. `old`: None if the new lease replaces
+        no lease."""
         ends = old if old is not None and not old.num_copies else None
         if ends is not None:
             self.remove(ends)
@@ -402,7 +411,7 @@ class LoadTransfer:
 class StoreTransfer:
     """A store in flight: copies one shard (a rank's part) of some blocks.
 
-    lease: None if no block was reserved, so that there is nothing to copy.
+    lease: the write lease; None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
     groups, entries, positions, results, depths: lists with one element for each run of the call:
         its group, the entries that the store writes, the positions of their blocks in the run, the
@@ -429,7 +438,8 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run of the call."""
+        """Adds the next run of the call. The arguments become the last elements of the lists
+        `groups`, `entries`, `positions`, `results` and `depths`."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)
@@ -496,7 +506,7 @@ class TransferBook:
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Returns the entries of this lease for which a store of the shard `shard_index` is in
-        flight."""
+        flight; no entries if `lease` is None."""
         busy = [
             entries
             for t in self._transfers.values()

@@ -108,9 +108,10 @@ class ReadLeases:
     def _within_budget(
         self, record: KeySpaceRecord, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Chooses the entries to pin. Returns two values: for each list its group index and an
-        array of entries, and the bytes of all chosen entries together. An array has 0 for a block
-        that is not ready or that exceeds the tenant's budget."""
+        """Chooses the entries that a new lease pins, within the tenant's budget for leases under
+        which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
+        its group index and an array of entries, and the bytes of all chosen entries together. An
+        array has 0 for a block that is not ready or that exceeds the budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -273,7 +274,8 @@ class Loads:
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
         """Ends a load after its copy has finished. Also ends the load's lease if it was released
-        meanwhile and no other copy runs under it."""
+        meanwhile and no other copy runs under it. `succeeded`: True if the copy wrote all bytes;
+        the blocks then count as loaded."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1
@@ -284,8 +286,8 @@ class Loads:
 
 
 def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """Returns the entries at the positions of `run`. Raises INVALID_FIELD unless the lease pins
-    each of them.
+    """Returns the entries at the positions of `run`, the blocks of one group that a load names.
+    Raises INVALID_FIELD unless the lease pins each of them.
 
     pinned: the lease's entries for the group of `run`; None if the lease has no such group.
     """

@@ -113,6 +113,9 @@ class Reservations:
 
         Raises the errors that `reserve` would raise, before the first eviction.
 
+        ttl_s: lifetime of the call's lease in seconds; 0 for the default.
+        retention: how long to retain the blocks. Unless it is NO_RETENTION, the eviction policy may
+            not refuse room to the blocks.
         has_promise: True if the call's residency has reserved the room.
         """
         record = self._books.catalog.record(session.key_space_id)
@@ -141,7 +144,7 @@ class Reservations:
     ) -> Parts[Named | None]:
         """Makes room for the blocks of `runs` that have no entry; yields after each part of the
         work. Returns the entries of the named blocks; None if other calls may have run between two
-        parts.
+        parts, or if the key space lacks a group of `runs`.
 
         beside: ready entries that are not evicted for the room either.
         has_promise: True if the room was reserved for a residency.
@@ -417,8 +420,8 @@ class Reservations:
         results: NDArray[np.uint8],
     ) -> Int64s:
         """Selects the representations that may be reserved. `wanted`: positions in the run.
-        Returns the positions whose block is ready, or reserved under this lease. Sets the result of
-        a position to IN_FLIGHT if its block is reserved under another lease."""
+        Returns those of the positions whose block is ready, or reserved under this lease. Sets
+        `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -511,7 +514,12 @@ class Stores:
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
         """Starts a store: reserves slots for its blocks, for which `Reservations.make_room` has
-        made room. Returns the slots to copy to. `asked`: the result of `make_room`."""
+        made room. Returns the slots to copy to.
+
+        asked: the result of `make_room`.
+        shard_index: number of the shard that the store writes.
+        pins: pins the store's blocks for a residency; None if the store names no residency.
+        """
         if asked.named is None:
             # `make_room` ran in several parts, so other calls may have run since the first check.
             self.check(session, transfer_id, shard_index)
@@ -568,9 +576,12 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Changes the results of reserved blocks that this store need not copy: to ABORTED if the
-        block's entry is aborted, to WRITTEN if the store's shard of the block is written
-        already."""
+        """Changes the `results` of reserved blocks that this store need not copy: to ABORTED if the
+        block's entry is aborted, to WRITTEN if the store's shard of the block is written already.
+
+        words: the entry number of each block of the run.
+        positions: positions in the run of the reserved blocks.
+        """
         masks = self._books.space.index.mark_written(words[positions], 0)
         results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
         results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
@@ -587,6 +598,8 @@ class Stores:
         written, then their representations. Returns `BlockResult` values, an array for each run of
         the call.
 
+        succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
+            dropped.
         sums: sums of the copied bytes, for check values; an array for each run. May be empty.
         """
         transfer = self._books.transfers.pop(session_number, transfer_id)
@@ -657,7 +670,8 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready of which every shard is written."""
+        """Makes blocks ready of which every shard is written. `keys`: the entries' keys
+        (`BlockIndex.mixed`). `checks`: their check values."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -716,6 +730,8 @@ def _skip_busy(
 
     busy: entries that another copy, or an earlier run of this store, writes.
     words: the entry number of each block of the run.
+    positions: positions in the run of the blocks that this store may copy.
+    results: `BlockResult` value of each block of the run.
     """
     entries = words[positions]
     again = np.ones(len(entries), np.bool_)

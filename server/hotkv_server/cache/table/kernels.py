@@ -275,6 +275,14 @@ def insert(
 
     Returns how many entries were added, the new head of the list of free numbers, and the first
     number that was never used.
+
+    hashes, offsets, depths: of each key: hash words [n, 8], offset of its slot in bytes, and number
+        of blocks before it in its chain.
+    salt: number that is mixed into the hashes to make keys.
+    lease: number of the write lease or move that owns the entries.
+    size: slot size in units of SLOT_ALIGN.
+    free_head, next_unused: head of the list of free numbers (0: empty), and the first number that
+        was never used.
     """
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
@@ -386,8 +394,9 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
     cache=True,
 )
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
-    """Removes entries from the buckets of the table and sets their state to `state` (0: free).
-    Writes the records that the entries had before into `rows`. Returns how many entries were found.
+    """Removes entries with the keys `mixed` from the buckets of the table, and sets their state to
+    `state` (0: free). Writes the records that the entries had before into `rows`. Returns how many
+    entries were found.
 
     Sets the state in one write, because a server that is killed must never leave a detached entry
     marked free.
@@ -426,7 +435,8 @@ def is_uniform(rows: Any) -> bool:
 
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
-    """Pushes entry numbers onto the list of free numbers. Returns the new head."""
+    """Pushes entry numbers onto the list of free numbers, whose head is `free_head`. Returns the
+    new head."""
     for i in range(entries.shape[0]):
         records[entries[i], OFFSET] = np.uint32(free_head)
         free_head = np.int64(entries[i])

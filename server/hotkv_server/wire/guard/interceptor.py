@@ -211,6 +211,9 @@ def _begin(context: Any) -> None:
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Parses and checks the requests of all methods; guards and audits admin methods.
 
+    pace: delays refusals of malformed requests and of peers that are not admins.
+    guests: bounds the calls that may last without a session, for example watches of health.
+    audit: the audit log, which records calls of admin methods.
     who: function that returns the peer of an admin call for the audit log.
     admins: names of the services for operators.
     guard: called before each call of a service for operators; raises if the peer is not an admin.
@@ -334,8 +337,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """Reads and returns the single request of a call. If the request is malformed, does not
-        arrive in time, or its peer is not allowed, ends the call with an error instead."""
+        """Reads and returns the single request of a call. If the request is malformed or does not
+        arrive in time, or `guard` refuses the peer, ends the call with an error instead. `guard`:
+        None if the peer is not checked."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)
@@ -376,7 +380,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 self._num_unread_ends -= 1
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the requests of a stream. Ends the call at a malformed request."""
+        """Yields the requests of a stream. Ends the call with an error at a malformed request."""
         async for request in requests:
             await self._check(request, context, None)
             yield request

@@ -25,12 +25,17 @@ Evictable = Callable[[Entries], NDArray[np.bool_]]
 
 
 class Policy(Protocol):
-    """Orders entries for eviction. `keys` uint64 [n] are the keys of `entries` uint32 [n]."""
+    """Orders entries for eviction.
+
+    Arguments of several methods: `keys` uint64 [n] are the keys of `entries` uint32 [n].
+    `retention` is the request's wish to retain the blocks: a use counts as 2^`priority` uses, and
+    the blocks count as in use for `ttl_s` seconds. `now_s` is the current time.
+    """
 
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready, and records a use of each: the use by the request for
+        """Adds entries that became ready, and records a use of each: the use by the request for
         which the block was computed."""
 
     def touch(
