@@ -151,8 +151,9 @@ class OpenedNode:
 
 
 def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
-    """Makes `Health` watch the threads and sockets that the node does not watch itself: copy and
-    device threads, the threads that prefault and pin the arena, and the listeners."""
+    """Makes `Health` watch the parts of the server that the node does not watch itself: the copy
+    threads, the devices, the threads that prefault and pin the arena, the sockets, and the thread
+    that serves HTTP."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)
@@ -166,7 +167,11 @@ def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> N
 
 
 class Herald:
-    """Reports the server's state to gRPC's health service and to systemd."""
+    """Reports the server's state to gRPC's health service and to systemd.
+
+    rpc: the gRPC servers, which have the health service.
+    cuda: the server's devices; reports how far the arena is pinned for them.
+    """
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
         self._node = node
@@ -227,7 +232,8 @@ def reload(reloader: Reloader) -> None:
 def say_ready(
     settings: Settings, opened: OpenedNode, listeners: Listeners, started_s: float
 ) -> None:
-    """Logs that the server is ready, and notifies systemd."""
+    """Logs that the server is ready, and notifies systemd. `started_s`: when the start began, in
+    seconds of the monotonic clock."""
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
         "http_port=%s tcp_port=%s start_s=%.2f",

@@ -155,9 +155,10 @@ class CacheCore(CacheBooks):
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records that the engine used these blocks from its own device cache, so that the eviction
-        policy evicts them later. The policy counts 2^`retention.priority` uses. If `retention.pin`
-        is set, also pins the blocks for `retention.ttl_s` seconds, until the budget for such pins
-        (`CoreConfig.held_share`) is used up."""
+        policy evicts them later. With the policy `Hotness`, the use counts as
+        2^`retention.priority` uses. If `retention.pin` is set, also pins the blocks for
+        `retention.ttl_s` seconds, until the budget for such pins (`CoreConfig.held_share`) is used
+        up."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
     # Leases

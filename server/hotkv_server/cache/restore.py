@@ -471,6 +471,7 @@ def _linked(
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.
+    new_of: new entry number by position in `old`; 0 if the record was not restored.
     """
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [

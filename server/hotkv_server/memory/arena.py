@@ -392,7 +392,7 @@ def clear(directory: Path) -> None:
 
 def remove_files(directory: Path, lock_fd: int) -> None:
     """Removes all files of servers in a locked directory, then the lock file, and the directory if
-    it is empty."""
+    it is empty. `lock_fd`: descriptor of the locked lock file; closed here."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()

@@ -209,8 +209,8 @@ class FileMapping:
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
-        """Replaces the file at `path` by a new file of `num_bytes`, and maps it. Existing mappings
-        keep the old contents."""
+        """Replaces the file at `path` by a new file of `num_bytes` with the permissions `mode`, and
+        maps it. Existing mappings keep the old contents."""
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)

@@ -101,8 +101,14 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part of the server (a loop or thread) from now on. The arguments are the fields
-        of `Sign`."""
+        """Watches a part of the server (a loop or thread) from now on.
+
+        name: name of the part in messages.
+        is_alive: returns False once the part has died.
+        stalled_s: given the time, returns how long the part has been stuck, in seconds; 0 if it
+            works or waits for work.
+        limit_s: the part is a problem if it is stuck for longer.
+        """
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
@@ -118,7 +124,7 @@ class Health:
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
         """Starts a task for `work`, which must not end by itself, and watches the task until it is
-        cancelled. The other arguments are the fields of `Sign`."""
+        cancelled. The other arguments are those of `watch`."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -68,7 +68,8 @@ class EventMarks:
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the events. If one can't be opened, closes the others and raises DeviceError."""
+        """Opens the events. If an event can't be opened, closes the events opened so far and raises
+        DeviceError. `device`: number of the GPU. `handles`: CUDA's IPC handles of the events."""
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()

@@ -281,7 +281,7 @@ class LiveSession:
     secret_id: str
     key_space: KeySpace
     client_name: str
-    """Name of the client's program, for logs and operators."""
+    """Name of the client's program, which is shown to operators."""
     names: Names
     peer: Peer | None = None
     """The proven identity of the client, which decides for which tenant the session may act; None

@@ -108,7 +108,7 @@ class Sessions:
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
-        client_name: name of the client's program, for logs and operators.
+        client_name: name of the client's program, which is shown to operators.
         representations: kinds of representations (compact forms of keys, for sparse attention) that
             the session will store or load.
         engine_name: name by which the engine is shown to people; empty if the engine has no name.

@@ -55,8 +55,9 @@ class Timings:
     lookup_s, lease_s: time from a lookup, or from a call for a lease, to the answer. The time of a
         lease includes reads from tiers.
     ends: counts all transfers by direction (LOAD, STORE) and outcome.
-    load_s, store_s: time from the call to the end, waits included; only of transfers that
-        succeeded.
+    load_s, store_s: time from the start of the transfer to its end, with all waits for marks,
+        threads and devices; only of transfers that succeeded. A store starts when the core has made
+        room for it.
     load_bytes, store_bytes: sizes of the same transfers.
     wait_s: how long copies waited for a copy thread or for the server's device queue, after the
         engine's device had passed their mark.
@@ -93,7 +94,8 @@ class Timings:
     ) -> None:
         """Counts a transfer that has ended.
 
-        began_s: when the call for the transfer came, in seconds of the monotonic clock.
+        began_s: when the transfer was started, in seconds of the monotonic clock; for a store, when
+            the core had made room for it.
         to_engine: True for a load, False for a store.
         waited_s: how long the copy waited for a thread or a device; None if no copy began.
         """
@@ -235,6 +237,8 @@ class TransferCall:
 class Transfer:
     """One load or store, from its copy plan to its answer.
 
+    means: the objects that all transfers of the node use.
+    call: the checked arguments of the call.
     finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
@@ -315,8 +319,12 @@ class Transfer:
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Handles the end of the comparison with check values. Submits the copy if all blocks
-        match, otherwise fails the transfer."""
+        """Handles the end of a comparison with check values, before a load. Submits the copy if all
+        blocks match, otherwise fails the transfer.
+
+        cases: the blocks that were compared.
+        judging: the finished comparison, whose result says which blocks match.
+        """
         assert self._job is not None, "blocks are judged after the start"
         if (error := judging.exception()) is not None:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
@@ -576,7 +584,8 @@ class Transfers:
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED if the session has too many transfers or bytes in flight, or if the
-        transfers of its owner (tenant or engine) would use too much memory."""
+        transfers of its owner (tenant or engine) would use too much memory. `kept_bytes`: memory
+        that a new transfer would use until it ends."""
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
@@ -597,7 +606,12 @@ class Transfers:
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
         """Sums the bytes that a store has written, for check values, and appends to `sums` an array
-        for each run. Runs in the copy thread that has written the last bytes."""
+        for each run. Does nothing if check values are turned off. Runs in the copy thread that has
+        written the last bytes.
+
+        shard_index: number of the shard that the store has written.
+        slots: the slots that it has written, a `SlotRun` for each run.
+        """
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes

@@ -128,7 +128,12 @@ class Endpoints:
 
 class RpcServer:
     """The gRPC servers of a node, which serve from `start` on. The constructor raises OSError,
-    UnsafeError or ValueError if they can't listen."""
+    UnsafeError or ValueError if they can't listen.
+
+    access: decides for which tenants a peer may act, and which peers are admins.
+    tickets: redeems the tickets by which peers on Unix sockets prove their users.
+    endpoints: the addresses, and the settings of the listeners.
+    """
 
     def __init__(
         self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints
@@ -175,7 +180,10 @@ class RpcServer:
         is_admin: bool = False,
     ) -> list[Service]:
         """Returns the services of a listener: for operators if `is_admin`, otherwise for users.
-        `identify`: as in `Edge`."""
+
+        identify: function that returns the peer of a call (`Edge`).
+        has_descriptor_socket: True if clients of the listener can use the descriptor socket.
+        """
         node = self._node
         edge = Edge(node, self._access, identify, self.pace, self._guests, has_descriptor_socket)
         found = [

@@ -222,8 +222,12 @@ class Reservations:
         has_promise: bool = False,
     ) -> Reservation:
         """Reserves slots for the blocks of a call that `make_room` has checked, as far as there is
-        room. The caller calls this method right after the last part of `make_room`. `has_promise`:
-        True if the room was reserved for a residency."""
+        room. The caller calls this method right after the last part of `make_room`.
+
+        asked: the result of `make_room`.
+        retention: how long to retain the blocks; ignored if the call joins a lease.
+        has_promise: True if the room was reserved for a residency.
+        """
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -271,7 +275,8 @@ class Reservations:
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
         """Returns the lease that a call joins; None if the call is the first with this lease id.
-        Raises HotKVError if the call may not open or join the lease."""
+        Raises HotKVError if the call may not open or join the lease. `listed`: keys of the blocks
+        that the call names; the first call under the lease must have named all of them."""
         books = self._books
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
@@ -312,8 +317,8 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED if the
-        owner's leases would then use too much memory."""
+        """Returns a new write lease for the checked call `asked`. The lease is not in the lease
+        book yet. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.listed)
@@ -331,8 +336,8 @@ class Reservations:
         )
 
     def _check_weight(self, session: SessionRecord, record: KeySpaceRecord, listed: Keys) -> int:
-        """Returns the bytes of memory that a new lease counts for. Raises OVERLOADED if the owner's
-        leases would then use too much memory."""
+        """Returns the bytes of memory that a new lease on the blocks `listed` (their keys) counts
+        for. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = write_weight(len(listed), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -375,7 +380,8 @@ class Reservations:
         has_promise: bool,
     ) -> None:
         """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
-        is room. Writes the new entry numbers into `words` and the outcome into `results`."""
+        is room. Writes the new entry numbers into `words` and the outcome into `results`.
+        `has_promise`: True if the room was reserved for a residency."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):
@@ -559,7 +565,12 @@ class Stores:
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
         """Pins, for the residency of a store, the named blocks that are ready already. Skips blocks
-        that must still be compared with their check value."""
+        that must still be compared with their check value.
+
+        pins: the object that pins blocks for the residency.
+        reservation: the answer of `Reservations.reserve` for `runs`, which says which blocks are
+            ready.
+        """
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
@@ -628,8 +639,12 @@ class Stores:
     ) -> None:
         """Ends the run at position `at` of a store, and sets the run's results. If the copy
         succeeded, marks the store's shard of each block as written, and publishes the blocks of
-        which all shards are written now. Otherwise marks the entries as aborted. `whole`: the mask
-        of all shards."""
+        which all shards are written now. Otherwise marks the entries as aborted.
+
+        whole: the mask of all shards: bit n stands for shard n.
+        sums: sums of the copied bytes of each block of the run, for check values; None if the copy
+            failed or no sums were computed.
+        """
         index = self._books.space.index
         entries, positions, results = (
             transfer.entries[at],
@@ -706,7 +721,7 @@ class Stores:
     def _settle(self, lease: WriteLease, whole: int) -> None:
         """Does nothing while a copy runs under the lease. Otherwise drops the lease's aborted
         entries. Then ends the lease if it was released, or if a store of every shard has ended and
-        the lease has no reserved entry."""
+        the lease has no reserved entry. `whole`: the mask of all shards (`_whole`)."""
         if lease.num_copies:
             return
         if len(lease.entries):

@@ -251,8 +251,8 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
-        """Returns for each block [n] the `Cause` of its last removal from this tier; NONE if no
-        removal of the block is remembered."""
+        """Returns for each block [n] the `Cause` of its last removal; NONE if no removal of the
+        block is remembered."""
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
@@ -371,6 +371,7 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
 
 
 MayGo = Callable[[Entries], BoolMask]
+"""Function that returns which of the entries [n] may be evicted."""
 
 
 class Rebalancer:
@@ -464,9 +465,10 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that tells which entries may be evicted for the tenant `taker`. If
-        another tenant may lose only some entries because of its guarantee, the function accepts the
-        tenant's coldest entries. The function is valid only for entries that exist now."""
+        """Returns a function that tells which entries may be evicted for the tenant `taker`. Yields
+        after each part. If another tenant may lose only some entries because of its guarantee, the
+        function accepts the coldest entries of that tenant. The function is valid only for entries
+        that exist now. `paying`: whose blocks may be evicted (`Payers`)."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -518,6 +520,7 @@ class Rebalancer:
         """Combines the values of all slabs of a run. Returns for each slab the combined value of
         its run.
 
+        of_slabs: a value for each slab.
         put_together: the ufunc that combines two values, for example np.maximum.
         """
         heads = self._pool.slab_head()
@@ -530,7 +533,12 @@ class Rebalancer:
         """Sets `cost` to inf for the slabs that are reserved for the promised slots of other sizes
         (`SlabFloors`). For each other size, these are as many of its slabs as its promised slots
         need, the most costly first. If the size has fewer slabs than that, free slabs are reserved
-        too."""
+        too.
+
+        cost: cost of emptying each slab; changed in place.
+        owner: slot size that each slab is lent to, FREE or ABSENT.
+        slot_bytes: the slot size that needs slabs; its own floor is ignored.
+        """
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:

@@ -178,7 +178,8 @@ class Room:
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
         """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
-        are colder. Does so only if this size is due for a comparison (REBALANCE_SHARE).
+        are colder. Does nothing unless this size is due for a comparison (REBALANCE_SHARE). Yields
+        after each part. `taker`: number of the tenant that needs the slots.
 
         A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
@@ -196,9 +197,9 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns which blocks may be evicted for the tenant `taker`, in the order in which to try:
-        the next element is tried if evicting the blocks of the elements before it was not
-        enough."""
+        """Returns which blocks may be evicted for `more_bytes` more bytes of the tenant `taker`, in
+        the order in which to try: the next element is tried if evicting the blocks of the elements
+        before it was not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -330,8 +331,9 @@ class Room:
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
-    """Evicts blocks of tenants that exceed their burst bounds, until they no longer do or their
-    remaining blocks are pinned. Yields after each part."""
+    """Evicts blocks of tenants that exceed their burst bounds, until each such tenant is within its
+    bound, or its remaining blocks can't be evicted (they are pinned or reserved). Yields after each
+    part. `books`, `removal`: the state of the tier, and the object that removes its entries."""
     for tenant, _ in books.tenants.over_bound():
         while (excess_bytes := books.tenants.excess_bytes(tenant)) > 0:
             if not (yield from _evict_excess(books, removal, tenant, excess_bytes)):

@@ -134,7 +134,7 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
+    """Chooses free slabs for `want` slots of `slot_bytes`, at most `usable` slabs in all.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the slabs that are left at the end of a gap. These are added to the run before them, up to
@@ -144,6 +144,10 @@ def plan_runs(
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
     them. Writes for each piece the first slab of its run, the first slab of the piece and the
     piece's number of slabs to the front of `plan` [pieces, 3], unless `plan` is empty.
+
+    owner: slot size that each slab is lent to; -1 for a free slab.
+    head: first slab of each slab's run.
+    length: number of slabs of each run, by its first slab.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
     # The first pass took whole runs only from slabs before this slab.
@@ -362,8 +366,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready and writes their check values. Skips entries that are not in the
-    table. Returns how many entries became ready."""
+    """Makes reserved entries ready and writes their check values (`checks`, uint64 [n]). Skips
+    entries that are not in the table. Returns how many entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:

@@ -77,6 +77,8 @@ class AuditLog:
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
         """Records a call that has ended. Never raises, because the call can't be undone.
 
+        method: as `/package.Service/Method`.
+        peer: the caller.
         request: the call's message; None for a refused call, of which at most MAX_REFUSED_PER_S are
             recorded per second.
         outcome: `ok`, or the status that ended the call.

@@ -124,6 +124,8 @@ class Duel:
 
     share: share of keys that are in the sample.
     current: position of the winner in `contenders`.
+
+    Argument `capacity` of the constructor: the most blocks that the real cache can hold.
     """
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
