@@ -293,9 +293,9 @@ class CacheCore(CacheBooks):
         generator first evicts blocks to make room and yields after each part. The caller copies the
         blocks and then calls `end_store`.
 
-        If `options` names a residency, the store's blocks are pinned for the residency: at once if
-        they are ready already and need no comparison with their check value, otherwise when this
-        store makes them ready.
+        If `options` names a residency, the store's blocks are pinned for the residency. A block
+        that is ready already, and need not be compared with its check value, is pinned at once. A
+        block that this store copies is pinned when the store makes it ready.
 
         transfer_id: id that the client chooses for the store, unique in the session.
         lease_id: id of the write lease. The first call with this id opens the lease; calls of other

@@ -128,9 +128,9 @@ class Restorable(Protocol):
 class BelowSpace:
     """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
 
-    encoded_bytes: function that takes a slot size, and returns the smaller size of the places in
-        which an earlier server may have stored blocks of that slot size in encoded (compressed)
-        form, see `tiers.book.place_sizes`. None if that server encoded no blocks.
+    encoded_bytes: function from a slot size to a smaller size. An earlier server may have stored
+        blocks of that slot size in encoded (compressed) form, in places of this smaller size (see
+        `tiers.book.place_sizes`). None if that server encoded no blocks.
     """
 
     space: Space
@@ -319,9 +319,9 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records can be restored: they name a known group or representation, have a slot
-    size that fits it, and a slot inside the arena at a valid offset for that size. A size fits if
-    it equals the group's slot size, or the smaller size that `encoded_bytes` returns for it.
+    """Returns which records can be restored. Such a record names a known group or representation.
+    Its slot size is the group's slot size, or the smaller size that `encoded_bytes` returns for it.
+    Its slot lies inside the arena, at a valid offset for this size.
 
     numbers: number in this core of each record's key space; 0 if the core does not have it.
     encoded_bytes: as in `BelowSpace`; None: only the group's slot size fits.
@@ -339,9 +339,10 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns a mask: False for each record whose slot overlaps the slot of another record, or lies
-    in a slab that also has a slot of another run (adjacent slabs that hold slots of one size). If
-    two records overlap, both are marked False, because either may be wrong."""
+    """Returns a mask of the records whose slots are apart from all others. It is False for a record
+    whose slot overlaps the slot of another record, or touches a slab in which a slot of another run
+    lies. (A run is a range of adjacent slabs with slots of one size.) If two records overlap, both
+    are False, because either may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])

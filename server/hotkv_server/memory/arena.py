@@ -48,8 +48,7 @@ class RecordsMemory:
 
     fd: descriptor of the table's file.
     geometry: sizes of the table, and offsets of its parts in the file.
-    num_entries: number of records that have memory, which is the most entries that may exist at the
-        moment.
+    num_entries: number of records that have memory. The core may have at most this many entries.
     """
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:

@@ -31,9 +31,12 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space in the state file, with its number in the server that wrote the file, and its
-    kinds of representation (compact forms of keys, for sparse attention) in the order of their
-    group indices."""
+    """A key space in the state file.
+
+    number: its number in the server that wrote the file.
+    representations: its kinds of representations (compact forms of blocks' keys, for sparse
+        attention), in the order of their group indices.
+    """
 
     number: int
     key_space: KeySpace

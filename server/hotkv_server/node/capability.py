@@ -255,9 +255,9 @@ class BlocksBelow(Protocol):
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must wait for tiers, because host
-        memory lacks some of the blocks, and a tier may have them or is being read for them
-        already."""
+        """Returns True if a call for a lease on these blocks must wait for tiers (`bring_up`): host
+        memory lacks some of the blocks, and a tier may have them, or they are being promoted from a
+        tier already."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.

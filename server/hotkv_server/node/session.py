@@ -147,8 +147,9 @@ def _opened(
     """Opens the device allocation of a memory handle and returns it. `index`: position of the
     handle in the layout.
 
-    Raises DeviceError, whose message names the handle and the settings that containers need; or
-    ValueError, whose message names the field.
+    Raises DeviceError if the allocation can't be opened; the message names the handle, and the
+    settings that containers need. Raises ValueError if the memory lies on another device than
+    `device`; the message names the field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)

@@ -211,9 +211,8 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields a `TierLoad` for each tier that has blocks which a hit of `hit` tokens needs: the
-    number of these blocks, their bytes, and how many seconds promoting them to host memory would
-    take.
+    """Yields a `TierLoad` for each tier with blocks that a hit of `hit` tokens needs. It has the
+    number of these blocks, their bytes, and the time in seconds for promoting them to host memory.
 
     lying: the tiers, each with masks of the blocks that lie in it.
     tiers: for each group and block [n], the position in `lying` of the block's tier (`_tiers`).

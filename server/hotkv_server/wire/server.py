@@ -65,10 +65,10 @@ NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
-"""Most bytes of incomplete messages in the server's memory. For each call from which the server
-reads, gRPC buffers the bytes of the message that have arrived, until the message has the size that
-its prefix declares. A prefix that declares more than MAX_MESSAGE_BYTES ends the call. Streams of
-SelectBlocks count twice, because two of the listeners serve them."""
+"""Most bytes of incomplete messages in the server's memory. A message begins with a prefix that
+declares its size. For each call from which the server reads, gRPC buffers the arrived bytes of the
+message until it is complete. A prefix that declares more than MAX_MESSAGE_BYTES ends the call.
+Streams of SelectBlocks count twice, because two of the listeners serve them."""
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
@@ -98,8 +98,8 @@ CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata key with which an admin call on a Unix socket sends a ticket, so that the audit log can
-show the user who made the call."""
+"""Metadata key with which an admin call on a Unix socket sends a ticket. From the ticket, the audit
+log knows which user made the call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,8 @@ class WriteLease:
     weight: bytes of memory that the lease counts for (`write_weight`).
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: for each copy that has ended, the entries that the copy has written, and the sum of the
-        bytes that the copy has written to each entry, for check values.
+    parts: for each copy that has ended, the entries that it has written, and for each of these
+        entries the sum of the written bytes, for check values.
     num_copies: number of stores in flight under the lease.
     released: True once the lease was released or has expired. While stores are in flight, the lease
         still owns its entries.
@@ -413,9 +413,14 @@ class StoreTransfer:
 
     lease: the write lease; None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
-    groups, entries, positions, results, depths: lists with one element for each run of the call:
-        its group, the entries that the store writes, the positions of their blocks in the run, the
-        `BlockResult` values so far, and the number of blocks before the run in its sequence.
+
+    These lists have one element for each run of the call:
+
+    groups: index of the run's group.
+    entries: the entries that the store writes.
+    positions: positions in the run of the blocks of these entries.
+    results: `BlockResult` value of each block of the run, as far as it is known.
+    depths: number of blocks before the run in its sequence (prompt).
     """
 
     session_number: int

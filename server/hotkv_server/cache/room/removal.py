@@ -375,8 +375,8 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Empties slabs that are lent to other slot sizes, so that they can be lent to the receiving
-    size, a slot size that needs room. Holds no state between two calls.
+    """Makes room for a slot size (the receiving size): empties slabs that are lent to other slot
+    sizes, so that they can be lent to the receiving size. Holds no state between two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the

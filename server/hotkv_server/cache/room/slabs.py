@@ -383,9 +383,10 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # _owner and _head, by slab: the slot size it is lent to, FREE or ABSENT; the first slab of
-        # its run, or the slab itself. _length and _used, by the first slab of a run: the run's
-        # number of slabs and of used slots.
+        # _owner, by slab: the slot size that the slab is lent to, FREE or ABSENT.
+        # _head, by slab: the first slab of the slab's run; the slab itself if it is not lent.
+        # _length and _used, by the first slab of a run: number of slabs, and of used slots, of the
+        # run; 0 for all other slabs.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)

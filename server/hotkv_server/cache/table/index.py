@@ -403,9 +403,10 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the end of the chain whose last block has the hash `last` [8], in chain order: at
-        most `most` ready entries before that block (as `ancestors` finds them), then the entry of
-        the block. Empty if the block is not ready or `last` is None."""
+        """Returns the end of a chain, in chain order: at most `most` ready entries, then the entry
+        of the block with the hash `last` [8]. The ready entries are the entries before this block
+        in its chain, as `ancestors` finds them. Returns an empty array if the block is not ready or
+        `last` is None."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))

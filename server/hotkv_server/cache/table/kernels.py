@@ -137,9 +137,10 @@ def plan_runs(
     """Chooses free slabs for `want` slots of `slot_bytes`, at most `usable` slabs in all.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
-    then the slabs that are left at the end of a gap. These are added to the run before them, up to
-    `longest` slabs, if that run has the same slot size and gains at least as many slots as a new
-    run of these slabs would have. Otherwise they become a run.
+    then the slabs that are left at the end of a gap. If the run before these slabs has the same
+    slot size, they may be added to it, up to `longest` slabs in all. That is done if the run then
+    gains at least as many slots as a new run of these slabs would have. Otherwise the slabs become
+    a new run.
 
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
     them. Writes for each piece the first slab of its run, the first slab of the piece and the

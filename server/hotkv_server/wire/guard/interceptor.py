@@ -1,11 +1,11 @@
 """`EdgeInterceptor` checks every request of every method before the service sees it.
 
-A request that can't be parsed or has too many parts is answered with a canonical gRPC code and a
-reason, like any other bad input; gRPC itself would answer UNKNOWN and log a traceback. Calls of
-health, reflection and channelz are checked in the same way; their streams count as guests
-(`Guests`). If admin methods are guarded, each call of an admin method needs a proof that its peer
-is an admin. Each call has a request id: the `x-request-id` of its metadata, or a generated id.
-Calls of admin methods are recorded in the audit log.
+A request that can't be parsed, or has too many parts (fields and list entries), is answered with a
+canonical gRPC code and a reason, like any other bad input. Without the interceptor, gRPC would
+answer UNKNOWN and log a traceback. Calls of health, reflection and channelz are checked in the same
+way; their streams count as guests (`Guests`). If admin methods are guarded, each call of an admin
+method needs a proof that its peer is an admin. Each call has a request id: the `x-request-id` of
+its metadata, or a generated id. Calls of admin methods are recorded in the audit log.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
 # The parts (fields, list entries and messages) of a request are counted before the request is
-# parsed: the parser makes an object of each part, and a part can be as short as two bytes, so
-# parsing a small message could take long.
+# parsed. The reason: the parser makes an object of each part. A part can be as short as two bytes,
+# so parsing a message of moderate size could take long.
 #
 # `count` reads the wire format without making objects, counts the objects that a parser would make,
 # and stops soon after MAX_PARTS. It skips packed bytes (hashes, ids, tokens) in one step, because

@@ -312,8 +312,8 @@ class Hotness:
 
     The arrays have a value for each entry number [capacity + 1]. A tick is 1/TICKS_PER_S seconds.
 
-    _used: time of the last use, uint32, in ticks since the first use of any entry. If the entry has
-        a time to live that ends later: that end. 0 for an entry that the policy does not know.
+    _used: time of the last use, uint32, in ticks since the first use of any entry; the end of the
+        entry's time to live if that is later. 0 for an entry that the policy does not know.
     _uses: c (log2 of the uses), float32.
     _held_until: time until which `hold` holds the entry back, in ticks, uint32. Not reset when an
         entry number is reused, so a new block may be held back for the few seconds that are left.
