@@ -421,7 +421,7 @@ class CacheCore(CacheBooks):
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[Entries]:
         """Yields the entries of the named blocks part by part. Skips an entry that was removed from
-        the index after the first step, even if another block has its number now."""
+        the index after the first step, even if its number has been reused for another block."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]

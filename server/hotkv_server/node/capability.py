@@ -158,8 +158,9 @@ class Epochs(Protocol):
         within that time, or if the key space was forgotten meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
-        registered."""
+        """Asks shared tiers for the epoch (number of flushes) of a new session's key space, and
+        waits for the answers for a bounded time. Blocks that are stored before a tier has answered
+        count as possibly older than a flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space in this node and in all tiers. Returns the number of blocks that the

@@ -168,13 +168,13 @@ def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
     """Fills an empty core with the blocks that an earlier server left in `memory`, if any. Writes
-    the new table and state. Blocks the calling thread.
+    the new table and the state file. Blocks the calling thread. Raises OSError if the files can't
+    be written.
 
     verifier: compares blocks with their check values.
     check_s: how long to compare restored blocks with their check values, at most, in seconds. The
         other restored blocks are compared before their first load. None: restored blocks are never
         compared; all count as verified.
-    Raises OSError if the files can't be written.
     """
     core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     core.space.index.back(memory.records.num_entries)

@@ -187,14 +187,14 @@ def open_session_memory(
     tenant: str = "",
 ) -> SessionMemory:
     """Maps all files of a layout, fills their page tables, and opens all device allocations of the
-    layout. Blocks the calling thread.
+    layout. Blocks the calling thread. Raises INVALID_LAYOUT if a file or an allocation does not fit
+    the layout or can't be opened.
 
     layout: the engine's memory, and the tensors in it.
     order: the marks that the engine offers; opened too.
     fds: descriptors by handle id; closed here, also if the call raises.
     on_cut: called when the server finds that a client has truncated its file, see `FileMapping`.
     tenant: the tenant to whom the memory belongs.
-    Raises INVALID_LAYOUT if a file or an allocation does not fit the layout or can't be opened.
     """
     memory = SessionMemory(layout, devices)
     try:

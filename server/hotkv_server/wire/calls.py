@@ -105,10 +105,8 @@ async def _lookup_later(
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
     """Returns the error with which a server with tenants refuses a lookup outside the session's own
-    key space.
-
-    The error does not reveal whether the key space exists.
-    """
+    key space. The error does not reveal whether the key space exists. `session`: None if the lookup
+    names no session."""
     if session is None:
         return HotKVError(
             Reason.UNAUTHENTICATED,
@@ -187,7 +185,8 @@ async def unless_flushed(
 ) -> list[HashList]:
     """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If
     these blocks may be older than a flush on another node, returns lists of random hashes of the
-    same lengths, which match no block."""
+    same lengths. They match no block, so the call is answered as if no block were cached. Waits for
+    a bounded time until the shared tiers have confirmed the key space's epoch."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups
@@ -343,7 +342,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Flushes the session's key space, in host memory and in all tiers."""
+    """Flushes the session's key space, in host memory and in all tiers. The answer has the number
+    of dropped blocks, and the names of the tiers that have not answered."""
     flushed = await node.flush(session.record.key_space_id)
     return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 

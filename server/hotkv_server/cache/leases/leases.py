@@ -205,8 +205,11 @@ def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
 
 
 class LeaseBook:
-    """All live leases. Finds them by engine and lease id, by session, and by number. `bound` limits
-    the leases of each owner by number, `memory` by bytes."""
+    """All live leases. Finds them by engine and lease id, by session, and by number.
+
+    bound: limits the number of leases of each owner (tenant or engine).
+    memory: limits the bytes of memory that the leases of each owner use.
+    """
 
     def __init__(self, max_leases: int, memory: BoundShare) -> None:
         self.bound = FairBound(max_leases)

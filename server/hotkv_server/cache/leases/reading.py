@@ -32,10 +32,10 @@ from hotkv_server.cache.values import (
 # Read leases: pin ready blocks, return where they lie, and unpin them.
 #
 # A lease without a load is a lease under which no load has begun yet. This section owns one count:
-# the bytes that each tenant pins under leases without a load. Always true: each read lease that lists an entry holds a pin on the
-# entry. A pinned entry keeps its slot, even if its block is flushed. Under leases without a load, a
-# tenant pins at most `unadmitted_share` of the bytes that it could have if all other tenants used
-# their guarantees (`TenantBook.surely_bytes`).
+# the bytes that each tenant pins under leases without a load. Always true: each read lease that
+# lists an entry holds a pin on the entry. A pinned entry keeps its slot, even if its block is
+# flushed. Under leases without a load, a tenant pins at most `unadmitted_share` of the bytes that
+# it could have if all other tenants used their guarantees (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:

@@ -719,9 +719,9 @@ class Stores:
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Does nothing while a copy runs under the lease. Otherwise drops the lease's aborted
-        entries. Then ends the lease if it was released, or if a store of every shard has ended and
-        the lease has no reserved entry. `whole`: the mask of all shards (`_whole`)."""
+        """Drops the aborted entries of a lease. Then ends the lease if it was released, or if a
+        store of every shard has ended and the lease has no reserved entry. Does nothing while a
+        copy runs under the lease. `whole`: the mask of all shards (`_whole`)."""
         if lease.num_copies:
             return
         if len(lease.entries):

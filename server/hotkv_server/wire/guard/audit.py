@@ -43,7 +43,8 @@ class AuditLog:
 
     covers: which calls are recorded: off, changes (the methods in CHANGING) or all.
     path: file for the lines, each a JSON object; None: the lines go to the server's log.
-    Raises OSError if the file can't be written.
+
+    The constructor raises OSError if the file can't be written.
     """
 
     def __init__(self, covers: str = "changes", path: Path | None = None) -> None:

@@ -203,7 +203,8 @@ class Duel:
         return self._end_epoch(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Sets whether contenders with a `hold_s` may win. If not allowed, replaces such a winner
+        """Sets whether contenders with a `hold_s` may win; these hold recently used blocks back
+        from eviction. If they may not, and such a contender is the winner, chooses another winner
         at once. Returns True if the winner changed."""
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
@@ -213,7 +214,8 @@ class Duel:
 
     def _worth(self) -> NDArray[np.float64]:
         """Returns the scores [contenders] by which the winner is chosen. The score of a contender
-        with a `hold_s` is divided by HOLD_MARGIN; it is -inf while holding is not allowed."""
+        with a `hold_s` is divided by HOLD_MARGIN; it is -inf while the policy may not hold blocks
+        back (`allow_holding`)."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
@@ -238,7 +240,8 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Removes keys that are not in the sample from all shadow caches."""
+        """Removes keys that are no longer in the sample, because `share` has fallen, from all
+        shadow caches."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)

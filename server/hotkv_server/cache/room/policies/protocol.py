@@ -43,7 +43,7 @@ class Policy(Protocol):
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Records a use of ready entries."""
+        """Records a use of each of the entries, which are ready."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
         """Marks entries as in use without counting a use. Called when a block became ready, for the
