@@ -324,7 +324,8 @@ def _well_shaped(
     Its slot lies inside the arena, at a valid offset for this size.
 
     numbers: number in this core of each record's key space; 0 if the core does not have it.
-    encoded_bytes: as in `BelowSpace`; None: only the group's slot size fits.
+    encoded_bytes: function from a slot size to the size of the smaller places in which encoded
+        (compressed) blocks lie. None: there are no such blocks.
     """
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
@@ -423,7 +424,8 @@ def _publish(
     old: all records of the old table [n, 18].
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.
-    last_used_s: as in `restore`.
+    last_used_s: time of last use by old entry number, in seconds of `now_s`; nan if unknown. None
+        if no times were saved.
     report: receives the numbers of restored and of dropped entries.
     """
     space, index = core.space, core.space.index

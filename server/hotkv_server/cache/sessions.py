@@ -424,7 +424,11 @@ class SessionBook:
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
         """Opens a session. Registers its key space and its kinds of representations if they are not
-        registered yet. The arguments are those of `CacheCore.open_session`.
+        registered yet.
+
+        engine_id: id that all sessions of one engine share.
+        role: `scheduler`, `worker` or `tool`; only shown to operators.
+        representations: kinds of representations that the session will store or load.
 
         Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains, and the
         errors of `Catalog.register`.

@@ -70,7 +70,7 @@ class Feed(Generic[T]):
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
         """Returns up to `most` items without waiting; an empty list if the feed is empty. If it
         returns several items, they have at most `most_bytes` together. Also returns how many items
-        were lost, as `get` does."""
+        were lost since the last report of a loss; 0 as long as items stay in the queue."""
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:

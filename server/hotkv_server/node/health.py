@@ -124,7 +124,13 @@ class Health:
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
         """Starts a task for `work`, which must not end by itself, and watches the task until it is
-        cancelled. The other arguments are those of `watch`."""
+        cancelled.
+
+        name: name of the task in messages.
+        stalled_s: given the time, returns how long the work has been stuck, in seconds; 0 if it
+            proceeds or waits for work.
+        limit_s: the task is a problem if its work is stuck for longer.
+        """
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

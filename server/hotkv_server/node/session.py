@@ -193,7 +193,8 @@ def open_session_memory(
     layout: the engine's memory, and the tensors in it.
     order: the marks that the engine offers; opened too.
     fds: descriptors by handle id; closed here, also if the call raises.
-    on_cut: called when the server finds that a client has truncated its file, see `FileMapping`.
+    on_cut: called, in any thread, when the server finds that the client has truncated a file. The
+        file's mapping is empty memory from then on (`FileMapping`).
     tenant: the tenant to whom the memory belongs.
     """
     memory = SessionMemory(layout, devices)

@@ -220,6 +220,8 @@ class TransferCall:
     """The checked arguments of a call for a transfer.
 
     memory: the session's registered memory.
+    block_ids: ids of the blocks in this memory, an array for each run.
+    deadline: cancels the transfer when it takes too long.
     gate: delays the copy until the engine's device has passed the transfer's mark; None if the
         transfer has no mark, so that the copy may begin at once.
     kept_bytes: estimated memory that the transfer uses until it ends.
@@ -575,7 +577,13 @@ class Transfers:
     ) -> TransferCall:
         """Checks the arguments of a load or store, and the session's bounds. Returns the arguments,
         with the transfer's deadline and its gate. Does not reserve slots. Raises HotKVError if the
-        session may not start the transfer."""
+        session may not start the transfer.
+
+        groups: group index of each run.
+        timeout_s: the transfer is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
+        after: the mark that the engine's device must pass first; None if there is no mark.
+        message_bytes: size of the request's message, which counts as memory of the transfer.
+        """
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)

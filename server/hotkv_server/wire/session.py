@@ -468,9 +468,9 @@ class SessionStream:
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices as they come. All sessions of a key space are notified of each eviction of
-        its blocks, so a session may get many notices. Notices that come within NOTICE_PAUSE_S are
-        combined into one message."""
+        """Queues notices as they come. Each eviction of a block is reported to all sessions of its
+        key space that want eviction notices, so a session may get many notices. Notices that come
+        within NOTICE_PAUSE_S are combined into one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)

@@ -146,8 +146,13 @@ class WriteLease:
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Records what a copy has written, as `add_sums` does. Then returns, for each entry for
-        which the mask `complete` [n] is True, the sum over all copies (`sums_of`)."""
+        """Records what a copy has written. Then returns the sums over all copies, for check values,
+        of the entries for which `complete` is True: the entries of which every shard is written.
+
+        entries, sums: the entries that the copy has written, each once, and the sum of the bytes
+            that it has written to each of them [n].
+        complete: mask over `entries` [n].
+        """
         if not self.parts and complete.all():
             # The usual case: there is a single shard, so no later copy needs these sums.
             return sums

@@ -163,7 +163,8 @@ class Room:
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:
         """Evicts entries until `num_slots` slots of this size are free, or no more entries may be
-        evicted for the tenant `taker`. `keep_at_s`: as in `make`."""
+        evicted for the tenant `taker`. `keep_at_s`: the current time, if the policy may refuse to
+        evict entries that it expects to be used soon; None if it may not."""
         # Read this before the evictions: after them the tenant would seem to have room within its
         # guarantee.
         payers = self._payers(taker, num_slots * slot_bytes)
@@ -217,7 +218,8 @@ class Room:
         tenant `taker`, until `missing` returns 0 or no more may be evicted. Yields after each part.
 
         missing: function that returns how many slots or entry numbers are still to be freed.
-        keep_at_s: as in `make`.
+        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
+            used soon; None if it may not.
         """
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
@@ -239,7 +241,12 @@ class Room:
 
     def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
         """Evicts up to `count` of the coldest blocks, whatever their tenant. Returns how many it
-        evicted. `slot_bytes`: their slot size; 0 for any size. `keep_at_s`: as in `make`."""
+        evicted.
+
+        slot_bytes: slot size of the blocks; 0 for any size.
+        keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
+            used soon; None if it may not.
+        """
         policy = self._books.policy
 
         def may_go(entries: Entries) -> BoolMask:
@@ -266,7 +273,8 @@ class Room:
         slot_bytes: slot size of the blocks; 0 for any size.
         may_pay: function that takes tenant numbers [n], and returns a mask of the tenants whose
             blocks may be evicted.
-        keep_at_s: as in `make`.
+        keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
+            used soon; None if it may not.
         """
         books, evicted = self._books, 0
 
@@ -454,7 +462,7 @@ class Space:
 
         The caller has called `make_room` before. `insert` itself evicts only the tenant's own
         blocks, if its burst bound (the most bytes that it may use) requires that. While the arena
-        is still being prefaulted, fewer slots may be reserved: see `grow`. The caller passes the
+        is still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the
         keys that got no slot to `decline`.
 
         depths: number of blocks before each block in its chain.

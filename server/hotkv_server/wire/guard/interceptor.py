@@ -315,8 +315,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         """Records a call of an admin method in the audit log at the end of the `with` block, in
         which the call is served. For a stream, the block ends after the last answer.
 
-        Yields a function to which the caller passes the request once the request is accepted. A
-        call without an accepted request is recorded as refused.
+        Yields a function to which the caller passes the request once the request is accepted. If
+        the request is refused, the call is recorded without arguments.
 
         method: full name of the method; an empty text if the call is not to be recorded.
         """

@@ -274,8 +274,9 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Returns how many of `entries` were compared, and some of the evictable entries among
-        them: at least as many of the coldest as a refill may queue."""
+        """Returns how many of `entries` count as scanned by a refill, and the evictable entries
+        among them that the refill may queue: all evictable entries, or at least as many of the
+        coldest as it may queue. `count`: number of entries that the refill needs."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
