@@ -35,9 +35,9 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s
 ADMIT_PARTS, ADMIT_BLOCKS = 64, 1 << 12
 """Restored blocks become ready in parts, so that the policy learns the order of their last uses;
 the blocks used longest ago come first. If the times of use are known, there are at least
-ADMIT_PARTS parts. A part has at most ADMIT_BLOCKS blocks. A policy treats a part as a chain, whose
-first blocks are hotter than its last: the first of millions would be hotter than all new blocks for
-hours."""
+ADMIT_PARTS parts. A part has at most ADMIT_BLOCKS blocks. The reason: a policy treats a part as one
+chain, whose first blocks are hotter than its last. The first blocks of a part of millions would
+stay hotter than all new blocks for hours."""
 
 
 # The entries that residencies of the old server pinned: clients may still read them in the arena.
@@ -97,7 +97,8 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     entry; instead revokes the validity words of those clients. Returns how many entries are pinned,
     and True if there were such entries and they are not pinned.
 
-    entries: new entry number of each of the `kept_rows`; 0 for a record that was dropped.
+    entries: new entry number of each record of an entry that those clients may read (`kept_rows`);
+        0 for a record that was dropped.
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())

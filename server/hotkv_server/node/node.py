@@ -205,6 +205,7 @@ class Node:
 
         lease_id: id that the engine chooses for the write lease, which owns the slots.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
+        retention: how long to retain the blocks.
 
         Returns the `BlockResult` values, an array for each run (consecutive blocks of a group), and
         the remaining lifetime of the lease in seconds.

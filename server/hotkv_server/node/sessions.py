@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
 MAX_UNREAD_ENDS = 512
-"""Most streams of ended sessions whose clients have not read the end; gRPC can't end such a stream.
-In fair shares; a client beyond its share opens no session."""
+"""Most streams of ended sessions whose clients have not read the end of the stream; until they do,
+gRPC can't end the stream. Tenants (or engines, if there are no tenants) share this number
+(`FairBound`). A client whose tenant or engine has used up its share can't open a session."""
 
 
 class Sessions:

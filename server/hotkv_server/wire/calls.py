@@ -47,10 +47,9 @@ def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
     """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
-    must wait for a tier.
-
-    Without a session, the request must name its key space.
-    """
+    must wait for a tier. `session`: None if the request names no session; it must then name a key
+    space. On a server with tenants, only a session can look up blocks, and only in its own key
+    space."""
     began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:

@@ -57,8 +57,8 @@ message. Most of them are transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
 that may last long has its own, lower bound: sessions, streams of SelectBlocks, guests. So long
-calls can't use up all places, and calls that are answered at once, above all health checks, always
-find a place."""
+calls can't use up all places. Calls that are answered at once, such as health checks, always find a
+place."""
 WINDOW_BYTES = 64 << 10
 """Bytes of a call's message that gRPC receives before the server reads from the call."""
 NUM_LISTENERS = 3

@@ -38,7 +38,8 @@ class CacheBooks:
         which such a client checks whether its blocks are still pinned; `marks` are the entries that
         clients may read; `grace` pins entries for clients of an earlier server.
 
-    `readers`: the shared memory of `words` and `marks`; None if no client reads the arena.
+    Argument `readers` of the constructor: the shared memory of `words` and `marks`; None if no
+    client reads the arena.
     """
 
     def __init__(

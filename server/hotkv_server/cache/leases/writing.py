@@ -70,7 +70,8 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call that `make_room` has checked and made room for. `reserve` executes it.
+    """A call that `Reservations.make_room` has checked and made room for. `Reservations.reserve`
+    executes it.
 
     runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
@@ -522,7 +523,7 @@ class Stores:
         """Starts a store: reserves slots for its blocks, for which `Reservations.make_room` has
         made room. Returns the slots to copy to.
 
-        asked: the result of `make_room`.
+        asked: the result of `Reservations.make_room`: the checked call.
         shard_index: number of the shard that the store writes.
         pins: pins the store's blocks for a residency; None if the store names no residency.
         """

@@ -342,9 +342,10 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`, float64 [runs that `num_slots` slots need]: the i-th
-    window is emptied only if it costs less than limit i. If it costs more, it is better to evict
-    blocks of the receiving size: the slot size that needs the `num_slots` slots.
+    """Returns the limits for `choose_windows`, which chooses the windows (ranges of adjacent slabs)
+    to empty for a slot size, the receiving size, that needs `num_slots` slots. The limits are
+    float64 [runs that these slots need]. The i-th window is emptied only if it costs less than
+    limit i. If it costs more, it is better to evict blocks of the receiving size.
 
     own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
         first. Each emptied window spares some of these blocks from eviction. If the windows before

@@ -142,8 +142,9 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 MAX_UNREAD_ENDS = 256
-"""Most guests of a listener that were ended and do not read it: gRPC can't end their calls. Beyond
-this, no guest is admitted to health's Watch, reflection or channelz."""
+"""Most calls of guests (calls without a session) on a listener that the server has ended, and whose
+clients have not read the end; until they do, gRPC can't end the calls. Beyond this number, no guest
+is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
 """Function that takes the context of a call, and raises HotKVError if the call's peer is not an
 admin."""

@@ -166,7 +166,8 @@ class Duel:
     @property
     def hold_s(self) -> float:
         """Seconds after a block's last use in which the block is held back (not evicted): the
-        `hold_s` of the winning contender; 0 while holding is not allowed."""
+        `hold_s` of the winning contender; 0 while the policy may not hold blocks back
+        (`allow_holding`)."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property

@@ -67,8 +67,8 @@ class Policy(Protocol):
 
     def hold(self, entries: Entries, until_s: float) -> None:
         """Marks entries as expected to be used before the time `until_s`. Until that time,
-        `victims` holds these entries back if it is called with `keep_at_s`. A policy that holds no
-        entries back does nothing."""
+        `victims` holds these entries back (does not return them) if its argument `keep_at_s` allows
+        that. A policy that holds no entries back does nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that leave the cache. Skips entries that were never admitted. `evicted`:
