@@ -401,7 +401,11 @@ class CacheCore(CacheBooks):
     ) -> Iterator[tuple[int, int, int]]:
         """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
         Works in parts. Yields for each part three numbers: blocks that would be evicted, blocks
-        that would stay, and bytes that would become free."""
+        that would stay, and bytes that would become free.
+
+        key_space_id: 0 for all key spaces, if `hashes` is None.
+        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        """
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
         else:

@@ -93,7 +93,7 @@ NO_FILTERS = Filters({})
 class Topic:
     """A report of the server about one of its subjects, which operators request by name.
 
-    tell: function that computes the report.
+    tell: function that computes the report, given the filters of the request.
     filters: names of the filters that `tell` uses.
     """
 
@@ -227,7 +227,8 @@ class BlocksBelow(Protocol):
 
         health: watches the loops and threads of the tiers.
         tell: function to call when blocks may have been evicted or condemned.
-        flush: function that flushes a key space in this node only.
+        flush: function that flushes a key space, given its id, in this node only, and returns the
+            number of removed blocks.
         on_ready: function to call when blocks become ready in a medium.
         """
 
@@ -286,9 +287,9 @@ class Tracer(Protocol):
 
 
 OnReady = Callable[[Entries, Medium, str], None]
-"""Function that is called on the event loop when blocks become ready in a medium. Its last argument
-is the tier's name, empty for host memory. For DISK, the entries are those of the disk's index,
-otherwise those of host memory."""
+"""Function that is called on the event loop when blocks become ready in a medium. Its arguments are
+the blocks' entries, the medium and the tier's name. The name is empty for host memory. The entries
+are numbers of the disk's index if the medium is DISK, otherwise of host memory's index."""
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:
@@ -301,10 +302,10 @@ def nobody(entries: Entries, medium: Medium, tier: str) -> None:
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Function that handles the messages of one kind from a session's stream. Returns the answer's
-message; a task or awaitable that returns it; or None if the message has no answer. The function may
-also return a complete message of the stream that contains the answer: this saves copying a large
-answer."""
+"""Function that handles the messages of one kind from a session's stream. Its arguments are the
+session and the message. Returns the answer's message; a task or awaitable that returns it; or None
+if the message has no answer. The function may also return a complete message of the stream that
+contains the answer: this saves copying a large answer."""
 
 
 @dataclass(frozen=True, slots=True)

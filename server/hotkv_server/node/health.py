@@ -291,7 +291,7 @@ def stories(error: BaseException) -> list[str]:
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
     """Checks all watched parts every CHECK_S and calls `tell` after each check. Runs until it is
-    cancelled."""
+    cancelled. `tell`: reports the result of the check, for example to systemd."""
     while True:
         health.check(time.monotonic())
         await tell()

@@ -136,7 +136,11 @@ class Removals:
     ) -> tuple[int, int, int]:
         """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
         Returns three numbers: blocks that would be evicted, blocks that would stay, and bytes that
-        would become free."""
+        would become free.
+
+        key_space_id: 0 for all key spaces, if `hashes` is None.
+        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        """
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
             for part_dropped, part_kept, part_bytes in counts:

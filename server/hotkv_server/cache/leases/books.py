@@ -84,8 +84,8 @@ class CacheBooks:
 
 
 class Uses:
-    """Answers lookups, and records uses of ready blocks: for the eviction policy, and for requests
-    that ask to retain (pin) their blocks."""
+    """Answers lookups. Records uses of ready blocks for the eviction policy, and pins the blocks if
+    the request asks to retain them."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books

@@ -243,8 +243,8 @@ class BlockIndex:
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
-        """Returns the states of the entry numbers from `first` to `end` that were ever used: 0
-        (free), STATE_RESERVED, STATE_READY or STATE_DETACHED."""
+        """Returns the states of the entry numbers from `first` to `end` - 1 that were ever used: 0
+        (free), STATE_RESERVED, STATE_READY or STATE_DETACHED. `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
@@ -267,8 +267,8 @@ class BlockIndex:
     def ready_blocks(
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
-        """Returns the entries with numbers from `first` to `end` that are ready blocks, not
-        representations. `key_space_id`: 0 for all key spaces."""
+        """Returns the entries with numbers from `first` to `end` - 1 that are ready blocks, not
+        representations. `key_space_id`: 0 for all key spaces. `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]

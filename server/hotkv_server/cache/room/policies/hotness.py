@@ -225,7 +225,8 @@ class Duel:
         cache.
 
         If the share falls, keys that are no longer in the sample are removed from all shadow
-        caches. If the share rises, all shadow caches start empty.
+        caches. If the share rises, all shadow caches are emptied, because they have not seen the
+        uses of the keys that are new in the sample.
         """
         if num_resident < self._too_few:
             self.share = 1.0
