@@ -250,9 +250,9 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                # A kernel before 5.14. Allocate first: touching a page that can't be allocated
-                # would kill the process. Then read one byte per page; writing could overwrite
-                # another process's data.
+                # This kernel is older than 5.14, and can't populate pages by madvise. Allocate
+                # first: touching a page that can't be allocated would kill the process. Then read
+                # one byte per page; writing could overwrite another process's data.
                 os.posix_fallocate(self.fd, start, num_bytes)
                 self.array()[start : start + num_bytes : mmap.PAGESIZE].max(initial=0)
 

@@ -420,17 +420,18 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # First empty slabs for whole runs, which lose least at their ends. Then for the
-            # shortest runs, because pinned blocks may leave only short gaps. Then ignore ranges
-            # that are free already: the free slabs may lie in gaps that are too short for a slot,
-            # and emptying further slabs lengthens a gap.
+            # Three ways to choose slabs, each tried if the ways before it freed too few slots:
+            # - for whole runs, which lose least at their ends;
+            # - for the shortest runs, because pinned blocks may leave only short gaps;
+            # - for the shortest runs, without ranges of slabs that are free already. Such slabs may
+            #   lie in gaps that are too short for a slot; emptying further slabs lengthens a gap.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)
             ]  # fmt: skip
             for run, skips_free in ways:
-                # Repeat: a chosen slab is emptied with its whole run, so the next choice costs
-                # less.
+                # Repeat: choosing a slab empties its whole run, so other slabs of the run are free
+                # now, and the next choice costs less.
                 while not is_enough():
                     taking = self._take(slot_bytes, num_slots, run, taker, paying, skips_free)
                     if not (yield from taking):
