@@ -196,7 +196,7 @@ class Health:
     def check(self, now_s: float) -> None:
         """Checks all watched parts. A part counts as stuck only if two checks in a row find it
         stuck. The reason: if the whole process was stopped for a while, the first check afterwards
-        finds every part stuck."""
+        may find parts stuck that work normally."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
