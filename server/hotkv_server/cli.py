@@ -29,9 +29,10 @@ def kernels() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit status: 0 on success; 1 if the server could not start or a
-    check failed; 2 for bad settings or input; 130 after Ctrl-C. If an invariant of the cache
-    breaks, this function does not return: the process exits with 70."""
+    """Runs the command with these arguments; None: the arguments of the process. Returns the exit
+    status: 0 on success; 1 if the server could not start or a check failed; 2 for bad settings or
+    input; 130 after Ctrl-C. If an invariant of the cache breaks, this function does not return: the
+    process exits with 70."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
-        # Not through `ended`, which accepts a broken pipe: a server prints nothing, so a broken
-        # pipe would be a defect.
+        # Don't run the server through `ended`, which takes a broken pipe for a normal end: a server
+        # prints nothing, so a broken pipe would be a defect.
         try:
             return _run(known, flags)
         except KeyboardInterrupt:

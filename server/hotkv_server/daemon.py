@@ -112,15 +112,17 @@ class OpenedNode:
                 loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
-        # The pinner calls `settle` for each part of the arena before it pins the part.
+        # `settle` makes huge pages of the arena's pages. If the arena is pinned for GPUs, its
+        # pinner (`ArenaPinner`) calls `settle` for each part before it pins the part.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
         """Closes all parts. The caller has closed the node before. Blocks the calling thread.
 
         keep: if True, the blocks stay in memory for the next server; if False, they are removed.
-        has_served: False if the start has failed. Then, even if `keep` is False, the files that
-            another cache can use stay (`memory.arena.KEPT_FILES`).
+        has_served: False if the start has failed. Then, even if `keep` is False, the files stay
+            that are of use to another cache (`memory.arena.KEPT_FILES`), for example the names of
+            engines.
         """
         self.memory.filling.close()
         self.cuda.close()
@@ -149,7 +151,9 @@ class OpenedNode:
 
 
 def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
-    """Makes `Health` watch the threads and sockets that the node does not watch itself."""
+    """Makes `Health` watch the parts of the server that the node does not watch itself: the copy
+    threads, the devices, the threads that prefault and pin the arena, the sockets, and the thread
+    that serves HTTP."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)
@@ -163,7 +167,11 @@ def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> N
 
 
 class Herald:
-    """Reports the server's state to gRPC's health service and to systemd."""
+    """Reports the server's state to gRPC's health service and to systemd.
+
+    rpc: the gRPC servers, which have the health service.
+    cuda: the server's devices; reports how far the arena is pinned for them.
+    """
 
     def __init__(self, node: Node, rpc: RpcServer, cuda: CudaPart) -> None:
         self._node = node
@@ -224,7 +232,8 @@ def reload(reloader: Reloader) -> None:
 def say_ready(
     settings: Settings, opened: OpenedNode, listeners: Listeners, started_s: float
 ) -> None:
-    """Logs that the server is ready, and notifies systemd."""
+    """Logs that the server is ready, and notifies systemd. `started_s`: when the start began, in
+    seconds of the monotonic clock."""
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
         "http_port=%s tcp_port=%s start_s=%.2f",

@@ -13,7 +13,8 @@ REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 
 
 def set_up(level: str, form: str) -> None:
-    """Starts logging to standard error. `form`: text or json."""
+    """Starts logging to standard error. `level`: name of the lowest level that is logged, such as
+    "info". `form`: "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_add_request_id)
     handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
@@ -21,7 +22,7 @@ def set_up(level: str, form: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """Changes the lowest level that is logged."""
+    """Changes the lowest level that is logged. `level`: its name, such as "debug"."""
     logging.getLogger().setLevel(level.upper())
 
 

@@ -15,8 +15,8 @@ EXTENSION_S = 30.0
 
 
 def notify(*lines: str) -> None:
-    """Sends notices, such as `READY=1`, to systemd. Does nothing if systemd does not expect notices
-    (the variable NOTIFY_SOCKET is not set)."""
+    """Sends notices, such as `READY=1`, to systemd, all in one message. Does nothing if systemd
+    does not expect notices (the environment variable NOTIFY_SOCKET is not set)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

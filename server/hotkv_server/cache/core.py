@@ -109,7 +109,12 @@ class CacheCore(CacheBooks):
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
         """Opens a session. Registers its key space and its kinds of representations if they are not
-        registered yet."""
+        registered yet.
+
+        engine_id: id that all sessions of one engine share; they can use each other's leases.
+        role: `scheduler`, `worker` or `tool`; only shown to operators.
+        representations: kinds of representations that the session will store or load.
+        """
         self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
@@ -150,9 +155,10 @@ class CacheCore(CacheBooks):
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Records that the engine used these blocks from its own device cache, so that the eviction
-        policy evicts them later. `retention.priority` decides how many uses the policy counts. If
-        `retention.pin` is set, also pins the blocks for `retention.ttl_s` seconds, until the budget
-        for such pins (`CoreConfig.held_share`) is used up."""
+        policy evicts them later. With the policy `Hotness`, the use counts as
+        2^`retention.priority` uses. If `retention.pin` is set, also pins the blocks for
+        `retention.ttl_s` seconds, until the budget for such pins (`CoreConfig.held_share`) is used
+        up."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
 
     # Leases
@@ -164,6 +170,10 @@ class CacheCore(CacheBooks):
         for leases without a load (`CoreConfig.unadmitted_share`) is used up. Repeating the call
         returns the same blocks. Raises DUPLICATE_ID if the engine already uses `lease_id` for
         another lease: on other blocks, a write lease, or a lease that was released during a copy.
+
+        lease_id: id that the engine chooses for the lease.
+        groups: the blocks, a list for each group.
+        ttl_s: lifetime of the lease in seconds; 0 for the default.
         """
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
@@ -213,6 +223,8 @@ class CacheCore(CacheBooks):
         representations, whatever the order of the runs. A representation is reserved only if its
         block is ready or reserved under this lease.
 
+        lease_id: id that the engine chooses for the write lease.
+        ttl_s: lifetime of the lease in seconds; 0 for the default.
         retention: how long to retain the blocks; only the value of the first call under the lease
             id applies. The retention takes effect at once for blocks that are ready, and for other
             blocks when they become ready.
@@ -252,12 +264,18 @@ class CacheCore(CacheBooks):
     def begin_load(
         self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """Starts a load under a read lease. Returns the slots to copy from."""
+        """Starts a load under a read lease. Returns the slots to copy from, for each of `runs` in
+        order. The caller copies the blocks and then calls `end_load`.
+
+        transfer_id: id that the client chooses for the load, unique in the session.
+        runs: the blocks, by their positions in the lease.
+        """
         session = self.sessions.record(session_number)
         return self._loads.begin(session, transfer_id, lease_id, runs)
 
     def end_load(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """Ends a load after its copy has finished."""
+        """Ends a load after its copy has finished. `succeeded`: True if the copy wrote all bytes;
+        the blocks then count as loaded."""
         self._loads.end(session_number, transfer_id, succeeded)
 
     def begin_store(
@@ -272,11 +290,18 @@ class CacheCore(CacheBooks):
         options: StoreOptions = NO_OPTIONS,
     ) -> Parts[list[SlotRun]]:
         """Starts a store and reserves slots for its blocks. Returns the slots to copy to. The
-        generator first evicts blocks to make room and yields after each part.
+        generator first evicts blocks to make room and yields after each part. The caller copies the
+        blocks and then calls `end_store`.
 
-        If `options` names a residency, the store's blocks are pinned for the residency: at once if
-        they are ready already and need no comparison with their check value, otherwise when this
-        store makes them ready.
+        If `options` names a residency, the store's blocks are pinned for the residency. A block
+        that is ready already, and need not be compared with its check value, is pinned at once. A
+        block that this store copies is pinned when the store makes it ready.
+
+        transfer_id: id that the client chooses for the store, unique in the session.
+        lease_id: id of the write lease. The first call with this id opens the lease; calls of other
+            ranks with the same id join it.
+        shard_index: number of the shard that this store writes.
+        ttl_s: lifetime of the lease in seconds; 0 for the default.
         """
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id
@@ -376,7 +401,11 @@ class CacheCore(CacheBooks):
     ) -> Iterator[tuple[int, int, int]]:
         """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
         Works in parts. Yields for each part three numbers: blocks that would be evicted, blocks
-        that would stay, and bytes that would become free."""
+        that would stay, and bytes that would become free.
+
+        key_space_id: 0 for all key spaces, if `hashes` is None.
+        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        """
         if hashes is not None:
             parts = self._named_parts(key_space_id, group_index, hashes)
         else:
@@ -396,7 +425,7 @@ class CacheCore(CacheBooks):
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[Entries]:
         """Yields the entries of the named blocks part by part. Skips an entry that was removed from
-        the index after the first step, even if another block has its number now."""
+        the index after the first step, even if its number has been reused for another block."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]

@@ -201,12 +201,13 @@ class PromptBlocks:
 
 
 def limits(core: CacheCore) -> Limits:
-    """Returns the limits of the core."""
+    """Returns the most entries of the core, and the most blocks that a call may name."""
     return Limits(core.config.capacity, core.config.max_blocks_per_call)
 
 
 def counts(core: CacheCore) -> Counts:
-    """Returns the numbers of live sessions, leases and transfers."""
+    """Returns the numbers of live sessions, leases and transfers, and the bytes that are pinned
+    because requests asked to retain their blocks."""
     return Counts(
         len(core.sessions),
         len(core.leases),
@@ -403,7 +404,11 @@ def _block(core: CacheCore, entry: int, last_used_s: float) -> BlockFigures:
 def prompt_blocks(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> PromptBlocks:
-    """Returns the state of a prompt's blocks in a group."""
+    """Returns the state of a prompt's blocks in a group: whether each block is in host memory or on
+    the disk, and why it was removed if it is in neither.
+
+    hashes: the blocks' hashes, uint32 words [n, 8].
+    """
     below = np.zeros(len(hashes), np.bool_)
     for one in core.below:
         below |= one.find(key_space_id, HashList(group_index, hashes))
@@ -532,8 +537,11 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
     """Returns for each cell the slot size to which its first lent slab is lent. If no slab of the
-    cell is lent, returns FREE for the cell; ABSENT if no slab of the cell has memory. `owner`: the
-    result of `SlabPool.slab_owner`."""
+    cell is lent, returns FREE for the cell; ABSENT if no slab of the cell has memory.
+
+    owner: slot size that each slab is lent to, FREE or ABSENT, as `SlabPool.slab_owner` returns it.
+    slabs_per_cell: number of adjacent slabs that form a cell.
+    """
     num_cells = -(-len(owner) // slabs_per_cell)
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner

@@ -161,6 +161,9 @@ class Grace:
     entries: the entries that this object pins.
     until_s: when the grace ends, in seconds of `now_s`; inf until the end is known.
     num_bytes: bytes of the slots of `entries`.
+
+    Arguments of the constructor: `removal` frees slots, `words` are the validity words, `marks` has
+    a 1 for each entry that readers may read.
     """
 
     def __init__(self, removal: Removal, words: ReaderWords, marks: Marks) -> None:

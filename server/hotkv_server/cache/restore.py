@@ -35,9 +35,9 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s
 ADMIT_PARTS, ADMIT_BLOCKS = 64, 1 << 12
 """Restored blocks become ready in parts, so that the policy learns the order of their last uses;
 the blocks used longest ago come first. If the times of use are known, there are at least
-ADMIT_PARTS parts. A part has at most ADMIT_BLOCKS blocks. A policy treats a part as a chain, whose
-first blocks are hotter than its last: the first of millions would be hotter than all new blocks for
-hours."""
+ADMIT_PARTS parts. A part has at most ADMIT_BLOCKS blocks. The reason: a policy treats a part as one
+chain, whose first blocks are hotter than its last. The first blocks of a part of millions would
+stay hotter than all new blocks for hours."""
 
 
 # The entries that residencies of the old server pinned: clients may still read them in the arena.
@@ -67,7 +67,7 @@ def link_detached(
 ) -> None:
     """Adds detached entries (flushed while pinned) for records of the old table.
 
-    old: all records of the old table [n, 18].
+    old: all records of the old table, uint32 words [n, 18].
     rows: positions of the records in `old`.
     numbers: the number of each record's key space in this core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
@@ -97,7 +97,8 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     entry; instead revokes the validity words of those clients. Returns how many entries are pinned,
     and True if there were such entries and they are not pinned.
 
-    entries: new entry number of each of the `kept_rows`; 0 for a record that was dropped.
+    entries: new entry number of each record of an entry that those clients may read (`kept_rows`);
+        0 for a record that was dropped.
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
@@ -128,9 +129,9 @@ class Restorable(Protocol):
 class BelowSpace:
     """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
 
-    encoded_bytes: function that takes a slot size, and returns the smaller size of the places in
-        which an earlier server may have stored blocks of that slot size in encoded (compressed)
-        form, see `tiers.book.place_sizes`. None if that server encoded no blocks.
+    encoded_bytes: function from a slot size to a smaller size. An earlier server may have stored
+        blocks of that slot size in encoded (compressed) form, in places of this smaller size (see
+        `tiers.book.place_sizes`). None if that server encoded no blocks.
     """
 
     space: Space
@@ -283,7 +284,7 @@ def _kept(
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
     """Returns for each key space number of the old table the number of the same key space in the
-    new core; 0 if the core does not have the key space."""
+    new core; 0 if the core does not have the key space. `key_spaces`: new number by old number."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)
@@ -299,7 +300,10 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
     """Groups entries by key space and group. Yields each pair (key space, group) that occurs, with
-    the positions of its entries in rising order. Costs one sort, however many pairs there are."""
+    the positions of its entries in rising order. Costs one sort, however many pairs there are.
+
+    numbers, groups: key space number and group index of each entry [n].
+    """
     if not len(numbers):
         return
     pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
@@ -316,9 +320,14 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records can be restored: they name a known group or representation, have a slot
-    size that fits it, and a slot inside the arena at a valid offset for that size. A size fits if
-    it equals the group's slot size, or the smaller size that `encoded_bytes` returns for it."""
+    """Returns which records can be restored. Such a record names a known group or representation.
+    Its slot size is the group's slot size, or the smaller size that `encoded_bytes` returns for it.
+    Its slot lies inside the arena, at a valid offset for this size.
+
+    numbers: number in this core of each record's key space; 0 if the core does not have it.
+    encoded_bytes: function from a slot size to the size of the smaller places in which encoded
+        (compressed) blocks lie. None: there are no such blocks.
+    """
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
@@ -332,9 +341,10 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns a mask: False for each record whose slot overlaps the slot of another record, or lies
-    in a slab that also has a slot of another run (adjacent slabs that hold slots of one size). If
-    two records overlap, both are marked False, because either may be wrong."""
+    """Returns a mask of the records whose slots are apart from all others. It is False for a record
+    whose slot overlaps the slot of another record, or touches a slab in which a slot of another run
+    lies. (A run is a range of adjacent slabs with slots of one size.) If two records overlap, both
+    are False, because either may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -392,8 +402,9 @@ def _link_entries(
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
     """Splits blocks that are sorted by depth into parts of at most ADMIT_BLOCKS, the deepest first.
-    Returns each part with its time of last use: a second after that of the part before, the last
-    part at `now_s`."""
+    Returns each part with its time of last use: a second after the time of the part before it, and
+    `now_s` for the last part. So the first blocks of prompts count as used last, and are evicted
+    last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]
@@ -411,8 +422,12 @@ def _publish(
     """Makes restored blocks ready, then the representations whose block was restored. Drops all
     other representations.
 
+    old: all records of the old table [n, 18].
     came: positions in `old` of the records that have a new entry.
     new_of: new entry number by position in `old`.
+    last_used_s: time of last use by old entry number, in seconds of `now_s`; nan if unknown. None
+        if no times were saved.
+    report: receives the numbers of restored and of dropped entries.
     """
     space, index = core.space, core.space.index
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
@@ -460,6 +475,7 @@ def _linked(
 
     kinds: positions in `old` of the representations.
     links: positions in `old` of the blocks that they name.
+    new_of: new entry number by position in `old`; 0 if the record was not restored.
     """
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])
     expected = [

@@ -113,12 +113,12 @@ class Below(Protocol):
         accept a block that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
-        """Offers ready blocks of host memory for demotion to `space`. Returns a mask [n]: True for
-        each block that lies in `space` already or is being moved to it. All False if there is no
-        `space`."""
+        """Offers ready blocks of host memory for demotion to `space` (the disk). Returns a mask
+        [n]: True for each block that lies in `space` already or is being moved to it. All False if
+        there is no `space`."""
 
     def find(self, key_space_id: int, listed: HashList) -> BoolMask:
-        """Returns which blocks of a list are ready in `space`, as a mask."""
+        """Returns which blocks of `listed` are ready in `space` (on the disk), as a mask."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
         """Stops moves of the key space while the context is open: no move begins, and a move

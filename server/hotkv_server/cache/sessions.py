@@ -70,8 +70,14 @@ class _Holding:
 
 
 class Catalog:
-    """The known key spaces, each a `KeySpaceRecord` with a number from 1 on. `revision`: rises when
-    a key space or a kind of representation is added or forgotten."""
+    """The known key spaces, each a `KeySpaceRecord` with a number from 1 on.
+
+    records: the known key spaces by number.
+    revision: number that rises when a key space or a kind of representation is added or forgotten.
+
+    Arguments of the constructor: `books` is the state of the arena, `num_tenants` the number of
+    configured tenants (0: no tenants), `below` the tiers below host memory.
+    """
 
     def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
@@ -155,22 +161,22 @@ class Catalog:
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more session of the key space."""
+        """Counts one more open session of the key space with this number."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Subtracts one from the number of sessions of the key space. If that was the last session,
-        records `now_s` as the time when it ended."""
+        """Subtracts one from the number of open sessions of the key space with this number. If that
+        was the last session, records `now_s` as the time when it ended."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
             self._left_s[number] = now_s
 
     def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
-        """Returns the number of the key space to forget, so that `key_space` can be registered.
-        Returns 0 if the tenant's share of the catalog has room already, or if no key space of the
-        tenant may be forgotten.
+        """Returns the number of the key space to forget, so that `key_space` can be registered with
+        the kinds of representations `kinds`. Returns 0 if the tenant's share of the catalog has
+        room already, or if no key space of the tenant may be forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -418,7 +424,15 @@ class SessionBook:
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
         """Opens a session. Registers its key space and its kinds of representations if they are not
-        registered yet."""
+        registered yet.
+
+        engine_id: id that all sessions of one engine share.
+        role: `scheduler`, `worker` or `tool`; only shown to operators.
+        representations: kinds of representations that the session will store or load.
+
+        Raises INVALID_FIELD if `engine_id` is empty, DRAINING while the server drains, and the
+        errors of `Catalog.register`.
+        """
         if not engine_id:
             raise HotKVError(
                 Reason.INVALID_FIELD, "engine_id is empty; give one id to all sessions of an engine"

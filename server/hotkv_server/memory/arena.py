@@ -46,8 +46,9 @@ PIECE_ENTRIES = 1 << 20
 class RecordsMemory:
     """Prefaults the records in a block table's file. The table's buckets have memory already.
 
-    num_entries: number of records that have memory, which is the most entries that may exist at the
-        moment.
+    fd: descriptor of the table's file.
+    geometry: sizes of the table, and offsets of its parts in the file.
+    num_entries: number of records that have memory. The core may have at most this many entries.
     """
 
     def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
@@ -252,7 +253,8 @@ class NodeMemory:
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
             table_bytes = table_file_bytes(geometry)
-            # The next start briefly has two tables. It should not fail if this start does not.
+            # Require room for two tables: the next start briefly has an old and a new table, and
+            # should not fail if this start succeeds.
             more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
             _check_room(directory, table_bytes + more_bytes, arena_bytes)
             arena_path = directory / ARENA_FILE
@@ -390,7 +392,7 @@ def clear(directory: Path) -> None:
 
 def remove_files(directory: Path, lock_fd: int) -> None:
     """Removes all files of servers in a locked directory, then the lock file, and the directory if
-    it is empty."""
+    it is empty. `lock_fd`: descriptor of the locked lock file; closed here."""
     _remove_all(directory, lock_fd)
     if not any(directory.iterdir()):
         directory.rmdir()

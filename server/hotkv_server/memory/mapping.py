@@ -209,8 +209,8 @@ class FileMapping:
 
     @staticmethod
     def create(path: Path, num_bytes: int, mode: int) -> "FileMapping":
-        """Replaces the file at `path` by a new file of `num_bytes`, and maps it. Existing mappings
-        keep the old contents."""
+        """Replaces the file at `path` by a new file of `num_bytes` with the permissions `mode`, and
+        maps it. Existing mappings keep the old contents."""
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         os.truncate(fd, num_bytes)
@@ -241,7 +241,8 @@ class FileMapping:
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
         """Prefaults every page of a part of the file, and fills this process's page tables for
-        them. Blocks the calling thread. Raises OSError if memory is short."""
+        them: `num_bytes` bytes from the offset `start` on; None: up to the end of the mapping.
+        Blocks the calling thread. Raises OSError if memory is short."""
         num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
         try:
             self._advise(_POPULATE_WRITE, start, num_bytes)
@@ -249,9 +250,9 @@ class FileMapping:
             if error.errno != errno.EINVAL:
                 raise
             if self._exclusive:
-                # A kernel before 5.14. Allocate first: touching a page that can't be allocated
-                # would kill the process. Then read one byte per page; writing could overwrite
-                # another process's data.
+                # This kernel is older than 5.14, and can't populate pages by madvise. Allocate
+                # first: touching a page that can't be allocated would kill the process. Then read
+                # one byte per page; writing could overwrite another process's data.
                 os.posix_fallocate(self.fd, start, num_bytes)
                 self.array()[start : start + num_bytes : mmap.PAGESIZE].max(initial=0)
 
@@ -265,6 +266,9 @@ class FileMapping:
         refused some of the huge pages before this offset. Adds the bytes in huge pages to
         `huge_bytes`. Blocks the calling thread. The time is limited because the kernel is slow if
         it must compact memory first.
+
+        piece_bytes: bytes that are turned into huge pages at a time; a multiple of 2 MiB.
+        end: offset at which to stop; None: the end of the mapping.
         """
         deadline_s = time.monotonic() + budget_s
         whole = (self.num_bytes if end is None else end) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES

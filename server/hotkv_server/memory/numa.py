@@ -3,7 +3,8 @@ threads.
 
 The nodes are read from /sys and not through CUDA: memory must be placed before it is prefaulted,
 and CUDA may not have started by then. If the kernel refuses a placement, the server continues and
-logs one line.
+logs one line. The argument `sys` of several functions is the directory that is read in place of
+/sys, for tests.
 """
 
 import contextlib

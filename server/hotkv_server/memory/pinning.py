@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 class ArenaPinner:
     """Pins the arena piece by piece, on a thread of its own.
 
+    address, num_bytes: address and size of the arena.
+    piece_bytes: bytes that are registered at a time; a multiple of the page size.
     error: why pinning ended early; an empty text if it did not end early.
     took_s: time that pinning has taken so far, in seconds.
     prepare: function that makes a part of the arena ready for pinning, for example with huge pages,

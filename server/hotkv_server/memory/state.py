@@ -31,9 +31,12 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space in the state file, with its number in the server that wrote the file, and its
-    kinds of representation (compact forms of keys, for sparse attention) in the order of their
-    group indices."""
+    """A key space in the state file.
+
+    number: its number in the server that wrote the file.
+    representations: its kinds of representations (compact forms of blocks' keys, for sparse
+        attention), in the order of their group indices.
+    """
 
     number: int
     key_space: KeySpace
@@ -54,7 +57,7 @@ class ServerState:
 
 def write_state(path: Path, state: ServerState, *, sync: bool = False) -> None:
     """Replaces the state file as a whole. If it raises OSError, the file has either the old or the
-    new content, complete. `sync`: as in `replace_file`."""
+    new content, complete. `sync`: if True, returns only after the file has reached the disk."""
     begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
     entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
     replace_file(path, itertools.chain([begin], entries, ["]}"]), sync=sync)

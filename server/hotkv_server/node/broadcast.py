@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Measured)
 
 
 class Feed(Generic[T]):
-    """The queue of one reader. On the event loop only."""
+    """The queue of items for one reader, bounded by FEED_BYTES. On the event loop only."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -43,8 +43,9 @@ class Feed(Generic[T]):
     def put(self, item: T) -> bool:
         """Queues an item. Returns False if the feed is full and the item is lost.
 
-        An empty feed accepts an item of any size. After a loss all items are lost until the reader
-        has been told: a reader that lags for long would otherwise never be.
+        An empty feed accepts an item of any size. After a loss, all further items are lost until
+        the reader has read the queued items and learned of the loss (`get`). Otherwise the queue of
+        a slow reader might never become empty, and the reader would never learn of the loss.
         """
         num_bytes = item.num_bytes + ITEM_BYTES
         has_room = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
@@ -69,7 +70,7 @@ class Feed(Generic[T]):
     def take(self, most: int, most_bytes: int = sys.maxsize) -> tuple[list[T], int]:
         """Returns up to `most` items without waiting; an empty list if the feed is empty. If it
         returns several items, they have at most `most_bytes` together. Also returns how many items
-        were lost, as `get` does."""
+        were lost since the last report of a loss; 0 as long as items stay in the queue."""
         items: list[T] = []
         num_bytes = 0
         while self._items and len(items) < most:
@@ -89,7 +90,8 @@ class Feed(Generic[T]):
 
 
 class Feeds(Generic[T]):
-    """The feeds of all readers of one kind of item."""
+    """The feeds of all readers of one kind of item. `lost_items`: number of items that were lost,
+    summed over all readers since the start."""
 
     def __init__(self) -> None:
         self._open: set[Feed[T]] = set()

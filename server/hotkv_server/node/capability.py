@@ -93,7 +93,7 @@ NO_FILTERS = Filters({})
 class Topic:
     """A report of the server about one of its subjects, which operators request by name.
 
-    tell: function that computes the report.
+    tell: function that computes the report, given the filters of the request.
     filters: names of the filters that `tell` uses.
     """
 
@@ -158,11 +158,13 @@ class Epochs(Protocol):
         within that time, or if the key space was forgotten meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch (number of flushes) of a key space that has just been
-        registered."""
+        """Asks shared tiers for the epoch (number of flushes) of a new session's key space, and
+        waits for the answers for a bounded time. Blocks that are stored before a tier has answered
+        count as possibly older than a flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space in this node and in all tiers."""
+        """Flushes a key space in this node and in all tiers. Returns the number of blocks that the
+        flush has dropped, with the names of the tiers that have not answered."""
 
 
 class Lookups(Protocol):
@@ -170,7 +172,9 @@ class Lookups(Protocol):
     for them."""
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Returns True if a lookup of these blocks must wait for the answer of a shared tier."""
+        """Returns True if a lookup of these blocks must wait for the answer of a shared tier
+        (`ask`): a shared tier may have blocks that host memory lacks, or must first confirm the key
+        space's epoch. Returns False if `session` is None."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
         """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
@@ -221,8 +225,10 @@ class BlocksBelow(Protocol):
     ) -> None:
         """Starts moving blocks between tiers.
 
+        health: watches the loops and threads of the tiers.
         tell: function to call when blocks may have been evicted or condemned.
-        flush: function that flushes a key space in this node only.
+        flush: function that flushes a key space, given its id, in this node only, and returns the
+            number of removed blocks.
         on_ready: function to call when blocks become ready in a medium.
         """
 
@@ -245,14 +251,15 @@ class BlocksBelow(Protocol):
         """Begins to promote the blocks of a hit right after the lookup, before the engine asks for
         a lease.
 
+        groups: the blocks of the prompt, a list for each group.
         ready, elsewhere: for each list, masks of the blocks that are in host memory, and of the
             blocks that lie in a tier below.
         """
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a call for a lease on these blocks must wait for tiers, because host
-        memory lacks some of the blocks, and a tier may have them or is being read for them
-        already."""
+        """Returns True if a call for a lease on these blocks must wait for tiers (`bring_up`): host
+        memory lacks some of the blocks, and a tier may have them, or they are being promoted from a
+        tier already."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins these blocks there.
@@ -264,7 +271,7 @@ class BlocksBelow(Protocol):
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Promotes blocks of `groups` from tiers into host memory, as far as there is room. Returns
-        when the blocks are promoted, or at the time `until_s`."""
+        when the blocks are promoted, or at the time `until_s` of the monotonic clock."""
 
 
 class Tracer(Protocol):
@@ -280,9 +287,9 @@ class Tracer(Protocol):
 
 
 OnReady = Callable[[Entries, Medium, str], None]
-"""Function that is called on the event loop when blocks become ready in a medium. Its last argument
-is the tier's name, empty for host memory. For DISK, the entries are those of the disk's index,
-otherwise those of host memory."""
+"""Function that is called on the event loop when blocks become ready in a medium. Its arguments are
+the blocks' entries, the medium and the tier's name. The name is empty for host memory. The entries
+are numbers of the disk's index if the medium is DISK, otherwise of host memory's index."""
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:
@@ -295,10 +302,10 @@ def nobody(entries: Entries, medium: Medium, tier: str) -> None:
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Function that handles the messages of one kind from a session's stream. Returns the answer's
-message; a task or awaitable that returns it; or None if the message has no answer. The function may
-also return a complete message of the stream that contains the answer: this saves copying a large
-answer."""
+"""Function that handles the messages of one kind from a session's stream. Its arguments are the
+session and the message. Returns the answer's message; a task or awaitable that returns it; or None
+if the message has no answer. The function may also return a complete message of the stream that
+contains the answer: this saves copying a large answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +329,8 @@ class Samples:
 
     name: without the prefix `hotkv_`.
     kind: `counter`, `gauge` or `histogram`.
-    samples: pairs of label values and value.
+    samples: a pair for each combination of label values: the label values, in the order of the
+        metric's labels (`told.metric_help`), and the value.
     """
 
     name: str

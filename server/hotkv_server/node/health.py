@@ -45,8 +45,8 @@ BOOKS = (
 """Modules whose assertions are invariants of the cache. A failed assertion in another module fails
 only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names by which `Health.by_component` shows two parts that have no `Sign`: the state of the cache
-(modules BOOKS), and the task that checks all other parts."""
+"""Names by which `Health.by_component` shows two parts without a `Sign`: the state of the cache
+(kept by the modules in BOOKS), and the task that checks all other parts."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
 tracebacks."""
@@ -101,8 +101,14 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part of the server (a loop or thread) from now on. The arguments are the fields
-        of `Sign`."""
+        """Watches a part of the server (a loop or thread) from now on.
+
+        name: name of the part in messages.
+        is_alive: returns False once the part has died.
+        stalled_s: given the time, returns how long the part has been stuck, in seconds; 0 if it
+            works or waits for work.
+        limit_s: the part is a problem if it is stuck for longer.
+        """
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
@@ -118,7 +124,13 @@ class Health:
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
         """Starts a task for `work`, which must not end by itself, and watches the task until it is
-        cancelled. The other arguments are the fields of `Sign`."""
+        cancelled.
+
+        name: name of the task in messages.
+        stalled_s: given the time, returns how long the work has been stuck, in seconds; 0 if it
+            proceeds or waits for work.
+        limit_s: the task is a problem if its work is stuck for longer.
+        """
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -183,7 +195,8 @@ class Health:
 
     def check(self, now_s: float) -> None:
         """Checks all watched parts. A part counts as stuck only if two checks in a row find it
-        stuck, so that a process that was stopped for a while recovers at once."""
+        stuck. The reason: if the whole process was stopped for a while, the first check afterwards
+        may find parts stuck that work normally."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -278,7 +291,7 @@ def stories(error: BaseException) -> list[str]:
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
     """Checks all watched parts every CHECK_S and calls `tell` after each check. Runs until it is
-    cancelled."""
+    cancelled. `tell`: reports the result of the check, for example to systemd."""
     while True:
         health.check(time.monotonic())
         await tell()

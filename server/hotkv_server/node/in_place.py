@@ -26,7 +26,8 @@ class InPlace:
     are first compared with their check values, unless that was done already. On the event loop
     only.
 
-    tell: called when blocks have been condemned.
+    verifier: compares blocks with their check values.
+    tell: function to call when blocks have been condemned (dropped because they do not match).
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:

@@ -151,7 +151,8 @@ class Names:
         newest names."""
         if self._path is None:
             return
-        # Copies, because another thread makes the text: all names of the longest are megabytes.
+        # Copies, because another thread makes the file's text: the longest possible names have
+        # megabytes together.
         self._saved = dict(self._engines), dict(self._models)
         if not self._is_queued:
             self._is_queued = True

@@ -55,8 +55,11 @@ class Node:
     on one event loop.
 
     core: the cache, which makes all decisions.
+    memory: the files of arena, block table and state.
     capabilities: optional parts of the server; add them before `start`.
     copy_engine: copies blocks. The node does not close it: the code that made it does.
+    verifier: compares blocks with their check values.
+    devices: the GPUs of this machine that the server uses.
     tiers: the tiers below host memory; None without such tiers.
     drained: event that is set when a drain has ended.
     """
@@ -199,6 +202,10 @@ class Node:
         """Reserves slots for those blocks of `runs` that are neither ready nor being stored, as far
         as room can be made. Evicts blocks to make room, and sends eviction notices. The work is
         done in slices, between which other tasks run.
+
+        lease_id: id that the engine chooses for the write lease, which owns the slots.
+        ttl_s: lifetime of the lease in seconds; 0 for the default.
+        retention: how long to retain the blocks.
 
         Returns the `BlockResult` values, an array for each run (consecutive blocks of a group), and
         the remaining lifetime of the lease in seconds.

@@ -42,7 +42,11 @@ pinned."""
 
 
 class MarkReader(Protocol):
-    """Tells whether the device of a session's engine has passed a mark."""
+    """Tells whether the device of a session's engine has passed a mark.
+
+    kind: EVENTS if the marks are CUDA events, FLAGS if they are counters in words of memory.
+    num_marks: number of events or words, which a mark names by its index.
+    """
 
     kind: OrderKind
     num_marks: int
@@ -64,7 +68,8 @@ class EventMarks:
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the events. If one can't be opened, closes the others and raises DeviceError."""
+        """Opens the events. If an event can't be opened, closes the events opened so far and raises
+        DeviceError. `device`: number of the GPU. `handles`: CUDA's IPC handles of the events."""
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -94,7 +99,12 @@ class EventMarks:
 
 class FileWords:
     """Reads marks that are counters in the words of a mapped file. The device has passed a mark
-    once its word has reached the mark's value."""
+    once its word has reached the mark's value.
+
+    mapping: the mapped file, checked for truncation at each read.
+    region: address range of the words.
+    num_words: number of 32-bit words.
+    """
 
     kind = OrderKind.FLAGS
 
@@ -123,6 +133,9 @@ class DeviceWords:
     """Reads marks that are counters in words of device memory. Copies the words to host memory to
     read them. If the last copy does not show that the device has passed a mark, `has_passed`
     returns False and starts a new copy, which a later call reads.
+
+    region: address range of the words on the device.
+    num_words: number of 32-bit words.
     """
 
     kind = OrderKind.FLAGS
@@ -256,7 +269,11 @@ class MarkGate:
 
 
 def check_order(offer: DeviceOrder, layout: Layout) -> None:
-    """Raises ValueError, which names the field, if an engine's offer of marks is not valid."""
+    """Raises ValueError, which names the field, if an engine's offer of marks is not valid.
+
+    offer: the CUDA events, the words of memory, or both, from which marks can be read.
+    layout: the engine's memory. Words must lie in one of its memory handles.
+    """
     if offer.device_uuid and len(offer.device_uuid) != 16:
         raise ValueError(f"device_uuid has {len(offer.device_uuid)} bytes; it must have 16")
     if len(offer.event_handles) > MAX_MARKS:
@@ -306,6 +323,7 @@ def open_order(
     preferred to events because of engines that die: only the queue of the engine's device writes a
     word, but CUDA does not document the state of an event whose engine has died.
 
+    offer: the words and events that the engine offers.
     mappings: the session's mapped files, by handle id.
     regions: address ranges of all memory of the session, by handle id.
     """

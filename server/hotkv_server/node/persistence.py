@@ -61,8 +61,8 @@ class UseNotes:
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Collects one of `num_parts` parts. Returns the times of all entries after the last part,
-        None after the other parts.
+        """Collects one of `num_parts` parts, the next at each call. Returns the times of all
+        entries after the last part, None after the other parts.
 
         The result is float64 by entry number; nan for entries that are not ready blocks.
         """
@@ -168,12 +168,13 @@ def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
     """Fills an empty core with the blocks that an earlier server left in `memory`, if any. Writes
-    the new table and state. Blocks the calling thread.
+    the new table and the state file. Blocks the calling thread. Raises OSError if the files can't
+    be written.
 
+    verifier: compares blocks with their check values.
     check_s: how long to compare restored blocks with their check values, at most, in seconds. The
         other restored blocks are compared before their first load. None: restored blocks are never
         compared; all count as verified.
-    Raises OSError if the files can't be written.
     """
     core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     core.space.index.back(memory.records.num_entries)

@@ -32,6 +32,7 @@ class Effects:
     """Carries out the effects of the core's decisions: sends eviction notices to sessions, notifies
     capabilities of removed blocks, and ends a drain.
 
+    capabilities: optional parts of the server, which are notified.
     sessions: function that returns the open sessions.
     drained: event to set when the core drains and no transfer is left.
     """
@@ -120,8 +121,9 @@ class Removals:
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Evicts the named blocks that are not pinned. Returns how many were evicted, and how many
-        stayed because they were pinned or reserved."""
+        """Evicts the blocks of a group with these hashes that are not pinned. Returns how many were
+        evicted, and how many stayed because they were pinned or reserved. `hashes`: uint32 words
+        [n, 8]."""
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
@@ -134,7 +136,11 @@ class Removals:
     ) -> tuple[int, int, int]:
         """Predicts what `evict` would do, or `evict_all` if `hashes` is None. Changes nothing.
         Returns three numbers: blocks that would be evicted, blocks that would stay, and bytes that
-        would become free."""
+        would become free.
+
+        key_space_id: 0 for all key spaces, if `hashes` is None.
+        hashes: the blocks of the group `group_index` to evict, uint32 words [n, 8].
+        """
         dropped = kept = num_bytes = 0
         async for counts, _ in slices(self._core.would_evict(key_space_id, group_index, hashes)):
             for part_dropped, part_kept, part_bytes in counts:

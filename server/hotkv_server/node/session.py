@@ -147,8 +147,9 @@ def _opened(
     """Opens the device allocation of a memory handle and returns it. `index`: position of the
     handle in the layout.
 
-    Raises DeviceError, whose message names the handle and the settings that containers need; or
-    ValueError, whose message names the field.
+    Raises DeviceError if the allocation can't be opened; the message names the handle, and the
+    settings that containers need. Raises ValueError if the memory lies on another device than
+    `device`; the message names the field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)
@@ -186,12 +187,15 @@ def open_session_memory(
     tenant: str = "",
 ) -> SessionMemory:
     """Maps all files of a layout, fills their page tables, and opens all device allocations of the
-    layout. Blocks the calling thread.
+    layout. Blocks the calling thread. Raises INVALID_LAYOUT if a file or an allocation does not fit
+    the layout or can't be opened.
 
+    layout: the engine's memory, and the tensors in it.
+    order: the marks that the engine offers; opened too.
     fds: descriptors by handle id; closed here, also if the call raises.
-    on_cut: called when the server finds that a client has truncated its file, see `FileMapping`.
+    on_cut: called, in any thread, when the server finds that the client has truncated a file. The
+        file's mapping is empty memory from then on (`FileMapping`).
     tenant: the tenant to whom the memory belongs.
-    Raises INVALID_LAYOUT if a file or an allocation does not fit the layout or can't be opened.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -279,6 +283,7 @@ class LiveSession:
     secret_id: str
     key_space: KeySpace
     client_name: str
+    """Name of the client's program, which is shown to operators."""
     names: Names
     peer: Peer | None = None
     """The proven identity of the client, which decides for which tenant the session may act; None
@@ -292,11 +297,15 @@ class LiveSession:
     read slots of the arena that the session's leases pin."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
+    """The engine's memory; None until it is registered."""
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
     hears_evictions: bool = True
+    """True if the session gets eviction notices."""
     closing: bool = False
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """`closing`: True from the moment when the session begins to close. `closed`: set when it has
+    released its memory and leases."""
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
@@ -310,6 +319,7 @@ class LiveSession:
     """True if one message of the session's stream may carry several messages, in both
     directions."""
     close_link: Callable[[], None] | None = None
+    """Function that closes the session's link; None without a link."""
     heard_s: float = field(default_factory=time.monotonic)
     """When the session's last message arrived, in seconds of the monotonic clock."""
     on_end: Callable[[HotKVError], None] | None = None

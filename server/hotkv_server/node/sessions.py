@@ -29,13 +29,17 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
 MAX_UNREAD_ENDS = 512
-"""Most streams of ended sessions whose clients have not read the end; gRPC can't end such a stream.
-In fair shares; a client beyond its share opens no session."""
+"""Most streams of ended sessions whose clients have not read the end of the stream; until they do,
+gRPC can't end the stream. Tenants (or engines, if there are no tenants) share this number
+(`FairBound`). A client whose tenant or engine has used up its share can't open a session."""
 
 
 class Sessions:
     """Opens and closes sessions, and registers their memory. Iterating yields the open sessions.
 
+    devices: the GPUs on which engines may have memory.
+    removals: forgets key spaces to make room for a new key space.
+    names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number of flushes) of a key space.
     run_effects: function that carries out the effects of the core's decisions.
@@ -103,6 +107,11 @@ class Sessions:
         """Opens a session and saves its key space. The result has a secret id: any client that
         presents it may use the session.
 
+        engine_id: id that all sessions of one engine share; they can use each other's leases.
+        role: `scheduler`, `worker` or `tool`; only shown to operators.
+        client_name: name of the client's program, which is shown to operators.
+        representations: kinds of representations (compact forms of keys, for sparse attention) that
+            the session will store or load.
         engine_name: name by which the engine is shown to people; empty if the engine has no name.
         model_names: names by which requests address the model; the first is shown to people.
         hears_evictions: True if the session gets eviction notices.

@@ -55,8 +55,9 @@ class Timings:
     lookup_s, lease_s: time from a lookup, or from a call for a lease, to the answer. The time of a
         lease includes reads from tiers.
     ends: counts all transfers by direction (LOAD, STORE) and outcome.
-    load_s, store_s: time from the call to the end, waits included; only of transfers that
-        succeeded.
+    load_s, store_s: time from the start of the transfer to its end, with all waits for marks,
+        threads and devices; only of transfers that succeeded. A store starts when the core has made
+        room for it.
     load_bytes, store_bytes: sizes of the same transfers.
     wait_s: how long copies waited for a copy thread or for the server's device queue, after the
         engine's device had passed their mark.
@@ -93,6 +94,8 @@ class Timings:
     ) -> None:
         """Counts a transfer that has ended.
 
+        began_s: when the transfer was started, in seconds of the monotonic clock; for a store, when
+            the core had made room for it.
         to_engine: True for a load, False for a store.
         waited_s: how long the copy waited for a thread or a device; None if no copy began.
         """
@@ -217,6 +220,8 @@ class TransferCall:
     """The checked arguments of a call for a transfer.
 
     memory: the session's registered memory.
+    block_ids: ids of the blocks in this memory, an array for each run.
+    deadline: cancels the transfer when it takes too long.
     gate: delays the copy until the engine's device has passed the transfer's mark; None if the
         transfer has no mark, so that the copy may begin at once.
     kept_bytes: estimated memory that the transfer uses until it ends.
@@ -234,6 +239,8 @@ class TransferCall:
 class Transfer:
     """One load or store, from its copy plan to its answer.
 
+    means: the objects that all transfers of the node use.
+    call: the checked arguments of the call.
     finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
@@ -314,8 +321,12 @@ class Transfer:
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Handles the end of the comparison with check values. Submits the copy if all blocks
-        match, otherwise fails the transfer."""
+        """Handles the end of a comparison with check values, before a load. Submits the copy if all
+        blocks match, otherwise fails the transfer.
+
+        cases: the blocks that were compared.
+        judging: the finished comparison, whose result says which blocks match.
+        """
         assert self._job is not None, "blocks are judged after the start"
         if (error := judging.exception()) is not None:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
@@ -364,9 +375,10 @@ class Transfer:
             )
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
-        """Returns the final outcome and message. The outcome is FAILED, whatever the copy job
-        reported, if the cache's state is inconsistent (`Health.breach`), the file of the engine's
-        memory was truncated, or a block of a load was condemned during the copy."""
+        """Returns the final outcome and message of the transfer, given those of its copy job. The
+        outcome becomes FAILED if the cache's state is inconsistent (`Health.breach`), if the file
+        of the engine's memory was truncated, or if a block of a load was condemned (did not match
+        its check value) during the copy."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -382,6 +394,9 @@ class Transfer:
 class Transfers:
     """Starts and cancels the loads and stores of a node.
 
+    growth: lets stores wait while the arena still gets memory.
+    arena: address range of the arena.
+    verifier: compares blocks with their check values before a load.
     kept_bytes: bounds the memory that transfers use until they end.
     loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
     run_effects: function that carries out the effects of the core's decisions.
@@ -452,6 +467,8 @@ class Transfers:
         """Starts a load under a read lease. The result, a future, is done after the last write to
         the engine's memory.
 
+        transfer_id: id that the client chooses for the load, unique in the session.
+        runs: the blocks, by their positions in the lease.
         block_ids: for each block of `runs`, the id of the block in the engine's memory to which it
             is copied.
         timeout_s: the load is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
@@ -489,8 +506,12 @@ class Transfers:
         """Makes room for the blocks of a store, then starts it. The result, a future, is done when
         the blocks are ready or refused, after the last read of the engine's memory.
 
+        transfer_id: id that the client chooses for the store, unique in the session.
+        lease_id: id of the write lease. The first store with this id opens the lease; stores of
+            other ranks with the same id join it.
         block_ids: for each block of `runs`, its block id in the engine's memory.
         timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
+        options: how long to retain the blocks, and the residency that pins them.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.
         after: reads begin only after the engine's device has passed this mark.
@@ -556,7 +577,13 @@ class Transfers:
     ) -> TransferCall:
         """Checks the arguments of a load or store, and the session's bounds. Returns the arguments,
         with the transfer's deadline and its gate. Does not reserve slots. Raises HotKVError if the
-        session may not start the transfer."""
+        session may not start the transfer.
+
+        groups: group index of each run.
+        timeout_s: the transfer is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
+        after: the mark that the engine's device must pass first; None if there is no mark.
+        message_bytes: size of the request's message, which counts as memory of the transfer.
+        """
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
@@ -566,7 +593,8 @@ class Transfers:
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED if the session has too many transfers or bytes in flight, or if the
-        transfers of its owner (tenant or engine) would use too much memory."""
+        transfers of its owner (tenant or engine) would use too much memory. `kept_bytes`: memory
+        that a new transfer would use until it ends."""
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
@@ -587,7 +615,12 @@ class Transfers:
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
         """Sums the bytes that a store has written, for check values, and appends to `sums` an array
-        for each run. Runs in the copy thread that has written the last bytes."""
+        for each run. Does nothing if check values are turned off. Runs in the copy thread that has
+        written the last bytes.
+
+        shard_index: number of the shard that the store has written.
+        slots: the slots that it has written, a `SlotRun` for each run.
+        """
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes
@@ -614,7 +647,8 @@ def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
 
 
 def _plan_bytes(block_ids: BlockIds) -> int:
-    """Returns the estimated memory that a transfer uses in addition to its message."""
+    """Returns the estimated memory, in bytes, that a transfer of these blocks uses in addition to
+    its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)

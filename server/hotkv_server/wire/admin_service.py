@@ -144,9 +144,10 @@ def _explain(
     `explanation`. Writes into the message instead of returning one, because copying so large a
     message would hold the GIL for long.
 
-    number: the key space's number.
+    space, number: the key space and its number.
     found: for each group, the states of the prompt's blocks in host memory.
     lying: for each tier, masks of the blocks that lie in the tier.
+    num_tokens: number of the prompt's tokens that lie in whole blocks.
     """
     masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
@@ -210,9 +211,12 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields a `TierLoad` for each tier that has blocks which a hit of `hit` tokens needs: the
-    number of these blocks, their bytes, and how many seconds promoting them to host memory would
-    take."""
+    """Yields a `TierLoad` for each tier with blocks that a hit of `hit` tokens needs. It has the
+    number of these blocks, their bytes, and the time in seconds for promoting them to host memory.
+
+    lying: the tiers, each with masks of the blocks that lie in it.
+    tiers: for each group and block [n], the position in `lying` of the block's tier (`_tiers`).
+    """
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):
         counts = [
@@ -236,7 +240,11 @@ def _limit(
 ) -> tuple[int, int]:
     """Returns the group and the depth of the block that limits the hit: the first missing block
     that a hit one step longer than `hit` would need. The group is -1 if the prompt is too short for
-    a longer hit."""
+    a longer hit.
+
+    masks: for each group, True for each of the prompt's blocks that could be loaded.
+    hit, num_tokens: length of the hit and of the prompt, in tokens.
+    """
     longer = hit + alignment_tokens(space.groups)
     if longer > num_tokens:
         return -1, 0
@@ -359,7 +367,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
         """Returns the hash words of the blocks that the request names; None if the request asks for
-        all blocks. Raises INVALID_FIELD if it does both or neither."""
+        all blocks. Raises INVALID_FIELD if the request both names blocks and asks for all, or does
+        neither."""
         if request.all == bool(request.hashes):
             raise HotKVError(Reason.INVALID_FIELD, "hashes and all: give exactly one of them")
         if request.all:

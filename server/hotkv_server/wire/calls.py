@@ -47,10 +47,9 @@ def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
     """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
-    must wait for a tier.
-
-    Without a session, the request must name its key space.
-    """
+    must wait for a tier. `session`: None if the request names no session; it must then name a key
+    space. On a server with tenants, only a session can look up blocks, and only in its own key
+    space."""
     began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
@@ -105,10 +104,8 @@ async def _lookup_later(
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
     """Returns the error with which a server with tenants refuses a lookup outside the session's own
-    key space.
-
-    The error does not reveal whether the key space exists.
-    """
+    key space. The error does not reveal whether the key space exists. `session`: None if the lookup
+    names no session."""
     if session is None:
         return HotKVError(
             Reason.UNAUTHENTICATED,
@@ -187,7 +184,8 @@ async def unless_flushed(
 ) -> list[HashList]:
     """Returns `groups` unchanged if the blocks of the key space in host memory may be granted. If
     these blocks may be older than a flush on another node, returns lists of random hashes of the
-    same lengths, which match no block."""
+    same lengths. They match no block, so the call is answered as if no block were cached. Waits for
+    a bounded time until the shared tiers have confirmed the key space's epoch."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups
@@ -343,7 +341,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Flushes the session's key space, in host memory and in all tiers."""
+    """Flushes the session's key space, in host memory and in all tiers. The answer has the number
+    of dropped blocks, and the names of the tiers that have not answered."""
     flushed = await node.flush(session.record.key_space_id)
     return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 

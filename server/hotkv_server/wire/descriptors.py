@@ -58,11 +58,15 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 class DescriptorServer:
     """Serves the descriptor socket at `path` until it is closed.
 
+    mode: permissions of the socket's file.
+    access: decides which peers may link sessions, and for which tenants.
+    tickets: issues the tickets, and later redeems them.
     allowed_uids: user ids that may link sessions even if no tenant lists them.
     arena_writers: user ids that get a writable descriptor of the arena, if their sessions may map
         the arena.
 
-    Both attributes may be replaced while the server runs; a change affects only later links.
+    `allowed_uids` and `arena_writers` may be replaced while the server runs; a change affects only
+    later links.
     """
 
     def __init__(
@@ -235,8 +239,9 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Passes the descriptors `fds` of a link request to the session. If it raises, the session
-        has none of them. Adds to `kept` the descriptors that the caller must not close."""
+        """Passes the descriptors `fds` of a link request to the session. If this method raises, the
+        session has none of them. Adds to `kept` the descriptors that the caller must not close,
+        because the session owns them or has closed them."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -267,7 +272,8 @@ class DescriptorServer:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
-        """Sends the client the descriptors of arena and block table that its session may map."""
+        """Sends the client the descriptors of arena and block table that its session may map. The
+        arena's descriptor is writable if the user of `peer` is in `arena_writers`."""
         writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:

@@ -32,6 +32,7 @@ the listener (`wire.server.MAX_CALLS`)."""
 class Edge:
     """The objects of one listener (socket or port), which its services use.
 
+    access: decides for which tenant a peer may open sessions.
     identify: function that returns the peer of a call, with the identity that the peer has proven.
         Its arguments are the call's message, which may have a ticket, and the call's context.
         Raises HotKVError if the proof (for example the ticket) is not valid.
@@ -89,7 +90,8 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
     `hash_block_tokens` tokens).
 
     hashes: packed hashes of the prompt; if empty, the hashes are computed from the tokens.
-    token_ids: packed int32.
+    token_ids: the prompt's tokens, packed int32; not used if `hashes` is given.
+
     Takes long for long prompts, so it is called on a thread. Raises INVALID_HASH if `hashes` is not
     valid, INVALID_FIELD if the key space's hashes can't be computed from tokens.
     """

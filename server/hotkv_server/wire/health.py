@@ -26,8 +26,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return f"HealthService({self._states})"
 
     def set(self, serving: Mapping[str, bool]) -> None:
-        """Sets the states of all services, by name, and notifies the watchers if a state
-        changed."""
+        """Sets the states of all services, and notifies the watchers if a state changed. `serving`:
+        for each service, by name, True if it answers calls."""
         kinds = health_pb2.HealthCheckResponse
         states = {
             name: kinds.SERVING if is_serving else kinds.NOT_SERVING

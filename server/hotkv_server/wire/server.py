@@ -57,18 +57,18 @@ message. Most of them are transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
 that may last long has its own, lower bound: sessions, streams of SelectBlocks, guests. So long
-calls can't use up all places, and calls that are answered at once, above all health checks, always
-find a place."""
+calls can't use up all places. Calls that are answered at once, such as health checks, always find a
+place."""
 WINDOW_BYTES = 64 << 10
 """Bytes of a call's message that gRPC receives before the server reads from the call."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
-"""Most bytes of incomplete messages in the server's memory. For each call from which the server
-reads, gRPC buffers the bytes of the message that have arrived, until the message has the size that
-its prefix declares. A prefix that declares more than MAX_MESSAGE_BYTES ends the call. Streams of
-SelectBlocks count twice, because two of the listeners serve them."""
+"""Most bytes of incomplete messages in the server's memory. A message begins with a prefix that
+declares its size. For each call from which the server reads, gRPC buffers the arrived bytes of the
+message until it is complete. A prefix that declares more than MAX_MESSAGE_BYTES ends the call.
+Streams of SelectBlocks count twice, because two of the listeners serve them."""
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
@@ -98,8 +98,8 @@ CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata key with which an admin call on a Unix socket sends a ticket, so that the audit log can
-show the user who made the call."""
+"""Metadata key with which an admin call on a Unix socket sends a ticket. From the ticket, the audit
+log knows which user made the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,12 @@ class Endpoints:
 
 class RpcServer:
     """The gRPC servers of a node, which serve from `start` on. The constructor raises OSError,
-    UnsafeError or ValueError if they can't listen."""
+    UnsafeError or ValueError if they can't listen.
+
+    access: decides for which tenants a peer may act, and which peers are admins.
+    tickets: redeems the tickets by which peers on Unix sockets prove their users.
+    endpoints: the addresses, and the settings of the listeners.
+    """
 
     def __init__(
         self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints
@@ -175,7 +180,10 @@ class RpcServer:
         is_admin: bool = False,
     ) -> list[Service]:
         """Returns the services of a listener: for operators if `is_admin`, otherwise for users.
-        `identify`: as in `Edge`."""
+
+        identify: function that returns the peer of a call (`Edge`).
+        has_descriptor_socket: True if clients of the listener can use the descriptor socket.
+        """
         node = self._node
         edge = Edge(node, self._access, identify, self.pace, self._guests, has_descriptor_socket)
         found = [

@@ -64,8 +64,12 @@ log = logging.getLogger(__name__)
 
 
 class SessionCalls:
-    """Serves the calls of one session. `send`: function that sends the answers which `handle` does
-    not return, because they are ready only later."""
+    """Serves the calls of one session.
+
+    pace: delays answers to malformed messages.
+    send: function that sends the answers which `handle` does not return, because they are ready
+        only later.
+    """
 
     def __init__(
         self,
@@ -167,8 +171,12 @@ class SessionCalls:
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
         """Returns the answer to a message that a capability serves. Returns None if the answer is
-        sent later, or if the message has no answer. `answer`: the value that the capability's
-        function (`SessionCall`) has returned."""
+        sent later, or if the message has no answer.
+
+        body: name of the message's field, and of the answer's field.
+        answer: the value that the capability's function (`SessionCall`) has returned: an answer, a
+            task or awaitable that returns it, or None.
+        """
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
@@ -185,8 +193,8 @@ class SessionCalls:
         return error
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
-        """Sends the result of a finished task as the field `body` of an answer; sends the task's
-        error if it raised."""
+        """Sends the result of the finished task `done` as the field `body` of an answer; sends the
+        task's error if the task raised. Sends no answer if the task was cancelled."""
         if done.cancelled():
             return
         try:
@@ -363,7 +371,11 @@ class SessionOutbox:
 
 
 class SessionStream:
-    """Runs the stream of an open session: reads its requests, and writes answers and notices."""
+    """Runs the stream of an open session: reads its requests, and writes answers and notices.
+
+    context: gRPC's context of the stream, which writes the messages.
+    pace: delays answers to malformed messages.
+    """
 
     def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._session = session
@@ -456,9 +468,9 @@ class SessionStream:
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Queues notices as they come. All sessions of a key space are notified of each eviction of
-        its blocks, so a session may get many notices. Notices that come within NOTICE_PAUSE_S are
-        combined into one message."""
+        """Queues notices as they come. Each eviction of a block is reported to all sessions of its
+        key space that want eviction notices, so a session may get many notices. Notices that come
+        within NOTICE_PAUSE_S are combined into one message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)

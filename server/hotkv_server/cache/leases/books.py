@@ -38,7 +38,8 @@ class CacheBooks:
         which such a client checks whether its blocks are still pinned; `marks` are the entries that
         clients may read; `grace` pins entries for clients of an earlier server.
 
-    `readers`: the shared memory of `words` and `marks`; None if no client reads the arena.
+    Argument `readers` of the constructor: the shared memory of `words` and `marks`; None if no
+    client reads the arena.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class CacheBooks:
 
 
 class Uses:
-    """Answers lookups, and records uses of blocks."""
+    """Answers lookups. Records uses of ready blocks for the eviction policy, and pins the blocks if
+    the request asks to retain them."""
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
@@ -131,8 +133,8 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins the named blocks that are ready until the time `until_s`, as far as the budget for
-        retention pins allows."""
+        """Pins the named blocks that are ready until the time `until_s` (on the clock of `now_s`),
+        as far as the budget for retention pins (`CoreConfig.held_share`) allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
@@ -146,7 +148,7 @@ class Uses:
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Pins ready entries for `retention.ttl_s` seconds if `retention.pin` is set, as far as the
-        budget for retention pins allows."""
+        budget for retention pins (`CoreConfig.held_share`) allows."""
         if retention.pin:
             self._pin(entries, now_s + retention.ttl_s)
 

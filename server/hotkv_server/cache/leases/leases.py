@@ -57,10 +57,14 @@ class ReadLease:
         it.
     groups: for each group of the `acquire` call, its index and the entry number of each hash; 0 if
         the block is not pinned.
-    content: `content_of` the blocks that the `acquire` call named. A repeated call must have the
-        same content.
+    content: hash of the blocks that the `acquire` call named (`content_of`). A repeated call must
+        have the same content.
     pinned_bytes: bytes of the pinned slots.
     weight: bytes of memory that the lease counts for (`read_weight`).
+    num_copies: number of loads in flight under the lease.
+    released: True once the lease was released or has expired. While loads are in flight, the lease
+        still pins its blocks.
+    has_expired: True if the lease ended because its lifetime was over.
     """
 
     engine_id: str
@@ -104,8 +108,12 @@ class WriteLease:
     weight: bytes of memory that the lease counts for (`write_weight`).
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: for each copy that has ended, the entries that the copy has written, and the sum of the
-        bytes that the copy has written to each entry, for check values.
+    parts: for each copy that has ended, the entries that it has written, and for each of these
+        entries the sum of the written bytes, for check values.
+    num_copies: number of stores in flight under the lease.
+    released: True once the lease was released or has expired. While stores are in flight, the lease
+        still owns its entries.
+    has_expired: True if the lease ended because its lifetime was over.
     """
 
     engine_id: str
@@ -138,8 +146,13 @@ class WriteLease:
         self.parts.append((entries[order], sums[order]))
 
     def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
-        """Records what a copy has written, as `add_sums` does. Then returns, for each entry for
-        which the mask `complete` [n] is True, the sum over all copies (`sums_of`)."""
+        """Records what a copy has written. Then returns the sums over all copies, for check values,
+        of the entries for which `complete` is True: the entries of which every shard is written.
+
+        entries, sums: the entries that the copy has written, each once, and the sum of the bytes
+            that it has written to each of them [n].
+        complete: mask over `entries` [n].
+        """
         if not self.parts and complete.all():
             # The usual case: there is a single shard, so no later copy needs these sums.
             return sums
@@ -197,8 +210,11 @@ def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
 
 
 class LeaseBook:
-    """All live leases. Finds them by engine and lease id, by session, and by number. `bound` limits
-    the leases of each owner by number, `memory` by bytes."""
+    """All live leases. Finds them by engine and lease id, by session, and by number.
+
+    bound: limits the number of leases of each owner (tenant or engine).
+    memory: limits the bytes of memory that the leases of each owner use.
+    """
 
     def __init__(self, max_leases: int, memory: BoundShare) -> None:
         self.bound = FairBound(max_leases)
@@ -299,8 +315,8 @@ class LeaseBook:
             )
 
     def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
-        """Extends the engine's read lease to at least `expires_s` and returns the lease; None if
-        the lease has ended."""
+        """Extends the engine's read lease, so that it expires at `expires_s` or later, and returns
+        the lease; None if the lease has ended or is a write lease."""
         lease = self.get(engine_id, lease_id)
         if not isinstance(lease, ReadLease) or lease.released:
             return None
@@ -323,9 +339,10 @@ class LeaseBook:
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a new lease of this weight once the lease
-        `old` is released. If copies run under `old`, it still counts, because it stays in the book
-        until they end."""
+        """Raises OVERLOADED unless the owner may have a new lease of `weight` bytes (memory that
+        the lease uses) once the lease `old` is released. If copies run under `old`, it still
+        counts, because it stays in the book until they end. `old`: None if the new lease replaces
+        no lease."""
         ends = old if old is not None and not old.num_copies else None
         if ends is not None:
             self.remove(ends)
@@ -402,11 +419,16 @@ class LoadTransfer:
 class StoreTransfer:
     """A store in flight: copies one shard (a rank's part) of some blocks.
 
-    lease: None if no block was reserved, so that there is nothing to copy.
+    lease: the write lease; None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
-    groups, entries, positions, results, depths: lists with one element for each run of the call:
-        its group, the entries that the store writes, the positions of their blocks in the run, the
-        `BlockResult` values so far, and the number of blocks before the run in its sequence.
+
+    These lists have one element for each run of the call:
+
+    groups: index of the run's group.
+    entries: the entries that the store writes.
+    positions: positions in the run of the blocks of these entries.
+    results: `BlockResult` value of each block of the run, as far as it is known.
+    depths: number of blocks before the run in its sequence (prompt).
     """
 
     session_number: int
@@ -429,7 +451,8 @@ class StoreTransfer:
         results: NDArray[np.uint8],
         depth: int,
     ) -> None:
-        """Adds the next run of the call."""
+        """Adds the next run of the call. The arguments become the last elements of the lists
+        `groups`, `entries`, `positions`, `results` and `depths`."""
         self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)
@@ -496,7 +519,7 @@ class TransferBook:
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Returns the entries of this lease for which a store of the shard `shard_index` is in
-        flight."""
+        flight; no entries if `lease` is None."""
         busy = [
             entries
             for t in self._transfers.values()

@@ -31,11 +31,11 @@ from hotkv_server.cache.values import (
 
 # Read leases: pin ready blocks, return where they lie, and unpin them.
 #
-# Owns one count: the bytes that each tenant pins under leases without a load, that is, leases under
-# which no load has begun yet. Always true: each read lease that lists an entry holds a pin on the
-# entry. A pinned entry keeps its slot, even if its block is flushed. Under leases without a load, a
-# tenant pins at most `unadmitted_share` of the bytes that it could have if all other tenants used
-# their guarantees (`TenantBook.surely_bytes`).
+# A lease without a load is a lease under which no load has begun yet. This section owns one count:
+# the bytes that each tenant pins under leases without a load. Always true: each read lease that
+# lists an entry holds a pin on the entry. A pinned entry keeps its slot, even if its block is
+# flushed. Under leases without a load, a tenant pins at most `unadmitted_share` of the bytes that
+# it could have if all other tenants used their guarantees (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:
@@ -57,7 +57,8 @@ class ReadLeases:
         """Acquires a read lease: pins the named blocks that are ready, in order, until the tenant
         has used up its budget for leases under which no load has begun. Repeating the call returns
         the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine already uses
-        `lease_id` for another lease."""
+        `lease_id` for another lease. `groups`: the blocks, a list for each group. `ttl_s`: lifetime
+        of the lease in seconds; 0 for the default."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -108,9 +109,10 @@ class ReadLeases:
     def _within_budget(
         self, record: KeySpaceRecord, groups: list[HashList]
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Chooses the entries to pin. Returns two values: for each list its group index and an
-        array of entries, and the bytes of all chosen entries together. An array has 0 for a block
-        that is not ready or that exceeds the tenant's budget."""
+        """Chooses the entries that a new lease pins, within the tenant's budget for leases under
+        which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
+        its group index and an array of entries, and the bytes of all chosen entries together. An
+        array has 0 for a block that is not ready or that exceeds the budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -273,7 +275,8 @@ class Loads:
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
         """Ends a load after its copy has finished. Also ends the load's lease if it was released
-        meanwhile and no other copy runs under it."""
+        meanwhile and no other copy runs under it. `succeeded`: True if the copy wrote all bytes;
+        the blocks then count as loaded."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1
@@ -284,8 +287,8 @@ class Loads:
 
 
 def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """Returns the entries at the positions of `run`. Raises INVALID_FIELD unless the lease pins
-    each of them.
+    """Returns the entries at the positions of `run`, the blocks of one group that a load names.
+    Raises INVALID_FIELD unless the lease pins each of them.
 
     pinned: the lease's entries for the group of `run`; None if the lease has no such group.
     """

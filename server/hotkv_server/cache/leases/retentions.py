@@ -26,6 +26,10 @@ class RetentionPins:
     _until_s: by entry number, the end of the entry's hold, float64 seconds on the clock of `now_s`;
         0 without a hold.
     _next_end_s: no hold ends before this time.
+
+    Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
+    1. `budget` counts all pins that last long, those of residencies and leases too; None: only
+    `share` limits the holds.
     """
 
     def __init__(

@@ -70,7 +70,8 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call that `make_room` has checked and made room for. `reserve` executes it.
+    """A call that `Reservations.make_room` has checked and made room for. `Reservations.reserve`
+    executes it.
 
     runs: the blocks that the call names.
     listed: keys of the call's blocks (`BlockIndex.mixed`), run after run, without representations.
@@ -113,6 +114,9 @@ class Reservations:
 
         Raises the errors that `reserve` would raise, before the first eviction.
 
+        ttl_s: lifetime of the call's lease in seconds; 0 for the default.
+        retention: how long to retain the blocks. Unless it is NO_RETENTION, the eviction policy may
+            not refuse room to the blocks.
         has_promise: True if the call's residency has reserved the room.
         """
         record = self._books.catalog.record(session.key_space_id)
@@ -141,7 +145,7 @@ class Reservations:
     ) -> Parts[Named | None]:
         """Makes room for the blocks of `runs` that have no entry; yields after each part of the
         work. Returns the entries of the named blocks; None if other calls may have run between two
-        parts.
+        parts, or if the key space lacks a group of `runs`.
 
         beside: ready entries that are not evicted for the room either.
         has_promise: True if the room was reserved for a residency.
@@ -219,8 +223,12 @@ class Reservations:
         has_promise: bool = False,
     ) -> Reservation:
         """Reserves slots for the blocks of a call that `make_room` has checked, as far as there is
-        room. The caller calls this method right after the last part of `make_room`. `has_promise`:
-        True if the room was reserved for a residency."""
+        room. The caller calls this method right after the last part of `make_room`.
+
+        asked: the result of `make_room`.
+        retention: how long to retain the blocks; ignored if the call joins a lease.
+        has_promise: True if the room was reserved for a residency.
+        """
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
         named = asked.named
@@ -268,7 +276,8 @@ class Reservations:
 
     def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
         """Returns the lease that a call joins; None if the call is the first with this lease id.
-        Raises HotKVError if the call may not open or join the lease."""
+        Raises HotKVError if the call may not open or join the lease. `listed`: keys of the blocks
+        that the call names; the first call under the lease must have named all of them."""
         books = self._books
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
@@ -309,8 +318,8 @@ class Reservations:
         now_s: float,
         retention: Retention,
     ) -> WriteLease:
-        """Returns a new write lease, which is not in the lease book yet. Raises OVERLOADED if the
-        owner's leases would then use too much memory."""
+        """Returns a new write lease for the checked call `asked`. The lease is not in the lease
+        book yet. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.listed)
@@ -328,8 +337,8 @@ class Reservations:
         )
 
     def _check_weight(self, session: SessionRecord, record: KeySpaceRecord, listed: Keys) -> int:
-        """Returns the bytes of memory that a new lease counts for. Raises OVERLOADED if the owner's
-        leases would then use too much memory."""
+        """Returns the bytes of memory that a new lease on the blocks `listed` (their keys) counts
+        for. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = write_weight(len(listed), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -372,7 +381,8 @@ class Reservations:
         has_promise: bool,
     ) -> None:
         """Reserves slots for those blocks of the run `runs[at]` that have no entry, as far as there
-        is room. Writes the new entry numbers into `words` and the outcome into `results`."""
+        is room. Writes the new entry numbers into `words` and the outcome into `results`.
+        `has_promise`: True if the room was reserved for a residency."""
         run, space = runs[at], self._books.space
         absent = np.flatnonzero(words == 0)
         if not len(absent):
@@ -417,8 +427,8 @@ class Reservations:
         results: NDArray[np.uint8],
     ) -> Int64s:
         """Selects the representations that may be reserved. `wanted`: positions in the run.
-        Returns the positions whose block is ready, or reserved under this lease. Sets the result of
-        a position to IN_FLIGHT if its block is reserved under another lease."""
+        Returns those of the positions whose block is ready, or reserved under this lease. Sets
+        `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
@@ -511,7 +521,12 @@ class Stores:
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
         """Starts a store: reserves slots for its blocks, for which `Reservations.make_room` has
-        made room. Returns the slots to copy to. `asked`: the result of `make_room`."""
+        made room. Returns the slots to copy to.
+
+        asked: the result of `Reservations.make_room`: the checked call.
+        shard_index: number of the shard that the store writes.
+        pins: pins the store's blocks for a residency; None if the store names no residency.
+        """
         if asked.named is None:
             # `make_room` ran in several parts, so other calls may have run since the first check.
             self.check(session, transfer_id, shard_index)
@@ -551,7 +566,12 @@ class Stores:
         self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
     ) -> None:
         """Pins, for the residency of a store, the named blocks that are ready already. Skips blocks
-        that must still be compared with their check value."""
+        that must still be compared with their check value.
+
+        pins: the object that pins blocks for the residency.
+        reservation: the answer of `Reservations.reserve` for `runs`, which says which blocks are
+            ready.
+        """
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
@@ -568,9 +588,12 @@ class Stores:
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
     ) -> None:
-        """Changes the results of reserved blocks that this store need not copy: to ABORTED if the
-        block's entry is aborted, to WRITTEN if the store's shard of the block is written
-        already."""
+        """Changes the `results` of reserved blocks that this store need not copy: to ABORTED if the
+        block's entry is aborted, to WRITTEN if the store's shard of the block is written already.
+
+        words: the entry number of each block of the run.
+        positions: positions in the run of the reserved blocks.
+        """
         masks = self._books.space.index.mark_written(words[positions], 0)
         results[positions[masks & ABORTED_MARK != 0]] = BlockResult.ABORTED
         results[positions[masks & (1 << shard_index) != 0]] = BlockResult.WRITTEN
@@ -587,6 +610,8 @@ class Stores:
         written, then their representations. Returns `BlockResult` values, an array for each run of
         the call.
 
+        succeeded: True if the copy wrote all bytes. If False, the blocks that it was to write are
+            dropped.
         sums: sums of the copied bytes, for check values; an array for each run. May be empty.
         """
         transfer = self._books.transfers.pop(session_number, transfer_id)
@@ -615,8 +640,12 @@ class Stores:
     ) -> None:
         """Ends the run at position `at` of a store, and sets the run's results. If the copy
         succeeded, marks the store's shard of each block as written, and publishes the blocks of
-        which all shards are written now. Otherwise marks the entries as aborted. `whole`: the mask
-        of all shards."""
+        which all shards are written now. Otherwise marks the entries as aborted.
+
+        whole: the mask of all shards: bit n stands for shard n.
+        sums: sums of the copied bytes of each block of the run, for check values; None if the copy
+            failed or no sums were computed.
+        """
         index = self._books.space.index
         entries, positions, results = (
             transfer.entries[at],
@@ -657,7 +686,8 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready of which every shard is written."""
+        """Makes blocks ready of which every shard is written. `keys`: the entries' keys
+        (`BlockIndex.mixed`). `checks`: their check values."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -690,9 +720,9 @@ class Stores:
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Does nothing while a copy runs under the lease. Otherwise drops the lease's aborted
-        entries. Then ends the lease if it was released, or if a store of every shard has ended and
-        the lease has no reserved entry."""
+        """Drops the aborted entries of a lease. Then ends the lease if it was released, or if a
+        store of every shard has ended and the lease has no reserved entry. Does nothing while a
+        copy runs under the lease. `whole`: the mask of all shards (`_whole`)."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -716,6 +746,8 @@ def _skip_busy(
 
     busy: entries that another copy, or an earlier run of this store, writes.
     words: the entry number of each block of the run.
+    positions: positions in the run of the blocks that this store may copy.
+    results: `BlockResult` value of each block of the run.
     """
     entries = words[positions]
     again = np.ones(len(entries), np.bool_)

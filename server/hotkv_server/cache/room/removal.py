@@ -175,7 +175,7 @@ class Removal:
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts those of the given entries that are ready and not pinned. Returns how many it
         evicted. Adds an eviction notice for the evicted blocks, but not for the evicted
-        representations."""
+        representations. `cause`: remembered as the reason of the removal (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -187,7 +187,8 @@ class Removal:
 
     def evict_blocks(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
         """Evicts blocks and adds an eviction notice for them. The caller has checked that the
-        blocks are ready and not pinned. Returns how many blocks it evicted."""
+        blocks are ready and not pinned. Returns how many blocks it evicted. `cause`: remembered as
+        the reason of the removal (`causes`)."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s:
@@ -203,7 +204,8 @@ class Removal:
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
         """Removes ready blocks, pinned blocks too, and adds an eviction notice for them. A pinned
-        block becomes detached: it keeps its slot until `reap` frees the slot."""
+        block becomes detached: it keeps its slot until `reap` frees the slot. `cause`: remembered
+        as the reason of the removal (`causes`)."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -249,8 +251,8 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def causes(self, key_space_id: int, group_index: int, hashes: Words) -> Causes:
-        """Returns for each block [n] the `Cause` of its last removal, as far as it is
-        remembered."""
+        """Returns for each block [n] the `Cause` of its last removal; NONE if no removal of the
+        block is remembered."""
         return self._removed.causes(self.index.mixed_hashes(key_space_id, group_index, hashes))
 
     def remember(self, keys: Keys, cause: Cause) -> None:
@@ -288,8 +290,8 @@ had a few hot blocks, no slab could be emptied. An evicted hot block is soon sto
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window of `length` adjacent slabs [len(cost) - length +
-    1]."""
+    """Returns the highest cost in each window (range of `length` adjacent slabs), [len(cost) -
+    length + 1]. `cost`: cost of emptying each slab."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)
@@ -311,6 +313,9 @@ def choose_windows(
     `chosen` and sets their `cost` to inf. Yields after each part; returns how many windows were
     chosen.
 
+    cost: cost of emptying each slab; inf if the slab can't be emptied, -inf if it is free.
+    limits: for each window to choose, in order, the cost that it must not reach (`limits_of`).
+    chosen: mask over the slabs, to which the chosen slabs are added.
     skips_free: ignores windows in which all slabs are free already.
     """
     if length == 1 and not skips_free:
@@ -337,14 +342,16 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`, float64 [runs that `num_slots` slots need]: the i-th
-    window is emptied only if it costs less than limit i. If it costs more, it is better to evict
-    blocks of the receiving size: the slot size that needs the `num_slots` slots.
+    """Returns the limits for `choose_windows`, which chooses the windows (ranges of adjacent slabs)
+    to empty for a slot size, the receiving size, that needs `num_slots` slots. The limits are
+    float64 [runs that these slots need]. The i-th window is emptied only if it costs less than
+    limit i. If it costs more, it is better to evict blocks of the receiving size.
 
-    own: heat of the coldest blocks of the receiving size, rising. Each emptied window spares some
-        of these blocks from eviction. If the windows before have spared the first i blocks, the
-        limit of the next window is the heat of block i. The limit is inf if `own` has too few
-        blocks to make room: emptying any slab is better than refusing the slots.
+    own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
+        first. Each emptied window spares some of these blocks from eviction. If the windows before
+        have spared the first i blocks, the limit of the next window is the heat of block i. The
+        limit is inf if `own` has too few blocks to make room: emptying any slab is better than
+        refusing the slots.
     slots_per_run: slots of the receiving size that each window has room for.
     """
     spared = np.arange(0, num_slots, slots_per_run)
@@ -365,11 +372,12 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
 
 
 MayGo = Callable[[Entries], BoolMask]
+"""Function that returns which of the entries [n] may be evicted."""
 
 
 class Rebalancer:
-    """Empties slabs that are lent to other slot sizes, so that they can be lent to the receiving
-    size, a slot size that needs room. Holds no state between two calls.
+    """Makes room for a slot size (the receiving size): empties slabs that are lent to other slot
+    sizes, so that they can be lent to the receiving size. Holds no state between two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
@@ -412,17 +420,18 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # First empty slabs for whole runs, which lose least at their ends. Then for the
-            # shortest runs, because pinned blocks may leave only short gaps. Then ignore ranges
-            # that are free already: the free slabs may lie in gaps that are too short for a slot,
-            # and emptying further slabs lengthens a gap.
+            # Three ways to choose slabs, each tried if the ways before it freed too few slots:
+            # - for whole runs, which lose least at their ends;
+            # - for the shortest runs, because pinned blocks may leave only short gaps;
+            # - for the shortest runs, without ranges of slabs that are free already. Such slabs may
+            #   lie in gaps that are too short for a slot; emptying further slabs lengthens a gap.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
                 (whole, False), (shortest, False), (shortest, True)
             ]  # fmt: skip
             for run, skips_free in ways:
-                # Repeat: a chosen slab is emptied with its whole run, so the next choice costs
-                # less.
+                # Repeat: choosing a slab empties its whole run, so other slabs of the run are free
+                # now, and the next choice costs less.
                 while not is_enough():
                     taking = self._take(slot_bytes, num_slots, run, taker, paying, skips_free)
                     if not (yield from taking):
@@ -432,13 +441,15 @@ class Rebalancer:
         self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
-        """Empties slabs that are lent to other sizes. Yields after each part; returns how many
-        entries were evicted.
+        """Empties slabs that are lent to other sizes than `slot_bytes`, to make room for
+        `num_slots` slots. Yields after each part; returns how many entries were evicted.
 
         First chooses slabs of which all blocks are colder than the coldest blocks of this size.
         Then chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
 
         run: number of slabs and of slots of the run to make room for.
+        taker: number of the tenant that needs the slots.
+        paying: which blocks may be evicted for this tenant.
         skips_free: True if ranges of slabs that are free already may not be chosen.
         """
         if skips_free:
@@ -456,9 +467,10 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that tells which entries may be evicted for the tenant `taker`. If
-        another tenant may lose only some entries because of its guarantee, the function accepts the
-        tenant's coldest entries. The function is valid only for entries that exist now."""
+        """Returns a function that tells which entries may be evicted for the tenant `taker`. Yields
+        after each part. If another tenant may lose only some entries because of its guarantee, the
+        function accepts the coldest entries of that tenant. The function is valid only for entries
+        that exist now. `paying`: whose blocks may be evicted (`Payers`)."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -510,6 +522,7 @@ class Rebalancer:
         """Combines the values of all slabs of a run. Returns for each slab the combined value of
         its run.
 
+        of_slabs: a value for each slab.
         put_together: the ufunc that combines two values, for example np.maximum.
         """
         heads = self._pool.slab_head()
@@ -522,7 +535,12 @@ class Rebalancer:
         """Sets `cost` to inf for the slabs that are reserved for the promised slots of other sizes
         (`SlabFloors`). For each other size, these are as many of its slabs as its promised slots
         need, the most costly first. If the size has fewer slabs than that, free slabs are reserved
-        too."""
+        too.
+
+        cost: cost of emptying each slab; changed in place.
+        owner: slot size that each slab is lent to, FREE or ABSENT.
+        slot_bytes: the slot size that needs slabs; its own floor is ignored.
+        """
         floors = self._pool.floors
         for size in floors.sizes():
             if size != slot_bytes:
@@ -537,7 +555,7 @@ class Rebalancer:
     ) -> Parts[NDArray[np.float64]]:
         """Returns for each slab the number of its blocks that are at least as hot as `own_heat`;
         inf if that is more than `HOT_SHARE` of its blocks, or if its `cost` is inf. Yields after
-        each part."""
+        each part. `own_heat`: heat of the coldest block of the size that needs the slabs."""
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
         for live in self._books.walk():
@@ -550,7 +568,8 @@ class Rebalancer:
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
         """Evicts, slab by slab, the entries in all runs that contain a chosen slab, except entries
-        for which `may_go` is False. Yields after each part; returns how many entries it evicted."""
+        for which `may_go` returns False. Yields after each part; returns how many entries it
+        evicted. `chosen`: mask over all slabs."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -584,5 +603,6 @@ class Rebalancer:
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Returns the heat of entries; inf for an entry for which `may_go` is False."""
+        """Returns the heat of entries; inf for an entry for which `may_go` returns False (which may
+        not be evicted)."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

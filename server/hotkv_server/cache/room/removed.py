@@ -24,7 +24,7 @@ bits of the key itself are not compared. About 2 of 1e9 keys that were not remov
 mistaken for removed keys."""
 
 Causes = NDArray[np.uint8]
-"""Values of `Cause`."""
+"""Values of `Cause` (why a block was removed), uint8 [n]."""
 
 
 class RemovedKeys:
@@ -83,7 +83,8 @@ def _sorted(keys: Keys, causes: Causes) -> Keys:
 
 def _found(keys: Keys, packed: Keys) -> Causes:
     """Returns the cause of the last removal of each key [n]; `Cause.NONE` for a key that is not in
-    `packed`. `packed`: the result of `_sorted`, not empty."""
+    `packed`. `packed`: sorted 64-bit values, each the upper bits of a removed key with its position
+    and its cause in the low bits (`_sorted`); not empty."""
     last = packed[np.searchsorted(packed, keys | LOWER, side="right") - 1]
     causes = np.where((last ^ keys) & ~LOWER == 0, last & CAUSE, 0)
     return causes.astype(np.uint8)

@@ -25,8 +25,13 @@ owners hold nearly all units."""
 
 
 class FairBound:
-    """Counts the units of a bounded resource that each owner has acquired, for example leases or
-    bytes. `room` returns how many more units an owner may acquire."""
+    """Counts the units of a bounded resource that each owner (tenant or engine) has acquired, for
+    example leases or bytes. `room` returns how many more units an owner may acquire.
+
+    capacity: number of units that all owners together may hold.
+    floor: number of units that an owner may always hold as long as units are free.
+    total: number of units that owners hold.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -273,9 +278,13 @@ class TenantBook:
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
     def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
-        """Returns how many bytes must stay available for the other tenants' residencies. That is
-        the sum over these tenants of the bytes that a tenant's residencies use already (`taken`, by
-        tenant number), or of `share` of the tenant's guarantee if that is more."""
+        """Returns how many bytes must stay available for the residencies of all tenants but
+        `tenant`. For each of these tenants, counts the bytes that its residencies use already, or
+        `share` of its guarantee if that is more.
+
+        share: largest share of a tenant's guarantee that residencies may use, 0 to 1.
+        taken: bytes that a tenant's residencies use, by tenant number.
+        """
         others = {*range(len(self._guaranteed)), *taken} - {tenant}
         return sum(
             max(

@@ -79,7 +79,8 @@ class FreeSlots:
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
-        """Drops the slots for which `is_kept` is False. The order stays the same."""
+        """Drops the slots for which `is_kept` is False. The order stays the same. `is_kept`:
+        function that returns a mask for the offsets [n] of some slots."""
         kept = []
         for chunk in self._chunks:
             mask = is_kept(chunk)
@@ -97,7 +98,8 @@ class SlabFloors:
     size is the number of promised slots of that size. Promising a number of bytes would not be
     enough: a slab with a pinned slot of one size can't be lent to another size.
 
-    lent: function that returns the number of slabs lent to a size.
+    slab_bytes: size of a slab.
+    lent: function that returns the number of slabs lent to a slot size (in bytes).
     num_free: function that returns the number of free slabs.
 
     Always true between two calls of the core: at least as many slabs are free as all sizes together
@@ -135,20 +137,22 @@ class SlabFloors:
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
-        """Returns how many more slabs must be lent to this size until its floor is reached."""
+        """Returns how many more slabs must be lent to this size, so that its slabs have room for
+        its floor (its promised slots)."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Returns how many of the slabs that are lent to this size its floor does not need."""
+        """Returns how many of the slabs that are lent to this size are not needed for its floor
+        (its promised slots)."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
-        """Returns the slot sizes that have a floor."""
+        """Returns the slot sizes that have a floor (promised slots), in bytes."""
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Returns how many free slabs may not be lent to this size, because the floors of other
-        sizes need them."""
+        """Returns how many free slabs may not be lent to this size, because they are needed for the
+        floors (promised slots) of other sizes."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
     @property
@@ -379,9 +383,10 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # _owner and _head, by slab: the slot size it is lent to, FREE or ABSENT; the first slab of
-        # its run, or the slab itself. _length and _used, by the first slab of a run: the run's
-        # number of slabs and of used slots.
+        # _owner, by slab: the slot size that the slab is lent to, FREE or ABSENT.
+        # _head, by slab: the first slab of the slab's run; the slab itself if it is not lent.
+        # _length and _used, by the first slab of a run: number of slabs, and of used slots, of the
+        # run; 0 for all other slabs.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)

@@ -71,8 +71,9 @@ class Room:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Frees `count` slots of `size` bytes for the tenant with number `taker`; fewer if no more
-        entries may be evicted for that tenant. Yields after each part of the work.
+        """Frees `count` slots of `size` bytes, and as many entry numbers, for the tenant with
+        number `taker`; fewer if no more entries may be evicted for that tenant. Yields after each
+        part of the work.
 
         is_block: True if the slots are for blocks. Representations of other blocks may then be
             dropped to make room.
@@ -161,8 +162,9 @@ class Room:
     def _make_slots(
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:
-        """Evicts until `num_slots` slots of this size are free, or no more entries may be evicted
-        for the tenant `taker`."""
+        """Evicts entries until `num_slots` slots of this size are free, or no more entries may be
+        evicted for the tenant `taker`. `keep_at_s`: the current time, if the policy may refuse to
+        evict entries that it expects to be used soon; None if it may not."""
         # Read this before the evictions: after them the tenant would seem to have room within its
         # guarantee.
         payers = self._payers(taker, num_slots * slot_bytes)
@@ -177,7 +179,8 @@ class Room:
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
         """Compares the slabs of other sizes with the blocks of this size, and empties slabs that
-        are colder. Does so only if this size is due for a comparison (REBALANCE_SHARE).
+        are colder. Does nothing unless this size is due for a comparison (REBALANCE_SHARE). Yields
+        after each part. `taker`: number of the tenant that needs the slots.
 
         A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
@@ -195,9 +198,9 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns which blocks may be evicted for the tenant `taker`, in the order in which to try:
-        the next element is tried if evicting the blocks of the elements before it was not
-        enough."""
+        """Returns which blocks may be evicted for `more_bytes` more bytes of the tenant `taker`, in
+        the order in which to try: the next element is tried if evicting the blocks of the elements
+        before it was not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -212,8 +215,12 @@ class Room:
         keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Evicts the coldest blocks of a slot size (0: of any size) that may be evicted for the
-        tenant `taker`, until `missing` returns 0 or no more may be evicted. Yields after each
-        part."""
+        tenant `taker`, until `missing` returns 0 or no more may be evicted. Yields after each part.
+
+        missing: function that returns how many slots or entry numbers are still to be freed.
+        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
+            used soon; None if it may not.
+        """
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
             if not self._tenants.is_used:
@@ -234,7 +241,12 @@ class Room:
 
     def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
         """Evicts up to `count` of the coldest blocks, whatever their tenant. Returns how many it
-        evicted."""
+        evicted.
+
+        slot_bytes: slot size of the blocks; 0 for any size.
+        keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
+            used soon; None if it may not.
+        """
         policy = self._books.policy
 
         def may_go(entries: Entries) -> BoolMask:
@@ -255,7 +267,15 @@ class Room:
     ) -> int:
         """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts. Does
         not evict a block if its tenant would then have less than its guarantee; this limit does not
-        apply to the `taker`. Returns how many blocks it evicted."""
+        apply to the tenant `taker`, for which the blocks are evicted. Returns how many blocks it
+        evicted.
+
+        slot_bytes: slot size of the blocks; 0 for any size.
+        may_pay: function that takes tenant numbers [n], and returns a mask of the tenants whose
+            blocks may be evicted.
+        keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
+            used soon; None if it may not.
+        """
         books, evicted = self._books, 0
 
         def evictable(entries: Entries) -> BoolMask:
@@ -280,7 +300,12 @@ class Room:
         self, slot_bytes: int, missing: Callable[[], int], taker: int
     ) -> Parts[None]:
         """Drops the representations of the coldest blocks until `missing` returns 0. The blocks
-        stay. `slot_bytes`: drops only representations of this slot size; 0: of any size."""
+        stay. Yields after each part.
+
+        slot_bytes: drops only representations of this slot size; 0: of any size.
+        missing: function that returns how many slots or entry numbers are still to be freed.
+        taker: number of the tenant for which they are freed.
+        """
         books, representations = self._books, self._books.representations
         if not representations.declared or missing() <= 0:
             return
@@ -314,8 +339,9 @@ class Room:
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
-    """Evicts blocks of tenants that exceed their burst bounds, until they no longer do or their
-    remaining blocks are pinned. Yields after each part."""
+    """Evicts blocks of tenants that exceed their burst bounds, until each such tenant is within its
+    bound, or its remaining blocks can't be evicted (they are pinned or reserved). Yields after each
+    part. `books`, `removal`: the state of the tier, and the object that removes its entries."""
     for tenant, _ in books.tenants.over_bound():
         while (excess_bytes := books.tenants.excess_bytes(tenant)) > 0:
             if not (yield from _evict_excess(books, removal, tenant, excess_bytes)):
@@ -351,15 +377,17 @@ MAX_REFRESHED = 1 << 14
 
 
 class Space:
-    """All slots of a tier and the entries that own them: inserts, publishes and uses entries, and
-    makes room for them.
+    """All slots of a tier and the entries that own them: inserts entries, makes them ready, records
+    their uses, and makes room for them.
 
     origins: by entry number [capacity + 1], the number (from 1) of the tier below from which a
         ready block was promoted. 0 for a block that an engine stored. Set to 0 when the first hit
         of a promoted block has been credited to the tier.
 
-    `is_backed`: True if the whole arena has memory. If False, `grow` reports how much of it has
-        memory.
+    Arguments of the constructor: `policy` decides which blocks are evicted. `shares` are the
+    tenants' shares, by tenant name; without shares, the whole tier counts as one tenant's.
+    `is_backed` is True if the whole arena has memory; if False, `grow` reports how much of it has
+    memory.
     """
 
     def __init__(
@@ -434,7 +462,7 @@ class Space:
 
         The caller has called `make_room` before. `insert` itself evicts only the tenant's own
         blocks, if its burst bound (the most bytes that it may use) requires that. While the arena
-        is still being prefaulted, fewer slots may be reserved: see `grow`. The caller passes the
+        is still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the
         keys that got no slot to `decline`.
 
         depths: number of blocks before each block in its chain.
@@ -468,9 +496,10 @@ class Space:
         """Makes room for an `insert` of `count` keys. Yields after each part of the work; does not
         yield if there is room already or if the work is short.
 
+        group_index: a group of blocks, or a kind of representation.
         has_promise: True if the room was reserved for a residency.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
-            used soon; ignored if `may_keep` returns False.
+            used soon; None if it may not. Ignored if `may_keep` returns False.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -493,6 +522,7 @@ class Space:
     ) -> None:
         """Makes reserved entries ready and records a use of each. The entries are in chain order.
 
+        retention: the wish of the request to retain the blocks, for the eviction policy.
         checks: the entries' check values, uint64 [n]; all 0 if not given.
         keys: the entries' keys from `BlockIndex.mixed`; computed if not given.
         """
@@ -513,14 +543,19 @@ class Space:
         retention: Retention = NO_RETENTION,
     ) -> None:
         """Notifies the policy of blocks that were not stored because `insert` found no room for
-        them. `hashes`: the blocks, in chain order. `depth`: number of blocks before the first of
-        these blocks in the chain."""
+        them.
+
+        hashes: the blocks' hashes, in chain order.
+        depth: number of blocks before the first of these blocks in the chain.
+        retention: the wish of the request to retain the blocks.
+        """
         if len(hashes):
             keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
             self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Records a use of ready entries, in chain order."""
+        """Records a use of ready entries, given in chain order. `retention`: the wish of the
+        request to retain the blocks; its priority decides how much the use counts."""
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:

@@ -67,7 +67,8 @@ class BlockIndex:
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Registers the salts of a key space's groups, beginning with the group `first_group`. A
-        salt is a number that is mixed into the hashes of a group."""
+        salt is a number that is mixed into the hashes of a group, so that equal hashes in two
+        groups or key spaces have different keys."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -82,8 +83,8 @@ class BlockIndex:
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Returns entry words as `find` does, but compares only 32 bits of each key (the tag), as
-        clients that map the table do. Faster than `find`, but only a hint: a word may belong to
-        another hash."""
+        clients that map the table do. Faster than `find`, but only a hint: the entry may be the
+        entry of another hash whose key has the same 32 bits."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -242,8 +243,8 @@ class BlockIndex:
         return self._next_unused
 
     def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
-        """Returns the states of the entry numbers from `first` to `end` that were ever used: 0
-        (free), STATE_RESERVED, STATE_READY or STATE_DETACHED."""
+        """Returns the states of the entry numbers from `first` to `end` - 1 that were ever used: 0
+        (free), STATE_RESERVED, STATE_READY or STATE_DETACHED. `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
@@ -266,8 +267,8 @@ class BlockIndex:
     def ready_blocks(
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
-        """Returns the entries with numbers from `first` to `end` that are ready blocks, not
-        representations. `key_space_id`: 0 for all key spaces."""
+        """Returns the entries with numbers from `first` to `end` - 1 that are ready blocks, not
+        representations. `key_space_id`: 0 for all key spaces. `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
         states = records[:, table.W_GROUP_STATE]
@@ -402,9 +403,10 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the end of the chain whose last block has the hash `last` [8], in chain order: at
-        most `most` ready entries before that block (as `ancestors` finds them), then the entry of
-        the block. Empty if the block is not ready or `last` is None."""
+        """Returns the end of a chain, in chain order: at most `most` ready entries, then the entry
+        of the block with the hash `last` [8]. The ready entries are the entries before this block
+        in its chain, as `ancestors` finds them. Returns an empty array if the block is not ready or
+        `last` is None."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -439,7 +441,8 @@ FreeSlots = Callable[[list[Words]], None]
 
 def blocks_first(groups: list[int]) -> list[int]:
     """Returns the positions 0 to len(`groups`) - 1 in another order: first the positions with a
-    group of blocks, then the positions with a group of representations."""
+    group of blocks, then the positions with a group of representations. `groups`: the group index
+    of each run of a call."""
     return sorted(range(len(groups)), key=lambda at: groups[at] >= MAX_GROUPS)
 
 
@@ -460,7 +463,12 @@ class Representations:
         return f"Representations({len(self.ready())} ready)"
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
-        """Registers a kind of representation."""
+        """Registers a kind of representation of a key space.
+
+        group_index: the index of the kind, MAX_GROUPS or higher.
+        salt: number that is mixed into the hashes of blocks to make the keys of their
+            representations of this kind; differs from the salts of the groups.
+        """
         self._index.add_key_space(key_space_id, [salt], group_index)
         self.declared = True
 

@@ -134,16 +134,21 @@ def plan_runs(
     owner: Any, head: Any, length: Any, run_slabs: Any, longest: Any, slot_bytes: Any,
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
-    """Chooses free slabs (`owner` is -1) for `want` slots, at most `usable` slabs in all.
+    """Chooses free slabs for `want` slots of `slot_bytes`, at most `usable` slabs in all.
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
-    then the slabs that are left at the end of a gap. These are added to the run before them, up to
-    `longest` slabs, if that run has the same slot size and gains at least as many slots as a new
-    run of these slabs would have. Otherwise they become a run.
+    then the slabs that are left at the end of a gap. If the run before these slabs has the same
+    slot size, they may be added to it, up to `longest` slabs in all. That is done if the run then
+    gains at least as many slots as a new run of these slabs would have. Otherwise the slabs become
+    a new run.
 
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
     them. Writes for each piece the first slab of its run, the first slab of the piece and the
     piece's number of slabs to the front of `plan` [pieces, 3], unless `plan` is empty.
+
+    owner: slot size that each slab is lent to; -1 for a free slab.
+    head: first slab of each slab's run.
+    length: number of slabs of each run, by its first slab.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
     # The first pass took whole runs only from slabs before this slab.
@@ -275,6 +280,14 @@ def insert(
 
     Returns how many entries were added, the new head of the list of free numbers, and the first
     number that was never used.
+
+    hashes, offsets, depths: of each key: hash words [n, 8], offset of its slot in bytes, and number
+        of blocks before it in its chain.
+    salt: number that is mixed into the hashes to make keys.
+    lease: number of the write lease or move that owns the entries.
+    size: slot size in units of SLOT_ALIGN.
+    free_head, next_unused: head of the list of free numbers (0: empty), and the first number that
+        was never used.
     """
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
@@ -354,8 +367,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready and writes their check values. Skips entries that are not in the
-    table. Returns how many entries became ready."""
+    """Makes reserved entries ready and writes their check values (`checks`, uint64 [n]). Skips
+    entries that are not in the table. Returns how many entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -386,8 +399,9 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
     cache=True,
 )
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
-    """Removes entries from the buckets of the table and sets their state to `state` (0: free).
-    Writes the records that the entries had before into `rows`. Returns how many entries were found.
+    """Removes entries with the keys `mixed` from the buckets of the table, and sets their state to
+    `state` (0: free). Writes the records that the entries had before into `rows`. Returns how many
+    entries were found.
 
     Sets the state in one write, because a server that is killed must never leave a detached entry
     marked free.
@@ -426,7 +440,8 @@ def is_uniform(rows: Any) -> bool:
 
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
-    """Pushes entry numbers onto the list of free numbers. Returns the new head."""
+    """Pushes entry numbers onto the list of free numbers, whose head is `free_head`. Returns the
+    new head."""
     for i in range(entries.shape[0]):
         records[entries[i], OFFSET] = np.uint32(free_head)
         free_head = np.int64(entries[i])

@@ -43,7 +43,8 @@ class AuditLog:
 
     covers: which calls are recorded: off, changes (the methods in CHANGING) or all.
     path: file for the lines, each a JSON object; None: the lines go to the server's log.
-    Raises OSError if the file can't be written.
+
+    The constructor raises OSError if the file can't be written.
     """
 
     def __init__(self, covers: str = "changes", path: Path | None = None) -> None:
@@ -77,6 +78,8 @@ class AuditLog:
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
         """Records a call that has ended. Never raises, because the call can't be undone.
 
+        method: as `/package.Service/Method`.
+        peer: the caller.
         request: the call's message; None for a refused call, of which at most MAX_REFUSED_PER_S are
             recorded per second.
         outcome: `ok`, or the status that ended the call.

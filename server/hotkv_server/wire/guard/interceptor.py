@@ -1,11 +1,11 @@
 """`EdgeInterceptor` checks every request of every method before the service sees it.
 
-A request that can't be parsed or has too many parts is answered with a canonical gRPC code and a
-reason, like any other bad input; gRPC itself would answer UNKNOWN and log a traceback. Calls of
-health, reflection and channelz are checked in the same way; their streams count as guests
-(`Guests`). If admin methods are guarded, each call of an admin method needs a proof that its peer
-is an admin. Each call has a request id: the `x-request-id` of its metadata, or a generated id.
-Calls of admin methods are recorded in the audit log.
+A request that can't be parsed, or has too many parts (fields and list entries), is answered with a
+canonical gRPC code and a reason, like any other bad input. Without the interceptor, gRPC would
+answer UNKNOWN and log a traceback. Calls of health, reflection and channelz are checked in the same
+way; their streams count as guests (`Guests`). If admin methods are guarded, each call of an admin
+method needs a proof that its peer is an admin. Each call has a request id: the `x-request-id` of
+its metadata, or a generated id. Calls of admin methods are recorded in the audit log.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
 # The parts (fields, list entries and messages) of a request are counted before the request is
-# parsed: the parser makes an object of each part, and a part can be as short as two bytes, so
-# parsing a small message could take long.
+# parsed. The reason: the parser makes an object of each part. A part can be as short as two bytes,
+# so parsing a message of moderate size could take long.
 #
 # `count` reads the wire format without making objects, counts the objects that a parser would make,
 # and stops soon after MAX_PARTS. It skips packed bytes (hashes, ids, tokens) in one step, because
@@ -142,8 +142,9 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 MAX_UNREAD_ENDS = 256
-"""Most guests of a listener that were ended and do not read it: gRPC can't end their calls. Beyond
-this, no guest is admitted to health's Watch, reflection or channelz."""
+"""Most calls of guests (calls without a session) on a listener that the server has ended, and whose
+clients have not read the end; until they do, gRPC can't end the calls. Beyond this number, no guest
+is admitted to health's Watch, reflection or channelz."""
 Guard = Callable[[Any], None]
 """Function that takes the context of a call, and raises HotKVError if the call's peer is not an
 admin."""
@@ -211,6 +212,9 @@ def _begin(context: Any) -> None:
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
     """Parses and checks the requests of all methods; guards and audits admin methods.
 
+    pace: delays refusals of malformed requests and of peers that are not admins.
+    guests: bounds the calls that may last without a session, for example watches of health.
+    audit: the audit log, which records calls of admin methods.
     who: function that returns the peer of an admin call for the audit log.
     admins: names of the services for operators.
     guard: called before each call of a service for operators; raises if the peer is not an admin.
@@ -312,8 +316,10 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         """Records a call of an admin method in the audit log at the end of the `with` block, in
         which the call is served. For a stream, the block ends after the last answer.
 
+        Yields a function to which the caller passes the request once the request is accepted. If
+        the request is refused, the call is recorded without arguments.
+
         method: full name of the method; an empty text if the call is not to be recorded.
-        Yields a function to which the caller passes the request once the request is accepted.
         """
         if not method:
             yield lambda request: None
@@ -334,8 +340,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """Reads and returns the single request of a call. If the request is malformed, does not
-        arrive in time, or its peer is not allowed, ends the call with an error instead."""
+        """Reads and returns the single request of a call. If the request is malformed or does not
+        arrive in time, or `guard` refuses the peer, ends the call with an error instead. `guard`:
+        None if the peer is not checked."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)
@@ -376,7 +383,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 self._num_unread_ends -= 1
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the requests of a stream. Ends the call at a malformed request."""
+        """Yields the requests of a stream. Ends the call with an error at a malformed request."""
         async for request in requests:
             await self._check(request, context, None)
             yield request

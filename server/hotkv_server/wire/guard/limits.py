@@ -17,8 +17,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 BURST_S = 2.0
-"""After a pause without such answers, the next answers are sent without a wait: as many as the rate
-allows in this number of seconds."""
+"""After a pause without answers to malformed messages, the next of these answers are sent without a
+wait: as many as the rate allows in this number of seconds."""
 MAX_WAIT_S = 1.0
 """Longest wait of an answer to a malformed message, in seconds. So `Pace` does not stop a flood of
 messages over many connections; the bound on concurrent calls (`wire.server.MAX_CALLS`) does."""

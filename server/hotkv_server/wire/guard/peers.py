@@ -25,7 +25,8 @@ def of_socket(connection: socket.socket) -> Peer:
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:
-        # A kernel before 4.13, or more groups than fit. The primary group counts in any case.
+        # The kernel is older than 4.13, or the peer has more groups than fit into the buffer. The
+        # primary group counts in any case.
         packed = b""
     gids = frozenset({gid, *struct.unpack(f"{len(packed) // 4}I", packed[: len(packed) // 4 * 4])})
     return Peer(f"pid={pid} uid={uid}", uid, gids)

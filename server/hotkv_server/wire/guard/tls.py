@@ -82,7 +82,7 @@ class Certificates:
 
     def follow(self, files: TlsFiles) -> None:
         """Replaces the current files from the next handshake on. The caller has checked that the
-        new files fit and can be read."""
+        new files can replace the current files (`fits`) and can be read."""
         with self._lock:
             self._files, self._stamp = files, ()
 

@@ -124,6 +124,8 @@ class Duel:
 
     share: share of keys that are in the sample.
     current: position of the winner in `contenders`.
+
+    Argument `capacity` of the constructor: the most blocks that the real cache can hold.
     """
 
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
@@ -164,7 +166,8 @@ class Duel:
     @property
     def hold_s(self) -> float:
         """Seconds after a block's last use in which the block is held back (not evicted): the
-        `hold_s` of the winning contender; 0 while holding is not allowed."""
+        `hold_s` of the winning contender; 0 while the policy may not hold blocks back
+        (`allow_holding`)."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
@@ -201,7 +204,8 @@ class Duel:
         return self._end_epoch(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Sets whether contenders with a `hold_s` may win. If not allowed, replaces such a winner
+        """Sets whether contenders with a `hold_s` may win; these hold recently used blocks back
+        from eviction. If they may not, and such a contender is the winner, chooses another winner
         at once. Returns True if the winner changed."""
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
@@ -211,7 +215,8 @@ class Duel:
 
     def _worth(self) -> NDArray[np.float64]:
         """Returns the scores [contenders] by which the winner is chosen. The score of a contender
-        with a `hold_s` is divided by HOLD_MARGIN; it is -inf while holding is not allowed."""
+        with a `hold_s` is divided by HOLD_MARGIN; it is -inf while the policy may not hold blocks
+        back (`allow_holding`)."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
@@ -220,7 +225,8 @@ class Duel:
         cache.
 
         If the share falls, keys that are no longer in the sample are removed from all shadow
-        caches. If the share rises, all shadow caches start empty.
+        caches. If the share rises, all shadow caches are emptied, because they have not seen the
+        uses of the keys that are new in the sample.
         """
         if num_resident < self._too_few:
             self.share = 1.0
@@ -236,7 +242,8 @@ class Duel:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Removes keys that are not in the sample from all shadow caches."""
+        """Removes keys that are no longer in the sample, because `share` has fallen, from all
+        shadow caches."""
         left_out = (
             (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
@@ -310,8 +317,8 @@ class Hotness:
 
     The arrays have a value for each entry number [capacity + 1]. A tick is 1/TICKS_PER_S seconds.
 
-    _used: time of the last use, uint32, in ticks since the first use of any entry. If the entry has
-        a time to live that ends later: that end. 0 for an entry that the policy does not know.
+    _used: time of the last use, uint32, in ticks since the first use of any entry; the end of the
+        entry's time to live if that is later. 0 for an entry that the policy does not know.
     _uses: c (log2 of the uses), float32.
     _held_until: time until which `hold` holds the entry back, in ticks, uint32. Not reset when an
         entry number is reused, so a new block may be held back for the few seconds that are left.

@@ -87,6 +87,10 @@ def use(
 
     used: time of the last use, by entry; set to `until` if that is later.
     uses: c (log2 of the uses), by entry.
+    now: time of this use.
+    until: end of the time to live; `now` without a time to live.
+    weight_log2: log2 of the number of uses as which this use counts.
+    memory: time after which a use counts half as much.
     """
     least = -np.inf
     for i in range(entries.shape[0] - 1, -1, -1):
@@ -126,6 +130,9 @@ def heat(
     used: time of each entry's last use, in ticks. For an entry with a time to live, `used` is the
         end of that time, which may lie in the future: after `latest`. Until that end, `kept_s` is
         added to the entry's heat, so that it is evicted after the other entries.
+    uses: c (log2 of the uses), by entry.
+    half_life_s, most, recency: parameters of the formula; `most` is `most_doublings`.
+    tick_s: length of a tick in seconds.
     latest: the latest time of a call, in ticks.
     """
     for i in range(entries.shape[0]):
@@ -165,7 +172,12 @@ def remember(
 ) -> int:
     """Adds ghosts (records of evicted blocks, by key) in order. A new ghost replaces the ghost with
     the same tag, or, in a full bucket, the oldest ghost. Returns how many ghosts were replaced, and
-    writes their values into `gone`."""
+    writes their values into `gone`.
+
+    tags, values, ages: the arrays of a `shared.GhostTable`.
+    new_values: value of each new ghost.
+    next_age: running number of the first new ghost; a higher number is newer.
+    """
     num_gone = 0
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
@@ -196,8 +208,9 @@ def remember(
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
     """Removes the ghosts (records of evicted blocks) of these keys from the table. Ignores ghosts
-    with an age number below `oldest`. Writes for each key into `found` whether it had a ghost, and
-    into `out` the ghost's value."""
+    with a running number below `oldest`. Writes for each key into `found` whether it had a ghost,
+    and into `out` the ghost's value. `tags`, `values`, `ages`: the arrays of a `shared.GhostTable`;
+    `ages` has the running numbers."""
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])
@@ -236,9 +249,13 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Returns the heat of a key that is used at `now_s`, by the formula of `Contender`. A key is
-    slightly colder than the keys before it in its chain. `rule`: the contender's parameters.
-    `depth`: number of keys before it."""
+    """Returns the heat of a key that is used at `now_s`, by the formula of `hotness.Contender`. A
+    key is slightly colder than the keys before it in its chain.
+
+    rule: the contender's half_life_s, most_doublings, recency and hold_s.
+    count: c (log2 of the key's uses).
+    depth: number of keys before it in its chain.
+    """
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
 
@@ -266,7 +283,8 @@ def _raise(
     lift: Any,
 ) -> None:
     """Sets the heat of sampled keys of `asked` in all shadow caches that hold them. The new heat is
-    the heat of a key that is used at `now_s`, plus `lift`."""
+    the heat of a key that is used at `now_s`, plus `lift`. `threshold`: a key is sampled if the low
+    32 bits of its mixed key are less. The other arguments are arrays of `hotness.Duel`."""
     for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
@@ -306,9 +324,13 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key of `asked` in the shadow cache of every contender. `asked`:
-    keys of the blocks of a request, from the first block on. A shadow cache holds at most `limit`
-    keys; the coldest key is evicted for a new key.
+    """Records a use of each sampled key of `asked` in the shadow cache of every contender. A shadow
+    cache holds at most `limit` keys; the coldest key is evicted for a new key.
+
+    asked: keys of the blocks of a request, from the first block on.
+    threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
+    hits: number of hits of each contender, to which this call adds.
+    now_s: time of the use, in seconds. The other arguments are arrays of `hotness.Duel`.
 
     A key is not stored if another key of the same call would have to be evicted for it. The real
     cache does the same: it stores a request's blocks from the first on, until no room is left. A

@@ -22,21 +22,28 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 Evictable = Callable[[Entries], NDArray[np.bool_]]
+"""Function that returns which of the entries [n] may be evicted."""
 
 
 class Policy(Protocol):
-    """Orders entries for eviction. `keys` uint64 [n] are the keys of `entries` uint32 [n]."""
+    """Orders entries for eviction.
+
+    Arguments of several methods: `keys` uint64 [n] are the keys of `entries` uint32 [n].
+    `retention` is the request's wish to retain the blocks: to count a use as 2^`priority` uses, and
+    to count the blocks as in use for `ttl_s` seconds. A policy may ignore it. `now_s` is the
+    current time.
+    """
 
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds blocks that became ready, and records a use of each: the use by the request for
+        """Adds entries that became ready, and records a use of each: the use by the request for
         which the block was computed."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Records a use of ready entries."""
+        """Records a use of each of the entries, which are ready."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
         """Marks entries as in use without counting a use. Called when a block became ready, for the
@@ -60,8 +67,8 @@ class Policy(Protocol):
 
     def hold(self, entries: Entries, until_s: float) -> None:
         """Marks entries as expected to be used before the time `until_s`. Until that time,
-        `victims` holds these entries back if it is called with `keep_at_s`. A policy that holds no
-        entries back does nothing."""
+        `victims` holds these entries back (does not return them) if its argument `keep_at_s` allows
+        that. A policy that holds no entries back does nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Removes entries that leave the cache. Skips entries that were never admitted. `evicted`:

@@ -96,7 +96,8 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops all ghosts whose tag (see `tags`) is `tag` or higher."""
+        """Drops all ghosts whose tag (bits of the mixed key, see `tags`) is `tag` or higher, for
+        example to retain only a sample of the keys."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
@@ -150,6 +151,7 @@ SWEEP_ENTRIES = 1 << 17
 """Entry numbers that each part of a refill examines."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
+"""Function that returns the heat of entries [n]; the entry with the lowest heat is the coldest."""
 Members = Callable[[int, int], Entries]
 """Function with the arguments `first` and `stop`. It returns those entries that belong to a queue,
 among the entry numbers from `first` to `stop` - 1."""
@@ -171,10 +173,11 @@ class Highest:
 class ColdQueue:
     """Returns entries in order of eviction, the coldest first.
 
-    members: function that returns which entries belong to the queue.
+    members: function that returns which entries of a range of entry numbers belong to the queue.
     state: the policy's 64 bits for each entry number [capacity + 1], which change whenever the
         entry is used or removed.
     highest: the highest entry number to scan.
+    heat: function that returns the heat of entries; the lowest heat is the coldest.
     """
 
     def __init__(
@@ -199,7 +202,8 @@ class ColdQueue:
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
         """Refills the queue if a `take` with the same arguments would find too few entries in it.
-        Then that `take` need not refill the queue. Yields after each part."""
+        Then that `take` need not refill the queue. Yields after each part. `evictable`: function
+        that returns which entries may be evicted."""
         head = self._entries[: 4 * count]
         if (
             np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
@@ -271,8 +275,9 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Returns how many of `entries` were compared, and some of the evictable entries among
-        them: at least as many of the coldest as a refill may queue."""
+        """Returns how many of `entries` count as scanned by a refill, and the evictable entries
+        among them that the refill may queue: all evictable entries, or at least as many of the
+        coldest as it may queue. `count`: number of entries that the refill needs."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
