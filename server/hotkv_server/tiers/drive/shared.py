@@ -48,7 +48,7 @@ MAX_PROBED = 1 << 13
 MAX_FOUND = 1 << 16
 """Most blocks that are remembered as found in the tier."""
 NUM_BUCKETS = 16 * MAX_FOUND
-"""Buckets of `FoundBlocks`: so many that most blocks that are not remembered fall into empty ones."""
+"""Buckets of `FoundBlocks`: so many that few blocks share a bucket with a remembered block."""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
 
