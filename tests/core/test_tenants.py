@@ -245,6 +245,7 @@ IMPOSSIBLE = [
     {"a": TenantShare(SLAB, 1)},
     {"a": TenantShare(ARENA), "b": TenantShare(1)},
     {"a": TenantShare(-1)},
+    {f"t{number}": TenantShare(1 << 60) for number in range(8)},
 ]
 
 

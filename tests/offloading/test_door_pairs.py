@@ -119,7 +119,8 @@ def role(rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model_config=SimpleNamespace(served_model_name="model"),
     )
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
-    DoorScheduler(config, None, ConnectorConfig(), rig.tier, edge)
+    blocks = SimpleNamespace(num_blocks=4)
+    DoorScheduler(config, blocks, ConnectorConfig(), rig.tier, edge)
 
 
 def test_a_producer_stores_and_hits_nothing(

@@ -45,7 +45,7 @@ def side_of(
     )
     edge = HookEdge(HookClock("test", "engine"), HotKVStats().add)
     settings: Any = ConnectorConfig()
-    return DoorScheduler(config, None, settings, rig.tier, edge)
+    return DoorScheduler(config, SimpleNamespace(num_blocks=4), settings, rig.tier, edge)
 
 
 def test_an_idle_engine_hits_in_the_step_that_asks(

@@ -27,6 +27,7 @@ from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
 from hotkv_vllm.offloading.scheduler import DoorScheduler
+from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
 
 NUM_RANKS = 2
@@ -355,3 +356,25 @@ def test_without_a_server_no_request_waits_for_the_ranks(monkeypatch):
     assert tier.makes_wait()
     tier.session.connected = False
     assert not tier.makes_wait()
+
+
+def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
+    """It may be KV of a sparse answer, where an engine decodes sparsely."""
+    side, _ = made(monkeypatch)
+    monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
+    monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 2})
+    new = SimpleNamespace(req_id="a", num_computed_tokens=16, block_ids=([1, 2],))
+    step = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
+        kv_cache_block_copies=None,
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(
+            resumed_req_ids=(), req_ids=(), num_computed_tokens=()
+        ),
+        num_scheduled_tokens={"a": 16},
+    )
+    status = SimpleNamespace(max_offload_tokens=None)
+    side.matched(SimpleNamespace(request_id="a"), 0, 0)
+    side.allocated(SimpleNamespace(request_id="a"), 0)
+    side.tell_written(step, SimpleNamespace(_req_status={"a": status}))
+    assert not side.edge.broken and status.max_offload_tokens == 0

@@ -276,6 +276,33 @@ async def test_a_long_prompt_of_which_the_tier_has_little_makes_few_keys(
         assert len(asked) == len(BLOCKS)
 
 
+class Counted(dict[bytes, float]):
+    """Counts its look-ups. Can't be walked over."""
+
+    num_gets = 0
+
+    def get(self, *what: Any) -> Any:
+        self.num_gets += 1
+        return super().get(*what)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a question costs all remembered blocks")
+
+
+def test_a_question_costs_little_although_many_blocks_are_remembered() -> None:
+    """The changes between two questions cost only the changed blocks."""
+    random, found = np.random.default_rng(1), tier_shared.FoundBlocks()
+    kept = random.integers(0, 1 << 32, (tier_shared.MAX_FOUND, 8), np.uint32)
+    absent = random.integers(0, 1 << 32, (1 << 17, 8), np.uint32)
+    found.add(b"head", map(bytes, kept), 1.0)
+    counted = found._until_s[b"head"] = Counted(found._until_s[b"head"])
+    found.drop(b"head", [bytes(kept[0])])
+    found.add(b"head", [bytes(absent[5])], 1.0)
+    assert np.flatnonzero(found.among(b"head", absent, 0.0)).tolist() == [5]
+    assert counted.num_gets < len(absent) / 8
+    assert np.flatnonzero(~found.among(b"head", kept, 0.0)).tolist() == [0]
+
+
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_shared, "FOUND_S", 0.1)
     async with nodes(lookup_wait_s=0.05) as (a, b):

@@ -6,11 +6,13 @@ first approximate value that it reads.
 
 import functools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hotkv_sparse import SparseConfig
+from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import prompt
@@ -68,6 +70,25 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     stored = {block_hash for _, _, block_hash in server.blocks}
     exact = set(request.block_hashes[: 150 // BLOCK_TOKENS])
     assert stored.intersection(request.block_hashes) == exact
+
+
+def test_states_that_another_connector_loads_are_inexact() -> None:
+    """Blocks of states tell nothing of tokens, so a model without attention has no block sizes."""
+    exactness = Exactness((0,), 4)
+    exactness.distrust_all()
+    exactness.matched("a", 16)
+    new = SimpleNamespace(req_id="a", num_computed_tokens=64, block_ids=([1, 2],))
+    step = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: new.block_ids),
+        kv_cache_block_copies=None,
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(
+            resumed_req_ids=(), req_ids=(), num_computed_tokens=()
+        ),
+        num_scheduled_tokens={"a": 1},
+    )
+    exactness.step(step, [1, 2], ())
+    assert exactness.exact_tokens("a") == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True])

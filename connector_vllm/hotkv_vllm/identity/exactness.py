@@ -136,8 +136,9 @@ class Exactness:
         if is_admitted:
             tables = state.get_block_ids(request_id)
             own = self._own_tokens.pop(request_id, computed)
-            # Of a hit that ends within a block vLLM tells the whole blocks only.
-            if any(size and computed // size > own // size for size in self._block_tokens):
+            # Of a hit that ends within a block vLLM tells the whole blocks only; not so for states.
+            sizes = [*filter(None, self._block_tokens)] or [1]
+            if any(computed // size > own // size for size in sizes):
                 self._mark(tables or (), own, computed)
             self._exact_tokens[request_id] = (
                 0 if tables is None else self._exact_prefix(tables, computed)

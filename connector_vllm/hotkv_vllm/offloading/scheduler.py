@@ -88,8 +88,7 @@ class DoorScheduler:
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
         self._written = WrittenBlocks(self._block_tokens)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        # None while all blocks on the device may be stored.
-        self._exactness: Exactness | None = None
+        self._exactness = Exactness(self._block_tokens, kv_cache_config.num_blocks)
         self._weights = Rekeying(self._num_ranks, "")
         self._is_clean = True
         self._was_emptied = True
@@ -189,8 +188,7 @@ class DoorScheduler:
         answer: number of tokens that vLLM's offloading can load; None for "ask again".
         """
         self._written.matched(request.request_id, device_hit_tokens)
-        if self._exactness is not None:
-            self._exactness.matched(request.request_id, device_hit_tokens)
+        self._exactness.matched(request.request_id, device_hit_tokens)
         state = self._states.get(request.request_id)
         if state is None or self._reports is None:
             return
@@ -208,8 +206,7 @@ class DoorScheduler:
         external_tokens: number of tokens that vLLM's offloading loads.
         """
         self._admitted.add(request.request_id)
-        if self._exactness is not None:
-            self._exactness.loads(request.request_id, external_tokens)
+        self._exactness.loads(request.request_id, external_tokens)
         state = self._states.get(request.request_id)
         if state is not None and self._reports is not None:
             device_hit_tokens = state.use.device_hit_tokens
@@ -258,9 +255,8 @@ class DoorScheduler:
         written = self._written.of_step()
         steps.tell_written(offloading, written)
         rows = sparse_rows(self._engine_id, scheduler_output)
-        if rows is not None:
-            self._watched.is_watching = True
-        if self._exactness is not None:
+        self._exactness.is_watching |= rows is not None
+        if self._exactness.is_watching:
             named = () if rows is None else rows.request_ids
             self._exactness.step(scheduler_output, written, named)
             for request_id in scheduler_output.num_scheduled_tokens:
@@ -268,14 +264,6 @@ class DoorScheduler:
                 if exact_tokens < EVERYTHING:
                     steps.limit_stores(offloading, request_id, exact_tokens)
         self._written.take()
-
-    @property
-    def _watched(self) -> Exactness:
-        """Returns the `Exactness` with the marks of blocks that must not be stored. The first call
-        creates it."""
-        if self._exactness is None:
-            self._exactness = Exactness(self._block_tokens, self._kv_cache_config.num_blocks)
-        return self._exactness
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
@@ -314,8 +302,7 @@ class DoorScheduler:
         """Forgets a request that has finished or was aborted, and reports its end."""
         self._admitted.discard(request.request_id)
         self._written.ended(request.request_id)
-        if self._exactness is not None:
-            self._exactness.ended(request.request_id)
+        self._exactness.ended(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None and self._reports is not None:
             self._reports.ended(state)
@@ -481,6 +468,6 @@ class DoorScheduler:
         if self._reset is None or checks.is_pausing():
             return True
         if not is_device_empty:
-            self._watched.distrust_all()
+            self._exactness.distrust_all()
         self._tier.stats.add("resets")
         return self._reset.begin(self._config.reset_timeout_s)

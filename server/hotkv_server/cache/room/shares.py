@@ -184,7 +184,8 @@ class TenantBook:
                 Reason.INVALID_FIELD,
                 "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given",
             )
-        if (total := int(guaranteed.sum())) > self.arena_bytes:
+        # As int, because the sum of several may not fit into 64 bits.
+        if (total := sum(guaranteed.tolist())) > self.arena_bytes:
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"tenants: their guaranteed_bytes are {total} together; the arena has "

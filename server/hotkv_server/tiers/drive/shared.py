@@ -8,6 +8,7 @@ threads.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,8 @@ MAX_PROBED = 1 << 13
 """Most blocks that a lookup asks the tier for."""
 MAX_FOUND = 1 << 16
 """Most blocks that are remembered as found in the tier."""
+NUM_BUCKETS = 16 * MAX_FOUND
+"""Buckets of `FoundBlocks`: so many that few blocks share a bucket with a remembered block."""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
 
@@ -64,9 +67,9 @@ class FoundBlocks:
 
     def __init__(self) -> None:
         self._until_s: dict[bytes, dict[bytes, float]] = {}
-        # For each head, the first 8 bytes of the hashes, sorted. `among` makes the array if it is
-        # missing.
-        self._begins: dict[bytes, NDArray[np.uint64]] = {}
+        # The number of remembered blocks in each bucket (see `_buckets`). A change costs time only
+        # for the changed blocks, however many blocks are remembered.
+        self._counts = np.zeros(NUM_BUCKETS, np.int32)
         self._num_blocks = 0
 
     def __len__(self) -> int:
@@ -81,44 +84,41 @@ class FoundBlocks:
         mask = np.zeros(len(hashes), np.bool_)
         if (known := self._until_s.get(head)) is None:
             return mask
-        if (begins := self._begins.get(head)) is None:
-            joined = b"".join(block_hash[:8] for block_hash in known)
-            begins = self._begins[head] = np.sort(np.frombuffer(joined, np.uint64))
-        of_blocks = hashes.view(np.uint64)[:, 0]
-        places = np.minimum(begins.searchsorted(of_blocks), len(begins) - 1)
-        for row in np.flatnonzero(begins[places] == of_blocks).tolist():
+        buckets = _buckets(hashes.view(np.uint64)[:, 0])
+        for row in np.flatnonzero(self._counts[buckets]).tolist():
             mask[row] = known.get(hashes[row].tobytes(), 0.0) > at_s
         return mask
 
     def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
         """Remembers blocks until `until_s`, a time of time.monotonic."""
+        until = dict.fromkeys(hashes, until_s)
         known = self._until_s.pop(head, {})
-        self._num_blocks -= len(known)
-        known.update(dict.fromkeys(hashes, until_s))
+        self._count([one for one in until if one not in known], 1)
+        known.update(until)
         if known:
-            self._keep(head, known)
+            self._until_s[head] = known
         while self._num_blocks > MAX_FOUND:
-            oldest = next(iter(self._until_s))
-            left = self._until_s[oldest]
-            self.drop(oldest, list(left)[: self._num_blocks - MAX_FOUND])
+            oldest, left = next(iter(self._until_s.items()))
+            self.drop(oldest, [*itertools.islice(left, self._num_blocks - MAX_FOUND)])
 
     def drop(self, head: bytes, hashes: Iterable[bytes]) -> None:
         """Forgets blocks. Called when a read of the blocks begins, and if too many blocks are
         remembered."""
         if (known := self._until_s.get(head)) is None:
             return
-        self._num_blocks -= len(known)
-        for block_hash in hashes:
-            known.pop(block_hash, None)
-        self._keep(head, known)
-
-    def _keep(self, head: bytes, known: dict[bytes, float]) -> None:
-        self._begins.pop(head, None)
-        self._num_blocks += len(known)
-        if known:
-            self._until_s[head] = known
-        else:
+        self._count([one for one in hashes if known.pop(one, None) is not None], -1)
+        if not known:
             del self._until_s[head]
+
+    def _count(self, hashes: list[bytes], change: int) -> None:
+        begins = np.frombuffer(b"".join(one[:8] for one in hashes), np.uint64)
+        np.add.at(self._counts, _buckets(begins), change)
+        self._num_blocks += change * len(hashes)
+
+
+def _buckets(begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the buckets of blocks. `begins`: the first 8 bytes of their hashes."""
+    return begins % np.uint64(NUM_BUCKETS)
 
 
 class TierShared:
