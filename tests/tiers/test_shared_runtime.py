@@ -252,30 +252,6 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         assert len(b.shared._found) == 4
 
 
-async def test_a_long_prompt_of_which_the_tier_has_little_makes_few_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Keys are Python objects: one per block of a lookup would hold the event loop."""
-    asked = []
-
-    class Counted(dict[bytes, float]):
-        def get(self, key: bytes, default: Any = None) -> Any:
-            asked.append(key)
-            return super().get(key, default)
-
-    async with nodes() as (a, b):
-        await a.share(BLOCKS)
-        assert all(await b.looked_up(BLOCKS))
-        monkeypatch.setattr(b.epochs, "is_confirmed", lambda *_: True)
-        until_s = b.shared._found._until_s
-        until_s |= {head: Counted(known) for head, known in until_s.items()}
-        absent = np.random.default_rng(1).integers(0, 1 << 32, (1 << 17, 8), np.uint32)
-        lists = [HashList(0, np.concatenate((absent, words_of(BLOCKS))))]
-        (mask,) = b.shared.lies_here(1, lists)
-        assert np.flatnonzero(mask).tolist() == list(range(1 << 17, len(mask)))
-        assert len(asked) == len(BLOCKS)
-
-
 class Counted(dict[bytes, float]):
     """Counts its look-ups. Can't be walked over."""
 
