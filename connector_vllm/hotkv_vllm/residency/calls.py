@@ -43,6 +43,7 @@ class ResidencyCalls:
     """Sends the calls of resident requests to the server. Scheduler thread only, except for
     callbacks of a call's future.
 
+    streams: counts the session's connections (streams) to the server.
     has_cramped: True while a running request has no room in the server for its next block.
     """
 
@@ -143,8 +144,8 @@ class ResidencyCalls:
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
         """Records that the server has reserved room for the request. If the server has opened the
-        residency anew, after a reconnect for example, asks the server to pin the request's kept
-        blocks again."""
+        residency anew, for example after a reconnect, asks the server to pin again the blocks that
+        it had pinned before."""
         self._refused.pop(one.request_id, None)
         has_grown = one.opened == opened and one.stream == one.asked_stream
         one.room, one.stream = one.asked_room, one.asked_stream
@@ -187,10 +188,11 @@ class ResidencyCalls:
         """Asks the server to pin the request's next stored blocks. Does nothing while such a call
         is in flight, or without a connection or an open residency.
 
-        The first of these blocks is the block after the kept blocks. The last is before `until`,
-        before the end of the reserved room, and before the first block without a name.
+        The first of these blocks is the block after the blocks that are pinned already. The last
+        is before `until`, before the end of the reserved room, and before the first block without
+        a name (the hash under which the server stores the block).
 
-        until: position of a block.
+        until: position of a block in the context.
         """
         blocks = range(one.kept, min(until, len(one.names), one.room))
         if one.asked is None and one.opened is not None and self._session.connected and blocks:

@@ -116,9 +116,11 @@ class CudaSequences:
     memory up to date: its rows of representations (compact forms of keys), hot slots (device blocks
     for selected blocks) and arena addresses. Allocates states and rows. Used by one thread.
 
+    workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.
     slot_bytes: bytes of a block in the arena.
-    arena_of: returns the mapped arena with this file; None if this process does not map it.
+    arena_of: takes the id of an arena's file, and returns the mapped arena; None if this process
+        does not map it.
     """
 
     def __init__(
@@ -370,10 +372,14 @@ class CudaWorker:
     """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
     in the server's arena.
 
+    workspace: the kernels' arrays in device memory.
+    num_rows: number of rows for representations (compact forms of keys).
+    slot_bytes: bytes of a block in the arena.
     plans_in_build: True with vLLM's model runner V1, which calls `begin_resident` before
         `begin_batch`; the batch is then planned in `begin_batch`. Runner V2 calls `begin_batch`
         first; the batch is then planned in `begin_resident`.
-    device_arena: makes an arena readable for the device.
+    device_arena: takes an arena, makes it readable for the device, and returns the device's
+        mapping.
     staging: the staging area: pages of one layer.
     staged_table: block table of the row in the staging area, in device memory.
     arena_of: returns the arena that this process maps; None without an arena.

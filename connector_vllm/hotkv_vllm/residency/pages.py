@@ -308,7 +308,10 @@ class ResidentPages:
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
     ) -> None:
-        """longest_blocks: number of blocks of the longest context."""
+        """layers: the layers, in the order in which they attend.
+        places: where the layers' pages are in a slot of the arena.
+        longest_blocks: number of blocks of the longest context.
+        """
         self._places = places
         self._copier = PageCopier()
         self.staging = PageStaging(layers, places, self._copier, longest_blocks)

@@ -60,6 +60,11 @@ class ResidentRequests:
     """Opens, follows and closes the residency of each resident request. A residency is the server's
     record of the request: its reserved room and its pinned blocks.
 
+    reservations: sends the calls to the server.
+    groups: computes the shared names (hashes) of a request's blocks.
+    exactness: knows which tokens are exact, so that their blocks may have shared names.
+    pool: gives access to the device's blocks.
+    timeout_s: longest wait of a request for progress of the server (`hotkv.residency_timeout_s`).
     rows: builds the rows of a step's message to the workers.
     """
 
@@ -313,10 +318,10 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet. If stores of such blocks were planned already, the request starts
-        over: its blocks are stored anew, or the request is computed anew if the device may not have
-        all its blocks."""
+        """Handles a reset of the cache: gives private names, which no other request finds, to all
+        blocks of the request that the server has not pinned yet. If stores of such blocks were
+        planned already, all blocks of the request are stored anew. If the device may not have all
+        of them, the request is computed anew instead."""
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
@@ -468,9 +473,9 @@ class ResidentRequests:
             self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
-        """Starts requests over whose blocks in the server were lost, because vLLM computes them
-        anew. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without a new token
-        in between."""
+        """Handles requests that have lost blocks in the server and that vLLM computes anew: closes
+        their residencies, and forgets all blocks that the server holds for them. Makes vLLM end a
+        request with an error at its MAX_LOSSES-th loss without a new token in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:

@@ -210,8 +210,10 @@ class ResidentSequence:
 class ResidentSequences:
     """Holds the `ResidentSequence` of each request, and finds requests that have lost blocks.
 
+    kept: holds the representations (compact forms of keys) of the requests' blocks.
     arena_of: returns the arena that this process maps; None without an arena.
-    of_step: the sequences of the present step, by `ResidentRow.written_block`.
+    of_step: the sequences of the present step, by the id of the last device block that the step
+        writes for the request (`ResidentRow.written_block`).
     """
 
     def __init__(self, kept: KeptRows) -> None:

@@ -108,6 +108,7 @@ class ResidentWorker(SparseWorker):
         longest_blocks: int = 0,
     ) -> None:
         """places: where the layers' pages are in a slot of the arena.
+        recall_steps, turning: see `SparseWorker`.
         longest_blocks: number of blocks of the longest context.
         """
         super().__init__(config, layers, recall_steps, turning)
@@ -162,9 +163,10 @@ class ResidentWorker(SparseWorker):
         pages. The result may have a staging area (`Rewrite.pages`), to which attention must attend
         in place of the layer's pages.
 
-        key: identifies the step; the step's plan is made once per key and group.
-        batch: returns the step's batch; called once per key and group.
-        query_of: returns the query vectors of a token.
+        key: vLLM's metadata object of the step. The step's plan is made once per object and group.
+        batch: returns the step's batch; called when the plan is made.
+        query_of: takes the index of a token in the batch, and returns the token's query in this
+            layer, float32 [query heads, channels].
         """
         plan = self._plans.get(layer.group)
         if not isinstance(plan, ResidentPlan) or plan.key is not key:

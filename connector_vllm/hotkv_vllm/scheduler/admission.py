@@ -31,6 +31,7 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 class Admission:
     """Follows the requests of the engine.
 
+    edge: records the time and the exceptions of the hooks.
     states: the unfinished requests that hotkv follows, by request id.
     loads: the orders about loads that the next step carries to the workers.
     written: the device blocks that the next step is about to write.
@@ -87,7 +88,8 @@ class Admission:
         return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
-        """Handles the arrival of a new request in the engine."""
+        """Registers a new request: creates its state, begins to look for its hit, and passes the
+        request to the parts of sparse decode."""
         self.take_up(request)
         self._begin_sequences(request)
 

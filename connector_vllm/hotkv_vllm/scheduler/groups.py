@@ -39,6 +39,8 @@ class CachedGroups:
     alignment_tokens: every hit ends at a multiple of this.
     draft_groups: indices of the groups of a drafter (speculative decoding). In these groups the
         block after a hit's end must be ready too.
+    adapters: computes the keys of requests with LoRA adapters. None: such requests have vLLM's own
+        hashes as keys.
     counts_media: True if vLLM's hashes identify media by a counter, not by content. Requests with
         media then have no shared names.
     """
@@ -177,6 +179,7 @@ class RepresentationPlanner:
     has the group index `num_groups + i`. A group for which no kind is declared has no
     representations.
 
+    num_groups: number of groups of the key space.
     kinds: the kinds that the session declares, at most one per group.
     """
 
@@ -189,8 +192,11 @@ class RepresentationPlanner:
         return f"Represented(groups {sorted(self._of_group)})"
 
     def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
-        """Returns the entries that a lease on the blocks in `groups` must contain in addition, so
-        that the lease also pins the representations (compact forms of keys) of these blocks."""
+        """Returns the hashes that a lease on blocks must list in addition, so that the lease also
+        pins the representations (compact forms of keys) of these blocks.
+
+        groups: the hashes of the blocks to lease, by group.
+        """
         return [
             GroupHashes(self._of_group[g.group_index], g.hashes)
             for g in groups
@@ -201,7 +207,8 @@ class RepresentationPlanner:
         """Returns, by group, a mask of the leased blocks: True if the lease has also pinned the
         block's representation (compact form of keys).
 
-        pinned: the server's answers for the entries that `asked` returned, in the same order.
+        pinned: for each `GroupHashes` that `asked` returned, in the same order: which of its
+            representations the lease has pinned.
         """
         return dict(zip(sorted(self._of_group), pinned, strict=True))
 

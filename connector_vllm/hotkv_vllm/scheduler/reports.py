@@ -34,7 +34,7 @@ class UseReports:
     ) -> None:
         """keys: returns the hashes of a request's tokens, one for each `hash_block_tokens` tokens;
             empty for a request without shared names (`CachedGroups`).
-        prefill: predicts the prefill time that a hit saves.
+        prefill: predicts the prefill time that a hit saves; None: this time is reported as 0.
         tells_speed: True sends the engine's prefill speed with the reports. The server then does
             not fetch blocks from a slow tier if the engine computes them sooner.
         """

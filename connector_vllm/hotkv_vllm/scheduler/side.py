@@ -36,6 +36,7 @@ class HotKVScheduler:
     """The connector's scheduler side. The engine runs without hotkv until `connect` receives the
     workers' handshakes. The methods `*_broke` are the fallbacks for hooks that raised.
 
+    edge: records the time and the exceptions of the hooks.
     stats: the counters' growth since vLLM last collected it.
     totals: the counters' growth that vLLM has collected.
     """

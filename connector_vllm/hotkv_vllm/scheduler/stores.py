@@ -356,7 +356,11 @@ class Tails:
     def add(
         self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
     ) -> None:
-        """Adds the last blocks (tail) of an ended request, to be stored with the next step."""
+        """Adds the last blocks (tail) of an ended request, to be stored with the next step.
+
+        retention: how the server should retain these blocks.
+        trace: the trace of the request; None if the request is not traced.
+        """
         if runs:
             self.waiting.append((retention, trace, tuple(runs)))
 
@@ -418,6 +422,12 @@ class StorePlanner:
     """Plans the stores of each step, and revokes stores whose blocks the step is about to write.
     Owns the `StoreState` of each request.
 
+    num_ranks: number of ranks that must report the end of each store.
+    id_prefix: the ids of write leases begin with it.
+    fence: revokes stores; None: only the workers revoke stores.
+    exactness: knows which tokens are exact, so that only their blocks are stored; None: all tokens
+        count as exact.
+    residencies: the resident requests, whose inexact blocks are stored too; None without residency.
     in_flight: the stores on which ranks are working.
     tails: the last blocks of ended requests, to be stored with the next step.
     """
