@@ -58,6 +58,7 @@ class StoreJob:
     lease_id: id of the write lease. The first rank whose store reaches the server acquires the
         lease; the other ranks join it.
     runs: the blocks to store, as runs (consecutive blocks of a group).
+    options: how long the server should retain the blocks, and other options of the store.
     representations: runs of the representations (compact forms of keys, for sparse attention) to
         store. Their blocks are in `runs` or were stored earlier.
     fence_index: index of the store's word in the fence (the shared page in which the scheduler
@@ -131,8 +132,9 @@ class HotKVMetadata(KVConnectorMetadata):
 class StoreReport:
     """How a store has ended.
 
-    results: one entry per rank, in any order. An entry has a `BlockResult` byte for each block of
-        the store; it is empty if the rank's transfer failed as a whole.
+    results: one entry per rank, in any order. An entry has, for each block of the store, a byte
+        with the server's `BlockResult` (such as STORED or NO_SPACE). The entry is empty if the
+        rank's transfer failed as a whole.
     """
 
     results: list[bytes]

@@ -106,7 +106,11 @@ class ServerCosts:
 
     def guess_load(self, num_tokens: int, seconds: float) -> None:
         """Replaces the measured times of loads by an estimate, because a load was given up at its
-        time limit. The next measured load replaces the estimate."""
+        time limit. The next measured load replaces the estimate.
+
+        num_tokens: number of tokens that the load was to load.
+        seconds: estimated time of the whole load.
+        """
         self._loads.clear()
         self._loads.append((num_tokens, seconds))
         self._is_guess = True
@@ -140,8 +144,8 @@ class LoadChoice:
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
         """Returns the answer to vLLM's question how long the request's hit is. If the hit is to be
-        loaded, this is the answer of `HitFinder`, for a trial shortened to a part of the hit. If
-        the hit is to be computed, the answer is "no hit".
+        loaded, this is the answer of `HitFinder`. For a trial, the hit in this answer is shortened
+        to a few tokens. If the hit is to be computed, the answer is "no hit".
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """

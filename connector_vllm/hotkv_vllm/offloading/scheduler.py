@@ -56,6 +56,7 @@ class DoorScheduler:
     """The scheduler side of the connector. It controls one `HotKVTier`. The engine runs without
     hotkv until `connect` has received the page formats of all ranks.
 
+    edge: records the time and the exceptions of the hooks.
     wants_formats: True while page formats of ranks are missing.
     spoilt: keys of stores in progress whose blocks have wrong KV; these stores must fail.
     """

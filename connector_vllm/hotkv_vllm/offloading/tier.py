@@ -121,8 +121,8 @@ class HotKVTier(SecondaryTierManager):
     row_bytes: bytes of a row of the primary tier.
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
-    may_repeat: True if vLLM may offer chunks that were computed earlier to its tiers again
-        (OWED_S).
+    may_repeat: True if vLLM can be made to offer chunks to its tiers again that it has offered
+        before. This is done for some minutes (OWED_S) after a failed store.
     model_names: names by which requests address the model.
     is_held: True while the tier must look up and store no chunk. The connector sets it.
     makes_wait: returns True while every lookup must be answered "ask again".

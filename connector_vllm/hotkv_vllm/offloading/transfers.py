@@ -192,6 +192,7 @@ class Transfers:
 
         job: vLLM's `TransferJob`.
         runs: the chunks to store, as runs of consecutive chunks.
+        options: how long the server should retain the chunks, and other options of the store.
         """
         name, session, settings = self._new_name(), self._session, self._settings
 

@@ -69,8 +69,8 @@ class Resident:
     Waiting and losses:
     waited_s: seconds, up to `seen_s`, for which the server has made no progress for the request: it
         neither reserved room nor pinned a block.
-    is_lost: True if the server has lost blocks of the request, until vLLM preempts the request to
-        compute it anew.
+    is_lost: True from the time the server has lost blocks of the request until this state is reset,
+        because vLLM computes the request anew.
     has_failed: True once vLLM was made to end the request with an error.
     num_losses: number of losses of blocks in succession, without a new token in between.
     tokens_at_loss: length of the request at the last loss.

@@ -100,7 +100,8 @@ class SparseOffloadingManager:
         All shares are estimates, because the keys are not available here.
 
         block_hashes: the hashes of the context's blocks.
-        query: float32 [Q, D].
+        query: the step's query, float32 [Q, D].
+        layer_idx: number of the layer; its representations are scored.
         """
         rows = self._ready_prefix(block_hashes)
         context_tokens = len(rows) * self._block_tokens
@@ -498,6 +499,7 @@ class SparseOffloadingHandler:
     Decisions are made in the caller's thread. Copies run in a thread of the handler, in the order
     in which they were submitted.
 
+    layers: by layer index, the shape of the layer's keys.
     slots_per_sequence: number of hot slots in a region, so the most blocks of a hot set (the blocks
         of a sequence that are in hot slots of a layer).
     host: the pages of all blocks, in host memory.

@@ -38,8 +38,9 @@ class SparseRows:
 class ResidentOnly:
     """Limits which rows may attend sparsely on CUDA: there only resident requests can.
 
-    outgrows: returns True if a request is resident.
-    has_away: returns True if some blocks of a request are only in host memory.
+    outgrows: takes a request id, and returns True if the request is resident.
+    has_away: takes a request id, and returns True if some blocks of the request are only in host
+        memory.
     replays_decode: True if vLLM may replay a CUDA graph for steps in which every row has one token.
         A graph can't copy a context to a staging area. So in such a step every row that has blocks
         only in host memory must attend sparsely, even a row that still computes its prompt.

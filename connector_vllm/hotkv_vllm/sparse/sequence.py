@@ -55,7 +55,11 @@ class Attended:
 
 class LayerSequence:
     """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer attend
-    to the same hot set."""
+    to the same hot set.
+
+    layer: number of the layer in the model.
+    block_tokens: tokens of a block.
+    """
 
     def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
@@ -88,8 +92,15 @@ class LayerSequence:
         scale: float,
     ) -> Attended:
         """Selects blocks with the step's query and updates the hot set. Supports all settings, in
-        numpy code, which is slower than `decode`. For the arguments see
-        `hotkv_sparse.selection.select_layer`."""
+        numpy code, which is slower than `decode`.
+
+        query_QD: the step's query, float32 [query heads, channels], after RoPE.
+        sources: by format, the layer's representations (compact forms of keys).
+        rows_C: for each block of the context, the row of its representation in `sources`, int32.
+        always_log_mass_Q: the log of the attention mass of the blocks that are always attended,
+            float32 [query heads].
+        scale: the factor of the layer's attention scores.
+        """
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)
@@ -135,11 +146,16 @@ class LayerSequence:
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
         """Selects blocks with the step's query and updates the hot set, in one compiled call. Does
-        not support fusion and `adaptive_p`.
+        not support the settings `fusion` and `adaptive_p` of `SparseConfig`.
 
+        scorer: the layer's representations (compact forms of keys), prepared for the kernel.
+        query_QD: the step's query, float32 [query heads, channels], after RoPE.
+        rows_C: for each block of the context, the row of its representation in `scorer`, int32.
+        always: the blocks that are always attended, and where their keys are.
         where: which blocks of the context can be chosen, and which are always attended.
         budget_blocks: the most blocks that the step may select.
-        For the other arguments see `hotkv_sparse.decode.decode`.
+        selected: a mask over the blocks of the context. The call sets it to True for the selected
+            blocks.
         """
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget_blocks)

@@ -97,7 +97,14 @@ class _Followed:
 
 class SparseSequences:
     """Creates, extends and deletes the sequences of requests in the server, and sends the workers'
-    selections to the server. Scheduler thread only."""
+    selections to the server. Scheduler thread only.
+
+    streams: counts the session's connections (streams) to the server.
+    groups: the groups with sparse layers; a request has one sequence for each of them.
+    hashes_of: returns the hashes of a request's complete blocks in a group.
+    min_context_tokens: a request with a shorter context has no sequences.
+    prefix: the ids of all sequences begin with it.
+    """
 
     def __init__(
         self,

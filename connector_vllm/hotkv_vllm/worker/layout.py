@@ -177,6 +177,7 @@ def describe(
     has no tensor, or if its tensor is not where vLLM's `kv_cache_tensors` places it.
 
     kv_caches: the tensor of each layer, by layer name.
+    groups: the KV cache groups that hotkv stores.
     """
     found = EngineMemoryMap()
     formats = []
