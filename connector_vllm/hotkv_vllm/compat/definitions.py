@@ -181,6 +181,9 @@ class Module:
     parsed.
 
     node: stands for any module, as the node of a `Found`.
+    text: the text of the file.
+    is_package: True if the file is a package's `__init__.py`.
+    is_whole: True parses the whole file at once.
     """
 
     node = ast.Module([], [])

@@ -244,7 +244,7 @@ class ResidentManager(FullAttentionManager):
         block now, because it has lost blocks or the server has no room for it, returns more blocks
         than the pool has."""
         if request_id in self.lost:
-            # No allocation succeeds, so the scheduler preempts the request, and it starts anew.
+            # No allocation succeeds, so the scheduler preempts the request and computes it anew.
             return int(self.block_pool.num_gpu_blocks) + 1
         is_decided = request_id in self._longest and not apply_admission_cap
         if apply_admission_cap:

@@ -227,8 +227,9 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
     Source: vLLM 0.32 and 0.33. They check only whether a chunk's last block is there. Earlier
     blocks of the chunk are missing (id 0) if they lie before the windows of a hit on the device, or
-    were reallocated. vLLM copies the blocks of a store that are there to consecutive places in its
-    chunks, beginning at the place of the first of them.
+    were reallocated. vLLM copies the present blocks of a store to consecutive places in the store's
+    chunks, beginning at the place of the first present block. So blocks after a missing block would
+    be copied to wrong places.
     """
     config = offloading.config
     # Hits end at the end of a chunk of any group, or one token earlier.
@@ -250,8 +251,14 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
 
 def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
-    """Sets blocks in `ids` to 0 so that of the chunks that vLLM would store only the first one
-    lacks blocks, and only at its beginning."""
+    """Sets block ids in `ids` to 0 (missing), so that vLLM stores a chunk with missing blocks only
+    as the first of its chunks, and only if the blocks are missing at the chunk's beginning.
+
+    group: the group in the config of vLLM's offloading.
+    ids: the request's block ids in the group; 0 for a missing block.
+    first_chunk: position of the first chunk that vLLM has not considered yet.
+    unit: hits end at multiples of this many tokens, or one token earlier.
+    """
     size = group.tokens_per_chunk
     per_chunk = size // group.tokens_per_block
     is_first = True

@@ -263,6 +263,7 @@ class LoadChoice:
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
         """Records the ranks' reports of load times.
 
+        states: the requests that hotkv follows, by id.
         load_seconds: by request, the time that the server took for its load; negative if the load
             reached its time limit.
         """

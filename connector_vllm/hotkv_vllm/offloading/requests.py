@@ -88,7 +88,10 @@ class Promotions:
 class Room:
     """Counts the rows of the primary tier (vLLM's CPU memory) that promotions use: the rows of the
     promotions in progress, and one row for each offer of this step. An offer is a lookup that has
-    answered "hit", so that vLLM is about to promote the chunk."""
+    answered "hit", so that vLLM is about to promote the chunk.
+
+    num_rows: number of rows of the primary tier.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

@@ -191,7 +191,15 @@ class Resident:
     ) -> ResidentRow:
         """Returns the request's entry in a step's message to the workers. The entry contains the
         kept blocks, hot slots and pin that were not sent to the workers before, and this method
-        records them as sent. For the parameters see `ResidentRow`."""
+        records them as sent.
+
+        written_block: id of the last device block that the step writes for the request.
+        first_block: id of the device block with the context's first tokens.
+        num_freed: the blocks between the sinks (first blocks) and this position are not on the
+            device.
+        hot: ids of all hot slots (device blocks for selected blocks) of the request.
+        context_tokens: length of the context, including the step's `new_tokens`.
+        """
         row = ResidentRow(
             self.request_id,
             written_block,
@@ -209,8 +217,8 @@ class Resident:
 
     def begin_anew(self, kept: int) -> None:
         """Resets the state after vLLM has freed the request's device blocks, or after the server
-        has lost blocks. Everything is sent to the workers again. Blocks with private names no
-        longer count as kept.
+        has lost blocks. Blocks with private names no longer count as kept. The next message to the
+        workers has all kept blocks, hot slots and the pin again.
 
         kept: number of leading blocks that the server still has pinned for the request.
         """

@@ -289,7 +289,10 @@ class ResidentWorker(SparseWorker):
     ) -> dict[int, I32]:
         """Returns, by row, the positions of the blocks to attend to, for each row whose block table
         must be rewritten (`_hot_table`). Omits rows that attend to their whole context without hot
-        slots (device blocks for selected blocks), and rows whose selection raised."""
+        slots (device blocks for selected blocks), and rows whose selection raised.
+
+        query_of: takes the index of a token in the batch, and returns the token's query.
+        """
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
         if is_resting or not self.representations.is_calibrated(layer.index):

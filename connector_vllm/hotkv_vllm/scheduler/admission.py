@@ -368,8 +368,10 @@ class Admission:
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
         """Handles an allocation for which `allocated` raised. It is not known which blocks vLLM has
-        reallocated, so the next step revokes all stores. The request's load is reported as
-        failed."""
+        reallocated, so the next step revokes all stores. The request's load is reported as failed.
+
+        num_external_tokens: number of tokens to load; 0: there is no load.
+        """
         self.lost_track = True
         try:
             if num_external_tokens > 0:

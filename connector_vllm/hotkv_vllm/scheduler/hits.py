@@ -177,6 +177,8 @@ class TableProbe:
         first missing block. Probes few blocks (`longest_prefix`). Returns None if no table is
         mapped.
 
+        index: index of the group.
+        hashes: the hashes of the request's blocks in the group.
         first: number of leading blocks that are in vLLM's own prefix cache. They are not probed,
             and count as ready.
         """

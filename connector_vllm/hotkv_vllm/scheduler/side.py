@@ -193,7 +193,7 @@ class HotKVScheduler:
 
     def reset_cache(self) -> bool | None:
         """Empties the shared cache of this key space, for all engines. Also discards everything
-        that the scheduler side knows about its contents.
+        that the scheduler side knows about the cache's contents.
 
         Returns False only if a connected server did not flush. Blocks for at most
         `hotkv.reset_timeout_s`.

@@ -283,7 +283,7 @@ class MissingBlocks:
         wanted: BoolMask,
     ) -> list[BlockRun]:
         """Returns the blocks in `ids` for which the mask `wanted` is True, as runs of consecutive
-        blocks. A run has at most STORE_BLOCKS blocks."""
+        blocks. A run has at most STORE_BLOCKS blocks. For the other parameters see `runs`."""
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
         chains = [
@@ -300,6 +300,8 @@ class MissingBlocks:
     ) -> BlockRun:
         """Returns the run for consecutive blocks, with the hash of the block before them.
 
+        index: index of the group.
+        hashes: the hashes of all the request's blocks in the group.
         first: position of the first block in the request.
         ids: ids of the device blocks.
         """

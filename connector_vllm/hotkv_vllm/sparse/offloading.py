@@ -218,7 +218,11 @@ class HostPages(Protocol):
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
         """Copies the layer's pages from hot slots to the host blocks `blocks` [n]. Raises
-        HotKVError if the pages can't be stored. For the other arguments see `load`."""
+        HotKVError if the pages can't be stored.
+
+        hot: the layer's hot slots, uint8 [slots, page bytes].
+        slots: the hot slot for each block [n].
+        """
         ...
 
 

@@ -186,7 +186,12 @@ class LayerSequence:
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
         """Returns the hot set, extended to the present length of the context. Creates it in the
-        first step."""
+        first step.
+
+        where: which blocks of the context can be chosen, and which are always attended.
+        num_complete: number of complete blocks of the context.
+        budget_blocks: the most blocks that the step may select.
+        """
         capacity = USUAL_SETS * max(budget_blocks, where.num_always)
         hot = self._hot
         if hot is None:
@@ -217,7 +222,11 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set can hold the whole context, so that no blocks need to be chosen."""
+    """Returns True if a hot set can hold the whole context, so that no blocks need to be chosen.
+
+    where: which blocks of the context can be chosen, and which are always attended.
+    budget_blocks: the most blocks that a step may select.
+    """
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
     return sets * max(budget_blocks, where.num_always) >= where.count

@@ -370,7 +370,10 @@ class SparseWorker:
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
         """Selects the blocks that the row attends to in the layer. Returns their positions in the
-        context, ascending."""
+        context, ascending.
+
+        query_of: takes the index of a token in the batch, and returns the token's query.
+        """
         if self._attends_to_all(row):
             return row.positions_C
         sequence = self._sequences.get(row.request_id)
@@ -428,7 +431,11 @@ class SparseWorker:
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
         """Returns the layer's scorer for a decode step in one compiled call. Returns None if the
-        settings `fusion` or `adaptive_p` of `SparseConfig` need the slower code in numpy."""
+        settings `fusion` or `adaptive_p` of `SparseConfig` need the slower code in numpy.
+
+        sources: by format, the layer's representations (compact forms of keys).
+        shape: shape of a query: number of query heads, number of channels.
+        """
         if self._config.fusion or self._config.adaptive_p is not None:
             return None
         known, source = self._scorers.get(layer.index), sources[self._config.scorer]

@@ -446,6 +446,7 @@ class OwnMemory:
 
     note: the part that is sent to the other ranks.
     memory: the memory, exported for the server; None if it can't be exported (the note says why).
+    groups: the KV cache groups that hotkv stores.
     device: the device that holds the memory.
     """
 
@@ -468,6 +469,8 @@ def find_own(
     raises, because the other ranks wait for this rank's note: if an error occurs, the note says
     why the rank can't take part.
 
+    kv_caches: the tensor of each layer, by layer name.
+    place: the rank's position in the engine, and the index of its shard in a slot.
     known_space: this rank's key space from before a sleep; None to compute it.
     earlier: names of the connectors that have registered the tensors before this connector
         (`checks.earlier_connectors`).
