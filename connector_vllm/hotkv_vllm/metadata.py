@@ -197,8 +197,8 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         `HotKVMetadata`; 0 without a number.
     overdue_loads: transfer ids of the loads that were cancelled and that the server has not ended
         in time.
-    settled_loads: by transfer id of a load in `held_loads`, the number of ranks to whose memory the
-        load can't write any more.
+    settled_loads: by transfer id of a load in `HotKVMetadata.held_loads`, the number of ranks to
+        whose memory the load can't write any more.
     load_seconds: by request id, the time that the server took for the request's load in the slowest
         rank. Negative if the load reached its time limit in any rank.
     links: by rank, why the rank has no session; empty if the rank has a session.

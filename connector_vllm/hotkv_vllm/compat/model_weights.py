@@ -169,6 +169,7 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
     tensor. Empty if the header can't be read.
 
     stream: the file, at its start.
+    size: size of the file, bytes.
     """
     header_bytes = int.from_bytes(stream.read(8), "little")
     data = 8 + header_bytes

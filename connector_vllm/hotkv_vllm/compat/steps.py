@@ -145,8 +145,8 @@ def shared_prefix_boundary(request: Any) -> int:
 def written_tokens(request: Any) -> int:
     """Returns how many leading tokens of an ended request have KV.
 
-    Source: vLLM 0.32 counts the answer of a diffusion model as computed although it was only read,
-    so that the model has not written its KV (`diffusion_gemma`).
+    A request may make a diffusion model (`diffusion_gemma`) read an answer without writing the
+    answer's KV. Source: vLLM 0.32 counts such an answer as computed; this function leaves it out.
     """
     extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
     computed = int(request.num_computed_tokens)
@@ -154,7 +154,8 @@ def written_tokens(request: Any) -> int:
 
 
 class WholeSet(set[int]):
-    """A set that ignores `add` and `update`, so that it keeps its first contents."""
+    """A set that ignores `add` and `update`, so that it keeps its first contents. `tell_written`
+    gives such a set to vLLM's offloading, so that vLLM can't add wrong blocks to it."""
 
     def add(self, element: int, /) -> None:
         """Does nothing."""
@@ -251,8 +252,8 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
 
 def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
-    """Sets block ids in `ids` to 0 (missing), so that vLLM stores a chunk with missing blocks only
-    as the first of its chunks, and only if the blocks are missing at the chunk's beginning.
+    """Sets block ids in `ids` to 0 (missing). Afterwards, of the chunks that vLLM stores for the
+    request, only the first may lack blocks, and only at its beginning.
 
     group: the group in the config of vLLM's offloading.
     ids: the request's block ids in the group; 0 for a missing block.

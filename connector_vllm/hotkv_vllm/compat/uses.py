@@ -127,7 +127,8 @@ class Uses:
 
     made_from: the versions of vLLM from which the list was generated.
     specs: names of the reviewed KV cache spec classes.
-    backends: names of the reviewed attention backends, by enumeration.
+    backends: by name of an enumeration of vLLM: the names of its attention backends that were
+        reviewed.
     doors: by door, module and name: the different forms that the name has in the versions
         `made_from`. An entry None stands for versions without the name.
     """

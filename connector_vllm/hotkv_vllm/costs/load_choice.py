@@ -208,6 +208,7 @@ class LoadChoice:
         """Decides whether a leased hit is loaded, and how many of its tokens are loaded.
 
         num_tokens: length of the hit beyond `computed_tokens`.
+        computed_tokens: length of the hit in vLLM's own prefix cache.
         """
         choice = state.choice
         assert choice is not None, "a hit that was not asked for"
@@ -342,8 +343,8 @@ class LoadChoice:
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
         """Handles a hit whose answers or load were given up at the time limit: from now on the
-        decision about the hit is LEAVE. Returns True if `seconds` says something about the server's
-        speed: if the decision was TAKE. The time limit of a trial is too short for that.
+        decision about the hit is LEAVE. Returns True if the decision was TAKE, because `seconds`
+        then shows how slow the server is. The time limit of a trial is too short to show this.
 
         seconds: time that the server had taken when it was given up.
         """

@@ -71,11 +71,15 @@ class Exactness:
             self.distrust_all()
 
     def matched(self, request_id: str, device_tokens: int) -> None:
-        """Records vLLM's question for a request's hit. vLLM's own hit is `device_tokens` long."""
+        """Records that vLLM has asked for a request's hit.
+
+        device_tokens: length of the hit in vLLM's own prefix cache.
+        """
         self._own_tokens[request_id] = device_tokens
 
     def loads(self, request_id: str, num_tokens: int) -> None:
-        """Records that hotkv loads `num_tokens` behind vLLM's own hit for the request."""
+        """Records that hotkv loads `num_tokens` for the request: the tokens after its hit in vLLM's
+        own prefix cache."""
         if request_id in self._own_tokens:
             self._own_tokens[request_id] += num_tokens
 

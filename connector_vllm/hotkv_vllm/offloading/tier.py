@@ -126,7 +126,7 @@ class HotKVTier(SecondaryTierManager):
         from before a reset.
     model_names: names by which requests address the model.
     is_held: True while the tier must look up and store no chunk. The connector sets it.
-    makes_wait: returns True while every lookup must be answered "ask again".
+    makes_wait: a function that returns True while every lookup must be answered "ask again".
     """
 
     medium = Medium.CPU

@@ -125,8 +125,8 @@ class Transfers:
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
         """Begins a load: acquires a lease on the job's chunks, and then loads the chunks that the
-        lease has pinned. Does not wait. A load of which some chunks were not pinned ends as not
-        complete.
+        lease has pinned. Does not wait. If some of the chunks were not pinned, the load ends with
+        `Ended.is_complete` False.
 
         job: vLLM's `TransferJob`.
         groups: the chunks of the job, by group.

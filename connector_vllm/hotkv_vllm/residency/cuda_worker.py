@@ -146,12 +146,13 @@ class CudaSequences:
         return iter(list(self._sequences.values()))
 
     def of_state(self, state: int) -> CudaSequence | None:
-        """Returns the request that has this state (index in the device's arrays); None if the index
-        is free."""
+        """Returns the `CudaSequence` of the request with this state index (`CudaSequence.state`);
+        None if the index is free."""
         return self._by_state.get(state)
 
     def of(self, request_id: str) -> CudaSequence | None:
-        """Returns the request with this id; None if it is not known or not resident."""
+        """Returns the state of the request with this id; None if the request is not known or not
+        resident."""
         return self._sequences.get(request_id)
 
     def is_lost(self, request_id: str) -> bool:

@@ -253,8 +253,10 @@ class ResidentRows:
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
         """Returns the ids of the hot slots (device blocks for selected blocks) that the coming step
-        may be the first to write: the hot slots of those of the given requests whose hot slots were
-        not sent to the workers yet."""
+        may be the first to write. These are the hot slots that were not sent to the workers yet.
+
+        request_ids: the requests whose hot slots are considered.
+        """
         fresh: list[int] = []
         for request_id in request_ids:
             one = self._residents.get(request_id)

@@ -117,8 +117,12 @@ class KeptRows:
             self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
     def _of(self, layer_idx: int, name: str, source: Source) -> U8:
-        """Returns a layer's rows in a format, uint8 [rows, H, N]. Enlarges the array if rows were
-        added."""
+        """Returns a layer's representations (compact forms of keys) in a format, for all rows,
+        uint8 [rows, KV heads, bytes]. Enlarges the array if rows were added.
+
+        name: name of the format.
+        source: the layer's representations in `pool`.
+        """
         rows = self._rows.get((layer_idx, name))
         if rows is None or len(rows) < self._num_rows:
             grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)

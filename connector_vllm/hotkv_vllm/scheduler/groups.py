@@ -216,7 +216,7 @@ class RepresentationPlanner:
         self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
     ) -> tuple[LoadRun, ...]:
         """Returns the representations (compact forms of keys) to load together with the blocks in
-        `runs`: those that the lease has pinned.
+        `runs`. Only representations that the lease has pinned are loaded.
 
         granted: by group, a mask of the leased blocks whose representation is pinned.
         runs: the blocks to load.

@@ -483,8 +483,8 @@ class HitFinder:
         return self._session.lookup(self._all_blocks(state.request))
 
     def is_whole(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the hit is as long as it could be if the server had all blocks of the
-        request.
+        """Returns True if the request's hit could not be longer, even if the server had all blocks
+        of the request.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: length of the hit in vLLM's own prefix cache.

@@ -260,8 +260,11 @@ def agree(
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
-    """Returns the key space that all ranks have. Raises Unsupported if the engine can't share KV
-    (see `agree`)."""
+    """Returns the key space that all ranks have. Raises Unsupported if a rank has no key space or
+    another key space, has not reported, or runs on another machine than the scheduler.
+
+    num_ranks: number of the engine's ranks.
+    """
     spaces = [h.key_space for h in handshakes if h.key_space is not None]
     if len(spaces) < len(handshakes):
         why_off = next(h.why_off for h in handshakes if h.key_space is None)
@@ -597,7 +600,12 @@ class Sharing:
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Creates the objects for the agreed key space (`assemble`), and waits for the server
-        (`link.await_server`)."""
+        (`link.await_server`).
+
+        wait_s: how long to wait for a server to answer; 0: do not wait.
+        opening_s: how much longer to wait if a server has answered but has not opened the session
+            yet.
+        """
         # Before the first request: numba takes a second to load, and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)

@@ -225,7 +225,10 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Handles the results of a step if `update` raised. Loads whose end `update` has not
         handled count as failed. Stores that the workers' report lists count as ended. Shares as
-        little code as possible with `update`, because the same fault could raise again."""
+        little code as possible with `update`, because the same fault could raise again.
+
+        output: vLLM's `KVConnectorOutput`.
+        """
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache

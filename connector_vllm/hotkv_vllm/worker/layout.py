@@ -53,6 +53,9 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
     """Returns the CUDA IPC handle of the allocation that contains the storage, and the storage's
     offset in it. Raises Unsupported, with the reason, if CUDA does not share the memory.
 
+    handle_id: the id by which the layout refers to the handle.
+    storage: a storage of torch on a CUDA device.
+
     Source: `_share_cuda_` of torch 2.x returns the tuple (device, handle, bytes, offset, counter
     file, counter offset, event, event is needed).
     """

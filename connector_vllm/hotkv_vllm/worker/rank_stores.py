@@ -170,8 +170,8 @@ class RankStores:
 
     def _take_back(self, stores: list[ActiveStore]) -> bool:
         """Revokes stores, and waits until they have ended, so that their blocks may be overwritten.
-        If the server does not end a store by the store's deadline (and FENCE_GRACE_S), replaces the
-        session and returns False.
+        If the server has not ended a store FENCE_GRACE_S after the store's deadline, replaces the
+        session and returns False; otherwise returns True.
         """
         if self._rank.session is None:
             return True
