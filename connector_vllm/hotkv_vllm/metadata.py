@@ -103,8 +103,10 @@ class HotKVMetadata(KVConnectorMetadata):
         sparse decode has chosen) of these requests.
     wants_handshake: True while handshakes of ranks are missing. Each rank must then report its
         handshake.
-    settles_step: number of this step for `OtherLoads`; timed_step: number of this step for
-        `PrefillSpeed`. The workers report both when the step has ended; 0: report no number.
+    settles_step: number of this step for `OtherLoads`, which the workers report when the step has
+        ended; 0: report no number.
+    timed_step: number of this step for `PrefillSpeed`, which the workers report when the step has
+        ended; 0: report no number.
     adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
     weights: the order to check weights that may have changed; None without such an order.
     """

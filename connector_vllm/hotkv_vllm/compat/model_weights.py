@@ -211,9 +211,9 @@ def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def weights_identity(vllm_config: Any) -> str:
-    """Returns the identity of the engine's weights, including a draft model's. For each model it is
-    the commit, or the digest of the files, or (for random weights) a digest of the config and the
-    seed.
+    """Returns the identity of the engine's weights, including a draft model's. A model is
+    identified by its commit, by the digest of its files, or (if its weights are random) by a digest
+    of its config and the seed.
 
     Raises Unsupported if the weights can't be identified, OSError if files can't be read.
     """

@@ -68,7 +68,7 @@ class Promotions:
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
         """Records a promotion that vLLM has submitted.
 
-        ends_tokens: for each of its keys, the end of the chunk in the prompt.
+        ends_tokens: by key of each chunk of the promotion: the end of the chunk in the prompt.
         """
         self.waves += 1
         self.promoted.update(ends_tokens)

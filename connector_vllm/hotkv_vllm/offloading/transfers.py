@@ -244,8 +244,9 @@ class Transfers:
                 )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a load or store has ended, for at most `timeout_s`. Does not wait if no load
-        is in progress. Returns True if there are ended jobs that `take_ended` has not returned."""
+        """Waits until a load or store has ended, for at most `timeout_s`. If no load is in
+        progress, returns at once, even if stores are in progress. Returns True if there are ended
+        jobs that `take_ended` has not returned."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)

@@ -169,7 +169,12 @@ class ResidencyCalls:
         done: "Future[ResidentBlocks]",
     ) -> None:
         """Records, for the next step, whether the server has pinned the known blocks at their old
-        offsets. Called in the client's thread."""
+        offsets. Called in the client's thread.
+
+        opened: the server's answer to the call that has opened the residency again.
+        known: the old offsets of the known blocks in the arena.
+        done: the resolved future of the call that pins these blocks again.
+        """
         is_same = (
             not done.cancelled()
             and done.exception() is None

@@ -363,7 +363,10 @@ class HostBatch:
 
     @staticmethod
     def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
-        """Returns the batch. `device_starts` has the values of `starts` in device memory."""
+        """Returns the `HostBatch` for vLLM's arrays.
+
+        device_starts: the values of `starts`, in device memory.
+        """
         if int(np.diff(starts).max(initial=0)) <= 1:
             return HostBatch(device, starts, None)
         return HostBatch(device, starts, (device_starts[1:] - 1).clamp_min(0).long())

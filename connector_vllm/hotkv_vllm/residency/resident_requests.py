@@ -208,7 +208,8 @@ class ResidentRequests:
     def _reserve(self, one: Resident) -> None:
         """Sets `one.wanted`, the number of blocks for which the request should have room: its
         present blocks and QUANTUM_TOKENS more, or only its present blocks while it is held. If the
-        server can't add room to an open residency, the most that the request can ever need."""
+        server can't add room to an open residency, sets the most blocks that the request can ever
+        have."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if not self._reservations.can_grow:

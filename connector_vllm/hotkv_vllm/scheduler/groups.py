@@ -145,7 +145,13 @@ class CachedGroups:
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
         """Returns True if the longest hit with the ready blocks in `masks` is as long as the
-        longest hit would be if all blocks were ready. For the parameters see `longest_hit`."""
+        longest hit would be if all blocks were ready.
+
+        masks: which blocks are ready in the server, per group.
+        computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
+            as ready.
+        limit_tokens: longest hit allowed.
+        """
         all_of = tuple(
             np.ones(self.num_blocks(index, limit_tokens), np.bool_)
             for index in range(len(self.specs))

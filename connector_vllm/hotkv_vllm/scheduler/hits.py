@@ -307,7 +307,8 @@ class Patience:
     this number to 0 again. An idle engine may also `rest`. Scheduler thread only.
 
     clock: returns the time in seconds.
-    wait_for: waits for an answer, at most the given seconds; returns True if the answer has come.
+    wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
+        returns True if the answer has come.
     """
 
     def __init__(

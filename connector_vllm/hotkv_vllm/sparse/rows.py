@@ -128,8 +128,9 @@ class RowNames:
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
         """Returns True if a row with a single token is to attend sparsely: the request decodes and
-        has a long context. On CUDA only resident requests are (`ResidentOnly`); in a step that may
-        be replayed from a CUDA graph, also each request with blocks only in host memory.
+        has a long context. On CUDA the request must also be resident (`ResidentOnly`). In a step
+        that may be replayed from a CUDA graph, also returns True for each request with blocks only
+        in host memory.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """
