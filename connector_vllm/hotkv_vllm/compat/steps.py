@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 from hotkv_vllm.compat import NULL_BLOCK
 
 READ_ONLY = "diffusion_read_only"
-"""Name of the argument by which a request only reads the answer of a diffusion model."""
+"""Name of the extra sampling argument by which a request makes a diffusion model read an answer
+without writing the answer's KV."""
 
 
 class BlockIds(Sequence[int]):

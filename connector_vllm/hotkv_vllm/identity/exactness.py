@@ -140,7 +140,9 @@ class Exactness:
         if is_admitted:
             tables = state.get_block_ids(request_id)
             own = self._own_tokens.pop(request_id, computed)
-            # Of a hit that ends within a block vLLM tells the whole blocks only.
+            # Another connector has loaded the tokens after `own`. If vLLM's own hit ends within a
+            # block, vLLM tells connectors only the hit's whole blocks, so a difference within a
+            # block is not a load.
             if any(size and computed // size > own // size for size in self._block_tokens):
                 self._mark(tables or (), own, computed)
             self._exact_tokens[request_id] = (
