@@ -121,9 +121,9 @@ class HotKVTier(SecondaryTierManager):
     row_bytes: bytes of a row of the primary tier.
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
-    may_repeat: True if the tier, after a failed store, may ask vLLM for OWED_S seconds to offer all
-        chunks of each new request again. The connector sets it to False while the device has blocks
-        from before a reset.
+    may_repeat: True if, for OWED_S seconds after a failed store, the tier may ask vLLM to offer all
+        chunks of each new request again. The connector sets it to False if a reset has left blocks
+        on the device, and to True at the next reset that has not.
     model_names: names by which requests address the model.
     is_held: True while the tier must look up and store no chunk. The connector sets it.
     makes_wait: a function that returns True while every lookup must be answered "ask again".

@@ -107,7 +107,7 @@ class ResidencyCalls:
     def wait(self, one: Resident) -> None:
         """Makes a request that has released its room wait for room again. Its waiting time counts
         from its arrival. Once this time exceeds TURN_S, requests that arrived later do not ask for
-        room before it."""
+        room before this request has got its room."""
         self._refused[one.request_id] = one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:

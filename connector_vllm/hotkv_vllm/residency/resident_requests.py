@@ -320,10 +320,13 @@ class ResidentRequests:
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
-        """Handles a reset of the cache: gives private names, which no other request finds, to all
-        blocks of the request that the server has not pinned yet. If stores of such blocks were
-        planned already, all blocks of the request are stored anew. If the device may not have all
-        of them, the request is computed anew instead."""
+        """Gives private names, which no other request finds, to all blocks of the request that the
+        server has not pinned yet. Called when the cache is reset, or when the KV on the device has
+        become inexact (`distrust`).
+
+        If stores of such blocks were planned already, all blocks of the request are stored anew. If
+        the device may not have all of these blocks, the request is computed anew instead.
+        """
         one = self._residents[request_id]
         if one.state.store.stored_blocks[0] > one.kept:
             if not self._pool.stays_whole(one.state.request):
